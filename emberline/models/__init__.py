@@ -1,0 +1,43 @@
+"""Model architectures. `load` picks one, and the backend that runs it best on the device."""
+
+import logging
+
+from emberline.kernels.backend import Backend
+from emberline.models.decoder import Decoder, LayerTable, Source
+from emberline.models.gemma import GEMMA3
+from emberline.models.llama import LLAMA
+from emberline.models.qwen import QWEN2, QWEN3
+
+ARCHITECTURES: dict[str, LayerTable] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma3": GEMMA3,
+}
+Model = Decoder
+
+_log = logging.getLogger("emberline.models")
+
+
+def load(source: Source, device: str = "cpu", deterministic: bool = False, threads: int | None = None) -> Model:
+    """The checkpoint's model on `device`, weights in the form its backend wants."""
+    table = ARCHITECTURES[source.config.architecture]
+    return Decoder(source, _backend(source, device, deterministic, threads), table)
+
+
+def _backend(source: Source, device: str, deterministic: bool, threads: int | None) -> Backend:
+    from emberline.kernels.cpu import build, native
+    from emberline.kernels.reference import TorchBackend
+
+    config = source.config
+    if device == "cpu":
+        share = config.n_heads // config.n_kv_heads
+        if not native.supports(config.hidden_size, config.head_dim, config.mlp_size, share):
+            _log.warning("this model's shape does not fit the CPU kernels; plain PyTorch serves it, more slowly")
+        else:
+            try:
+                return native.NativeBackend(threads)
+            except (build.BuildError, OSError) as error:
+                _log.warning("%s; plain PyTorch serves instead, several times more slowly", error)
+    return TorchBackend(device, row_by_row=deterministic)

@@ -17,6 +17,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str  # torch dtype name: "float16", "bfloat16", "float32"
     window: int | None = None  # tokens a query may look back, itself included; None: all
+    keys: str = "token"  # K inside a block is [BLOCK_TOKENS, head_dim]; "channel": transposed, [head_dim, BLOCK_TOKENS]
 
     @property
     def block_bytes(self) -> int:
@@ -26,4 +27,5 @@ class KVGroup(msgspec.Struct, frozen=True):
     @property
     def tag(self) -> str:
         """Names where bytes lie: part of a stored block's address, never of its content key."""
-        return f"{self.name}:{self.dtype}:L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}:H0-{self.kv_heads}"
+        layers = f"L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}"
+        return f"{self.name}:{self.dtype}:{self.keys}:{layers}:H0-{self.kv_heads}"

@@ -1,0 +1,189 @@
+// Paged attention over blocks of 16 tokens, with q/k norm, rope and the cache write in front of it.
+//
+// A block holds, per layer, K as [kv_heads, head_dim, 16] and V as [kv_heads, 16, head_dim], in half floats: with
+// K transposed inside the block, sixteen scores are one vector and nothing is shuffled. A query walks its blocks in
+// order from the first it may see, so its result does not depend on how the prompt was cut into chunks.
+#pragma once
+#include "vec.h"
+
+#define BLOCK 16
+#define QUERY_TILE 16 // tokens of a sequence that share one conversion of a block to floats
+#define MAX_HEAD_DIM 256
+#define MAX_GROUP 16 // query heads per kv head
+#define TILE_ROWS 4 // queries computed together, in registers
+#if defined(__AVX512F__)
+#define CHAINS 4 // partial sums of a score: enough independent additions to hide their latency
+#define WEIGH_PARTS 4 // vectors of the output held in registers
+#else
+#define CHAINS 1
+#define WEIGH_PARTS 1
+#endif
+
+typedef struct {
+    int64_t tokens, rows;
+    const int32_t *positions;    // [tokens]
+    const int32_t *query_starts; // [rows + 1]
+    const int32_t *context_lens; // [rows], the new tokens included
+} step;
+
+typedef struct {
+    uint16_t *pool;             // this group's blocks
+    int64_t block_stride;       // halves from block to block
+    const int32_t *block_table; // [rows, table_stride]
+    int64_t table_stride;
+    const float *cosine, *sine; // [tokens, head_dim / 2]
+} cache;
+
+typedef struct {
+    int32_t heads, kv_heads, head_dim;
+    int32_t window; // 0: none
+    int64_t layer_offset; // halves from a block's start to this layer
+    float scale, eps;
+    const float *q_norm, *k_norm; // or null
+} attention;
+
+INLINE void normalise(float *x, const float *weight, int64_t n, float eps) {
+    v16 squares = {0};
+    for (int64_t i = 0; i < n; i += LANES) squares += load16(x + i) * load16(x + i);
+    float inverse = 1.f / sqrtf(sum16(squares) / (float)n + eps);
+    for (int64_t i = 0; i < n; i += LANES) store16(x + i, load16(x + i) * inverse * load16(weight + i));
+}
+
+INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) { // half is a multiple of 8: the tail of 8 goes alone
+        if (half - i >= LANES) {
+            v16 a = load16(x + i), b = load16(x + half + i), c = load16(cosine + i), s = load16(sine + i);
+            store16(x + i, a * c - b * s);
+            store16(x + half + i, b * c + a * s);
+            continue;
+        }
+        for (int64_t j = i; j < half; j++) {
+            float a = x[j], b = x[half + j];
+            x[j] = a * cosine[j] - b * sine[j];
+            x[half + j] = b * cosine[j] + a * sine[j];
+        }
+    }
+}
+
+static void prepare_token(const attention *at, const step *st, const cache *kv, float *qkv, int64_t row, int64_t t) {
+    const int64_t dim = at->head_dim, half = dim / 2;
+    const float *cosine = kv->cosine + t * half, *sine = kv->sine + t * half;
+    float *q = qkv + t * (at->heads + 2 * at->kv_heads) * dim;
+    float *k = q + at->heads * dim, *v = k + at->kv_heads * dim;
+    for (int h = 0; h < at->heads; h++, q += dim) {
+        if (at->q_norm) normalise(q, at->q_norm, dim, at->eps);
+        rotate(q, cosine, sine, half);
+        for (int64_t i = 0; i < dim; i += LANES) store16(q + i, load16(q + i) * at->scale);
+    }
+    const int64_t slot = st->positions[t] % BLOCK;
+    const int64_t block = kv->block_table[row * kv->table_stride + st->positions[t] / BLOCK];
+    uint16_t *to = kv->pool + block * kv->block_stride + at->layer_offset;
+    for (int h = 0; h < at->kv_heads; h++, k += dim, to += dim * BLOCK) {
+        if (at->k_norm) normalise(k, at->k_norm, dim, at->eps);
+        rotate(k, cosine, sine, half);
+        for (int64_t i = 0; i < dim; i++) to[i * BLOCK + slot] = float_to_half(k[i]);
+    }
+    for (int h = 0; h < at->kv_heads; h++, v += dim, to += dim * BLOCK)
+        for (int64_t i = 0; i < dim; i++) to[slot * dim + i] = float_to_half(v[i]);
+}
+
+INLINE void scores(const int n, const float *const *q, const float *keys, int64_t dim, float (*out)[BLOCK]) {
+    v16 total[TILE_ROWS][CHAINS];
+    for (int i = 0; i < n; i++)
+        for (int c = 0; c < CHAINS; c++) total[i][c] = (v16){0};
+    for (int64_t d = 0; d < dim; d += CHAINS)
+        for (int c = 0; c < CHAINS; c++) {
+            v16 k = load16(keys + (d + c) * BLOCK);
+            for (int i = 0; i < n; i++) total[i][c] += k * q[i][d + c];
+        }
+    for (int i = 0; i < n; i++) {
+        for (int c = 1; c < CHAINS; c++) total[i][0] += total[i][c];
+        store16(out[i], total[i][0]);
+    }
+}
+
+INLINE void weigh_part(const int n, const int parts, float (*p)[BLOCK], const float *rescale, const float *values,
+                       int64_t dim, float (*out)[MAX_HEAD_DIM], int64_t c) {
+    v16 total[TILE_ROWS][4];
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < parts; k++) total[i][k] = load16(out[i] + c + k * LANES) * rescale[i];
+    for (int t = 0; t < BLOCK; t++) {
+        v16 v[4];
+        for (int k = 0; k < parts; k++) v[k] = load16(values + t * dim + c + k * LANES);
+        for (int i = 0; i < n; i++)
+            for (int k = 0; k < parts; k++) total[i][k] += v[k] * p[i][t];
+    }
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < parts; k++) store16(out[i] + c + k * LANES, total[i][k]);
+}
+
+// out = rescale * out + p V for n queries.
+INLINE void weigh(const int n, float (*p)[BLOCK], const float *rescale, const float *values, int64_t dim,
+                  float (*out)[MAX_HEAD_DIM]) {
+    int64_t c = 0;
+    for (; c + WEIGH_PARTS * LANES <= dim; c += WEIGH_PARTS * LANES)
+        weigh_part(n, WEIGH_PARTS, p, rescale, values, dim, out, c);
+    for (; c < dim; c += LANES) weigh_part(n, 1, p, rescale, values, dim, out, c);
+}
+
+#define BY_ROWS(n, CALL) switch (n) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
+
+// One kv head of up to QUERY_TILE consecutive tokens of one sequence, all its query heads.
+static void attend_tile(const attention *at, const step *st, const cache *kv, const float *qkv, float *out,
+                        int64_t row, int64_t first, int64_t last, int kv_head) {
+    const int64_t dim = at->head_dim, stride = (at->heads + 2 * at->kv_heads) * dim;
+    const int share = at->heads / at->kv_heads, n = (int)(last - first) * share;
+    const float *q[QUERY_TILE * MAX_GROUP];
+    int32_t seen_from[QUERY_TILE * MAX_GROUP], seen_to[QUERY_TILE * MAX_GROUP]; // first and last visible position
+    float best[QUERY_TILE * MAX_GROUP], total[QUERY_TILE * MAX_GROUP];
+    static _Thread_local float sums[QUERY_TILE * MAX_GROUP][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    static _Thread_local float keys[MAX_HEAD_DIM * BLOCK] __attribute__((aligned(64)));
+    static _Thread_local float values[MAX_HEAD_DIM * BLOCK] __attribute__((aligned(64)));
+    for (int i = 0; i < n; i++) {
+        int64_t token = first + i / share, position = st->positions[token];
+        q[i] = qkv + token * stride + (kv_head * share + i % share) * dim;
+        seen_to[i] = (int32_t)position;
+        seen_from[i] = at->window && position >= at->window ? (int32_t)position - at->window + 1 : 0;
+        best[i] = -1e30f;
+        total[i] = 0.f;
+        memset(sums[i], 0, dim * sizeof(float));
+    }
+    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t j = seen_from[0] / BLOCK; j <= seen_to[n - 1] / BLOCK; j++) {
+        const uint16_t *block = kv->pool + kv->block_table[row * kv->table_stride + j] * kv->block_stride;
+        const uint16_t *k = block + at->layer_offset + kv_head * dim * BLOCK;
+        const uint16_t *v = k + at->kv_heads * dim * BLOCK;
+        const int64_t next = j < seen_to[n - 1] / BLOCK ? kv->block_table[row * kv->table_stride + j + 1] : 0;
+        const int64_t ahead = (kv->pool + next * kv->block_stride) - block; // from this block to the one after it
+        for (int64_t i = 0; i < dim * BLOCK; i += LANES) {
+            if (i % (2 * LANES) == 0) { // a cache line of each
+                __builtin_prefetch(k + ahead + i);
+                __builtin_prefetch(v + ahead + i);
+            }
+            store16(keys + i, load_half16(k + i));
+            store16(values + i, load_half16(v + i));
+        }
+        float p[QUERY_TILE * MAX_GROUP][BLOCK] __attribute__((aligned(64)));
+        float rescale[QUERY_TILE * MAX_GROUP];
+#define SCORES(N) scores(N, q + i, keys, dim, p + i)
+        for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, SCORES)
+        const v16i position = lane + (int32_t)(j * BLOCK);
+        for (int i = 0; i < n; i++) {
+            v16 s = *(v16 *)p[i];
+            s = select16((position <= seen_to[i]) & (position >= seen_from[i]), s, splat(-INFINITY));
+            float top = hmax16(s);
+            top = top > best[i] ? top : best[i];
+            rescale[i] = top == best[i] ? 1.f : expf(best[i] - top);
+            best[i] = top;
+            s = exp16(s - top);
+            *(v16 *)p[i] = s;
+            total[i] = total[i] * rescale[i] + sum16(s);
+        }
+#define WEIGH(N) weigh(N, p + i, rescale + i, values, dim, sums + i)
+        for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, WEIGH)
+    }
+    for (int i = 0; i < n; i++) {
+        float *to = out + (first + i / share) * at->heads * dim + (kv_head * share + i % share) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(sums[i] + d) / total[i]);
+    }
+}

@@ -1,0 +1,81 @@
+"""Compiles the C kernels for this machine, once, into a cache.
+
+The sources are small and take seconds; compiling here is what lets them use whatever the processor has. The cache is
+keyed by all that decides the result, so a new processor, compiler or source never meets an old library.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; the message says why and what would help."""
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("EMBERLINE_KERNEL_CACHE") or Path(base) / "emberline" / "kernels")
+
+
+def compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise BuildError("no C compiler found: install gcc (or set CC) to use Emberline's fast CPU kernels")
+
+
+def _target_flag() -> str:
+    return "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+
+
+def _processor() -> str:
+    """What -march=native looks at: the model and its features, so that a shared home folder stays safe."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def library_path() -> Path:
+    """Where the compiled library is, compiling it if need be."""
+    cc = compiler()
+    version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout
+    key = blake2b(digest_size=12)
+    for part in (version, " ".join(FLAGS), _processor(), *(f.read_text() for f in sorted(SOURCES.glob("*.[ch]")))):
+        key.update(part.encode())
+    target = cache_dir() / f"emberline-{key.hexdigest()}.so"
+    if not target.exists():
+        _compile(cc, target)
+    return target
+
+
+def _compile(cc: str, target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            made = Path(work) / "kernels.so"
+            command = [cc, *FLAGS, _target_flag(), str(SOURCES / "kernels.c"), "-o", str(made), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"the CPU kernels did not compile with {cc}: {done.stderr.strip()[-600:]}")
+            made.rename(target)  # atomic: another process never sees half a library
+    except OSError as error:
+        raise BuildError(f"the CPU kernels could not be written to {target.parent}: {error}") from error
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels; raises BuildError or OSError where they cannot be had."""
+    return ctypes.CDLL(str(library_path()))

@@ -1,0 +1,137 @@
+// Choosing a token: Gumbel-max with noise keyed by (seed, position, token id), so a choice never depends on the batch.
+#pragma once
+#include "vec.h"
+#include <stdlib.h>
+
+#define MAX_NOISE 17.4f // no Gumbel noise drawn below exceeds it
+#define NEGLIGIBLE 30.f // with a filter on, tokens e^-30 times as likely as the best are dropped
+
+typedef struct {
+    float temperature, top_p, min_p;
+    int32_t top_k;
+    uint64_t seed, position;
+} choice;
+
+typedef struct {
+    float logit;
+    int32_t id;
+} candidate;
+
+INLINE uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+INLINE float noise(uint64_t stream, int64_t id) {
+    uint64_t bits = mix(stream ^ (uint64_t)id * 0xD1B54A32D192ED03u);
+    float uniform = ((float)(bits >> 40) + 0.5f) * 0x1p-24f; // inside (0, 1)
+    return -logf(-logf(uniform));
+}
+
+static int descending(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return x->id < y->id ? -1 : 1;
+}
+
+typedef struct {
+    double mass; // sum of e^(logit - best)
+    int64_t count;
+} share;
+
+static share above(const float *logits, int64_t vocab, float inverse, float top, float depth) {
+    share found = {0, 0};
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        v16 below = load16(logits + i) * inverse - top;
+        v16i kept = below >= splat(-depth);
+        v16 p = select16(kept, exp16(below), (v16){0});
+        found.mass += sum16(p);
+        found.count += (int64_t)sum16(select16(kept, splat(1.f), (v16){0}));
+    }
+    for (; i < vocab; i++)
+        if (logits[i] * inverse - top >= -depth) found.mass += expf(logits[i] * inverse - top), found.count++;
+    return found;
+}
+
+// How far below the best a token must be considered: as shallow as the filters allow, since what is kept gets sorted.
+static float depth_needed(const float *logits, int64_t vocab, float inverse, float top, const choice *c, double *all) {
+    *all = c->top_k ? 0 : above(logits, vocab, inverse, top, NEGLIGIBLE).mass;
+    float limit = c->min_p > 0.f ? fminf(-logf(c->min_p) + 1e-3f, NEGLIGIBLE) : NEGLIGIBLE;
+    for (float depth = 2.f; depth < limit; depth *= 2.f) {
+        share found = above(logits, vocab, inverse, top, depth);
+        if (c->top_k ? found.count >= c->top_k : found.mass >= c->top_p * *all) return depth;
+    }
+    return limit;
+}
+
+// Keeps the head of `list` (sorted) that top-k, top-p and min-p leave; `all` is the mass that top-p is a share of.
+static int64_t filter(const candidate *list, int64_t n, const choice *c, double all) {
+    if (c->top_k > 0) {
+        if (n > c->top_k) n = c->top_k;
+        for (int64_t i = 0; i < n; i++) all += exp((double)list[i].logit - list[0].logit);
+    }
+    double kept = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double p = exp((double)list[i].logit - list[0].logit);
+        if (i && (kept >= c->top_p * all || p < c->min_p)) return i;
+        kept += p;
+    }
+    return n;
+}
+
+// The index of the largest logit (the first of equals), or -1 where the logits are not numbers.
+static int64_t largest(const float *logits, int64_t vocab) {
+    v16 best = splat(-INFINITY);
+    v16i odd = {0};
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        v16 x = load16(logits + i);
+        odd |= x != x;
+        best = max16(best, x);
+    }
+    float top = hmax16(best);
+    for (int j = 0; j < LANES; j++)
+        if (odd[j]) return -1;
+    for (; i < vocab; i++) {
+        if (logits[i] != logits[i]) return -1;
+        if (logits[i] > top) top = logits[i];
+    }
+    if (!isfinite(top)) return -1;
+    for (i = 0; logits[i] != top; i++) continue;
+    return i;
+}
+
+// The chosen id, or -1 where the logits are not numbers.
+static int64_t choose(const float *logits, int64_t vocab, const choice *c) {
+    int64_t chosen = largest(logits, vocab);
+    if (chosen < 0 || c->temperature == 0.f) return chosen;
+    const float inverse = 1.f / c->temperature, top = logits[chosen] * inverse;
+    const uint64_t stream = mix(c->seed + 0x9E3779B97F4A7C15u * (c->position + 1));
+    float winner = top + noise(stream, chosen);
+    if (c->top_k == 0 && c->top_p >= 1.f && c->min_p == 0.f) {
+        for (int64_t i = 0; i < vocab; i++) {
+            float scaled = logits[i] * inverse;
+            if (scaled + MAX_NOISE <= winner) continue;
+            scaled += noise(stream, i);
+            if (scaled > winner) winner = scaled, chosen = i;
+        }
+        return chosen;
+    }
+    double all;
+    const float depth = depth_needed(logits, vocab, inverse, top, c, &all);
+    candidate *list = malloc(vocab * sizeof *list);
+    if (!list) return -1;
+    int64_t n = 0;
+    for (int64_t i = 0; i < vocab; i++)
+        if (logits[i] * inverse - top >= -depth) list[n++] = (candidate){logits[i] * inverse, (int32_t)i};
+    qsort(list, n, sizeof *list, descending);
+    n = filter(list, n, c, all);
+    for (int64_t i = 0; i < n; i++) {
+        float scaled = list[i].logit + noise(stream, list[i].id);
+        if (scaled > winner) winner = scaled, chosen = list[i].id;
+    }
+    free(list);
+    return chosen;
+}

@@ -1,0 +1,123 @@
+"""The plain PyTorch backend: what every operation means. It runs on any device and is the oracle of the others."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.backend import MLP, Attention, Rope, WeightSource
+from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (scaled * weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x: [tokens, heads, dim]; dimension i turns with i + dim / 2. cosine, sine: [tokens, dim / 2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cosine, sine = cosine[:, None], sine[:, None]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int | None) -> Tensor:
+    """q: [n, heads, dim] of positions first .. first + n - 1; k, v: [context, kv_heads, dim] from position 0."""
+    n, heads, _ = q.shape
+    share = heads // k.shape[1]
+    k, v = (t.repeat_interleave(share, dim=1).float() for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    query = torch.arange(first, first + n, device=q.device)[:, None]
+    key = torch.arange(k.shape[0], device=q.device)[None]
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    weight: Tensor  # [rows, cols]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    step: Any
+    kv: list[Tensor]
+    ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per group: [tokens, head_dim / 2]
+    starts: list[int]
+    contexts: list[int]
+
+
+class TorchBackend:
+    name = "torch"
+    kv_keys = "token"
+
+    def __init__(self, device: str = "cpu", dtype: torch.dtype | None = None, *, row_by_row: bool = False) -> None:
+        self.device = device
+        self.dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        self.kv_dtype = str(self.dtype).removeprefix("torch.")
+        self._row_by_row = row_by_row  # deterministic mode: a library's matmul may depend on the number of rows
+
+    def matrix(self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False) -> Matrix:
+        stacked = torch.cat([w.tensor(self.dtype, self.device) for w in weights])
+        return Matrix(stacked, None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias]))
+
+    def vector(self, weight: WeightSource) -> Tensor:
+        return weight.tensor(torch.float32, self.device)
+
+    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
+        tables = []
+        for rope in ropes:
+            angles = torch.outer(step.positions.float(), rope.inverse_frequencies.to(self.device))
+            tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
+        return Context(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
+
+    def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
+        return matrix.weight[ids.long()] * factor
+
+    def linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
+        return self._multiply(rms_norm(x, norm, eps), matrix)
+
+    def linear_add(self, x: Tensor, matrix: Matrix, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+        out = self._multiply(x, matrix)
+        residual += out if post_norm is None else rms_norm(out, post_norm, eps)
+
+    def mlp(self, mlp: MLP, residual: Tensor) -> None:
+        gate, up = self._multiply(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up).chunk(2, dim=-1)
+        self.linear_add(activate(mlp.activation, gate) * up, mlp.down, residual, mlp.post_norm, mlp.eps)
+
+    def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
+        at, tokens = attention, qkv.shape[0]
+        q, k, v = qkv.view(tokens, -1, at.head_dim).split([at.heads, at.kv_heads, at.kv_heads], dim=1)
+        if at.q_norm is not None and at.k_norm is not None:
+            q, k = rms_norm(q, at.q_norm, at.eps), rms_norm(k, at.k_norm, at.eps)
+        q, k = (rotate(t, *context.ropes[at.group]) for t in (q, k))
+        pool = context.kv[at.group][:, at.index]  # [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim]
+        out = torch.empty_like(q)
+        for row, context_len in enumerate(context.contexts):
+            mine = slice(context.starts[row], context.starts[row + 1])
+            table = context.step.block_tables[at.group][row]
+            where = context.step.positions[mine].long()
+            pool[table[where // BLOCK_TOKENS].long(), 0, :, where % BLOCK_TOKENS] = k[mine].to(pool.dtype)
+            pool[table[where // BLOCK_TOKENS].long(), 1, :, where % BLOCK_TOKENS] = v[mine].to(pool.dtype)
+            blocks = pool[table[: -(-context_len // BLOCK_TOKENS)].long()]  # [n, 2, kv_heads, BLOCK_TOKENS, head_dim]
+            keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
+            first = context_len - (mine.stop - mine.start)
+            out[mine] = attend(q[mine], keys, values, at.scale, first, at.window)
+        return out.view(tokens, -1)
+
+    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        if self._row_by_row:
+            return torch.cat([F.linear(row, matrix.weight, matrix.bias) for row in x.split(1)]) if len(x) else (
+                x.new_empty(0, matrix.weight.shape[0])
+            )
+        return F.linear(x, matrix.weight, matrix.bias)

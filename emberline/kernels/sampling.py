@@ -1,0 +1,172 @@
+"""From logits to tokens: penalties, bias, then Gumbel-max under temperature, top-k, top-p and min-p.
+
+The noise is a hash of (seed, position, token id): a request draws the same tokens alone and in any batch, and a
+drafter that shares the seed draws the same noise. `choose_reference` is the meaning; C does the same faster.
+"""
+
+import ctypes
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from emberline.kernels.cpu.build import BuildError, load_library
+
+NEGLIGIBLE = 30.0  # with a filter on, tokens e^-30 times as likely as the best are dropped
+INVALID = -1  # the token id of a row whose logits are not numbers
+
+_log = logging.getLogger("emberline.kernels")
+
+
+@dataclass(slots=True)
+class SamplerRow:
+    """How one row's token is chosen."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0  # u64
+    position: int = 0  # index, in its sequence, of the token being chosen
+    prompt_ids: NDArray[np.uint32] | None = None  # needed where a penalty is set
+    output_ids: NDArray[np.uint32] | None = None
+    banned: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+@dataclass(slots=True)
+class Sampled:
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+def sample(logits: Tensor, rows: list[SamplerRow]) -> list[Sampled]:
+    """One token per row. `logits`: float32 [rows, vocab], changed in place by penalties and bias."""
+    if not rows:
+        return []
+    host = logits.detach().to("cpu", torch.float32).contiguous()
+    logprobs = {r: host[r].log_softmax(0) for r, row in enumerate(rows) if row.logprobs is not None}
+    table = host.numpy()
+    for row, numbers in zip(rows, table, strict=True):
+        adjust(numbers, row)
+    sampled = [Sampled(int(token_id)) for token_id in _choose(table, rows)]
+    for r, distribution in logprobs.items():
+        _attach_logprobs(sampled[r], distribution, rows[r].logprobs or 0)
+    return sampled
+
+
+def adjust(logits: NDArray[np.float32], row: SamplerRow) -> None:
+    """Penalties, bias and bans, in place. Repetition looks at prompt and output; the others at the output alone."""
+    if row.penalised:
+        empty = np.empty(0, np.uint32)
+        prompt, output = (empty if ids is None else ids for ids in (row.prompt_ids, row.output_ids))
+        if row.repetition_penalty != 1.0:
+            seen = np.unique(np.concatenate([prompt, output]))
+            old = logits[seen]
+            logits[seen] = np.where(old > 0, old / row.repetition_penalty, old * row.repetition_penalty)
+        ids, counts = np.unique(output, return_counts=True)
+        logits[ids] -= row.frequency_penalty * counts.astype(np.float32) + row.presence_penalty
+    for token_id, bias in row.logit_bias.items():
+        logits[token_id] += bias
+    if row.banned:
+        logits[list(row.banned)] = -np.inf
+
+
+def _attach_logprobs(sampled: Sampled, distribution: Tensor, k: int) -> None:
+    if sampled.token_id == INVALID:
+        return
+    sampled.logprob = float(distribution[sampled.token_id])
+    if k:
+        values, ids = distribution.topk(k)
+        sampled.top = list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = [
+        ("temperature", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+    ]
+
+
+@cache
+def _native() -> Any:
+    try:
+        lib = load_library()
+    except (BuildError, OSError) as error:
+        _log.warning("%s; sampling in NumPy", error)
+        return None
+    tensor = ctypes.c_void_p
+    lib.em_choose.argtypes = [tensor, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(_Choice), tensor]
+    lib.em_choose.restype = None
+    return lib
+
+
+def _choose(logits: NDArray[np.float32], rows: list[SamplerRow]) -> NDArray[np.int64]:
+    lib = _native()
+    if lib is None:
+        return np.array([choose_reference(numbers, row) for numbers, row in zip(logits, rows, strict=True)])
+    ids = np.empty(len(rows), np.int64)
+    choices = (_Choice * len(rows))(
+        *(_Choice(r.temperature, r.top_p, r.min_p, r.top_k, r.seed, r.position) for r in rows)
+    )
+    lib.em_choose(logits.ctypes.data, logits.shape[1], len(rows), choices, ids.ctypes.data)
+    return ids
+
+
+def choose_reference(logits: NDArray[np.float32], row: SamplerRow) -> int:
+    best = float(logits.max())
+    if not np.isfinite(best):  # NaN, an infinity, or every token banned
+        return INVALID
+    if row.temperature == 0.0:
+        return int(logits.argmax())
+    scaled = logits * np.float32(1 / np.float32(row.temperature))
+    ids = np.arange(len(logits))
+    if row.top_k or row.top_p < 1.0 or row.min_p > 0.0:
+        ids = ids[scaled >= scaled.max() - np.float32(NEGLIGIBLE)]
+        ids = ids[np.lexsort((ids, -scaled[ids]))]
+        ids = _filter(scaled[ids], ids, row)
+    return int(ids[(scaled[ids] + _noise(row.seed, row.position, ids)).argmax()])
+
+
+def _filter(sorted_logits: NDArray[np.float32], ids: NDArray[Any], row: SamplerRow) -> NDArray[Any]:
+    if row.top_k:
+        sorted_logits, ids = sorted_logits[: row.top_k], ids[: row.top_k]
+    likelihood = np.exp(sorted_logits.astype(np.float64) - float(sorted_logits[0]))
+    before = np.concatenate([[0.0], likelihood.cumsum()[:-1]])
+    keep = (before < row.top_p * likelihood.sum()) & (likelihood >= row.min_p)
+    keep[0] = True
+    return ids[: len(keep) if keep.all() else int(keep.argmin())]
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _noise(seed: int, position: int, ids: NDArray[Any]) -> NDArray[np.float32]:
+    start = np.array([(seed + 0x9E3779B97F4A7C15 * (position + 1)) & (2**64 - 1)], np.uint64)
+    bits = _mix(_mix(start) ^ (ids.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)))
+    uniform = ((bits >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-24)
+    return -np.log(-np.log(uniform))

@@ -1,0 +1,153 @@
+"""A decoder-only transformer. What sets one architecture apart from another is a table; see the files beside this."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import MLP, Attention, Backend, Rope, WeightSource
+from emberline.models.step import StepInputs
+from emberline.protocol.layout import KVGroup
+
+
+class Source(Protocol):
+    """A checkpoint, as far as a model looks into it. See `emberline.weights.checkpoint.Checkpoint`."""
+
+    @property
+    def config(self) -> Any: ...
+    def has(self, name: str) -> bool: ...
+    def weight(self, name: str) -> WeightSource: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTable:
+    """Which tensors of a checkpoint make up a layer; names are relative to `blk.N.`."""
+
+    norm: str = "attn_norm"
+    qkv: tuple[str, str, str] = ("attn_q", "attn_k", "attn_v")
+    qkv_bias: bool = False
+    q_norm: str | None = None
+    k_norm: str | None = None
+    output: str = "attn_output"
+    post_norm: str | None = None
+    mlp_norm: str = "ffn_norm"
+    gate_up: tuple[str, str] = ("ffn_gate", "ffn_up")
+    down: str = "ffn_down"
+    mlp_post_norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    norm: Tensor
+    qkv: Any  # Matrix
+    attention: Attention
+    output: Any  # Matrix
+    post_norm: Tensor | None
+    mlp: MLP
+
+
+class Decoder:
+    """Weights in the backend's form, and the forward pass over them."""
+
+    def __init__(self, source: Source, backend: Backend, table: LayerTable) -> None:
+        config = source.config
+        self.config = config
+        self._backend = backend
+        self.kv_groups = kv_groups(config, backend)
+        self._ropes = [_rope(config, group, backend.device) for group in self.kv_groups]
+        self._embedding = backend.matrix([source.weight("token_embd.weight")])
+        tied = not source.has("output.weight")
+        self._head = self._embedding if tied else backend.matrix([source.weight("output.weight")])
+        self._norm = backend.vector(source.weight("output_norm.weight"))
+        self._layers = [self._layer(source, table, n) for n in range(config.n_layers)]
+
+    @property
+    def backend(self) -> str:
+        return self._backend.name
+
+    @property
+    def device(self) -> str:
+        return self._backend.device
+
+    def _layer(self, source: Source, table: LayerTable, n: int) -> Layer:
+        config, backend = self.config, self._backend
+
+        def weights(names: tuple[str, ...], kind: str = "weight") -> list[WeightSource]:
+            return [source.weight(f"blk.{n}.{name}.{kind}") for name in names]
+
+        def vector(name: str | None) -> Tensor | None:
+            return None if name is None else backend.vector(source.weight(f"blk.{n}.{name}.weight"))
+
+        def norm(name: str) -> Tensor:
+            return backend.vector(source.weight(f"blk.{n}.{name}.weight"))
+
+        group = next(i for i, g in enumerate(self.kv_groups) if n in g.layers)
+        attention = Attention(
+            heads=config.n_heads,
+            kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale or config.head_dim**-0.5,
+            eps=config.norm_eps,
+            group=group,
+            index=self.kv_groups[group].layers.index(n),
+            window=self.kv_groups[group].window,
+            q_norm=vector(table.q_norm),
+            k_norm=vector(table.k_norm),
+        )
+        mlp = MLP(
+            gate_up=backend.matrix(weights(table.gate_up), gated=True),
+            down=backend.matrix(weights((table.down,))),
+            norm=norm(table.mlp_norm),
+            post_norm=vector(table.mlp_post_norm),
+            eps=config.norm_eps,
+            activation=config.activation,
+        )
+        bias = weights(table.qkv, "bias") if table.qkv_bias else None
+        qkv = backend.matrix(weights(table.qkv), bias)
+        output = backend.matrix(weights((table.output,)))
+        return Layer(norm(table.norm), qkv, attention, output, vector(table.post_norm), mlp)
+
+    @torch.inference_mode()
+    def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
+        """Logits, float32 [samples, vocab]. Writes the new tokens' keys and values into the blocks of `kv`."""
+        backend, eps = self._backend, self.config.norm_eps
+        context = backend.begin(step, kv, self.kv_groups, self._ropes)
+        x = backend.rows(self._embedding, step.token_ids, self.config.embedding_scale)  # [tokens, hidden]
+        for layer in self._layers:
+            qkv = backend.linear(x, layer.qkv, layer.norm, eps)
+            attended = backend.attention(qkv, layer.attention, context)
+            backend.linear_add(attended, layer.output, x, layer.post_norm, eps)
+            backend.mlp(layer.mlp, x)
+        return backend.linear(x[step.sample_tokens], self._head, self._norm, eps).float()
+
+
+def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:
+    """Layers by their window: those that see everything first."""
+    windows = config.windows or (None,) * config.n_layers
+    return tuple(
+        KVGroup(
+            name="full" if window is None else f"window{window}",
+            layers=tuple(n for n, w in enumerate(windows) if w == window),
+            kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            dtype=backend.kv_dtype,
+            window=window,
+            keys=backend.kv_keys,
+        )
+        for window in sorted(set(windows), key=lambda w: (w is not None, w or 0))
+    )
+
+
+def _rope(config: Any, group: KVGroup, device: str) -> Rope:
+    local = group.window is not None and config.local_rope_theta is not None
+    theta = config.local_rope_theta if local else config.rope_theta
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = theta**-exponents
+    if config.rope_divisors and not local:
+        frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float64)
+    return Rope(frequencies.float().to(device), 1.0 if local else config.rope_scale)
+
+
+Architecture = Callable[[Source, Backend], Decoder]

@@ -1,0 +1,44 @@
+"""Compiling the kernels: cached, keyed, and never a reason not to serve."""
+
+from pathlib import Path
+
+import pytest
+
+from emberline import models
+from emberline.kernels.cpu import build
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBERLINE_KERNEL_CACHE", str(tmp_path))
+    first = build.library_path()
+    stamp = first.stat().st_mtime_ns
+    assert build.library_path() == first
+    assert first.stat().st_mtime_ns == stamp
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+def test_no_compiler_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match="install gcc"):
+        build.library_path()
+
+
+def test_broken_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cc = tmp_path / "cc"
+    cc.write_text("#!/bin/sh\necho 'no such target' >&2\nexit 1\n")
+    cc.chmod(0o755)
+    monkeypatch.setenv("CC", str(cc))
+    monkeypatch.setenv("EMBERLINE_KERNEL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(build.BuildError, match="no such target"):
+        build.library_path()
+
+
+def test_serving_goes_on_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
+    from emberline.weights.checkpoint import open_checkpoint
+
+    def refuse() -> None:
+        raise build.BuildError("no C compiler found")
+
+    monkeypatch.setattr("emberline.kernels.cpu.native.load_library", refuse)
+    assert models._backend(open_checkpoint(smollm2), "cpu", False, None).name == "torch"

@@ -1,0 +1,175 @@
+"""The C kernels against plain PyTorch, over shapes that hit every tail: odd token counts, panels, windows, head sizes."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import MLP, Attention, Rope
+from emberline.kernels.cpu.native import NativeBackend
+from emberline.kernels.reference import TorchBackend
+from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+from emberline.weights.tensor import Affine
+
+ACTIVATION_ERROR = 1.5e-2  # relative: 8-bit activations in groups of 32, on noise (the worst case)
+TOKENS = [1, 2, 3, 5, 8, 9, 17]
+
+
+@dataclass
+class Made:
+    """A weight made up on the spot: float, or 4- or 8-bit affine."""
+
+    numbers: np.ndarray
+    codes: Affine | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def dense(self) -> np.ndarray:
+        return self.numbers
+
+    def affine(self) -> Affine | None:
+        return self.codes
+
+    def tensor(self, dtype: torch.dtype, device: str) -> Tensor:
+        return torch.from_numpy(self.numbers.copy()).to(dtype)
+
+
+def weight(rng: np.random.Generator, rows: int, cols: int, bits: int) -> Made:
+    if bits == 32:
+        return Made(rng.normal(size=(rows, cols)).astype(np.float32))
+    groups = (rows, cols // 32)
+    scale = rng.uniform(0.01, 0.02, groups).astype(np.float16).astype(np.float32)
+    middle = 8 if bits == 4 else 128
+    offset = (-middle * scale + rng.normal(size=groups) * 0.01).astype(np.float16).astype(np.float32)
+    affine = Affine(rng.integers(0, 2**bits, (rows, cols), dtype=np.uint8), scale, offset, bits)
+    return Made(affine.dense().astype(np.float32), affine)
+
+
+def vector(rng: np.random.Generator, n: int) -> Made:
+    return Made(rng.uniform(0.5, 1.5, n).astype(np.float32))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeBackend:
+    return NativeBackend(threads=2)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize(("rows", "cols"), [(16, 32), (40, 96), (49, 576), (960, 576), (576, 1536)])
+def test_linear(native, rng, bits: int, rows: int, cols: int) -> None:
+    source, bias, norm = weight(rng, rows, cols, bits), vector(rng, rows), vector(rng, cols)
+    for tokens in TOKENS:
+        x = torch.from_numpy(rng.normal(size=(tokens, cols)).astype(np.float32))
+        got, want = (
+            b.linear(x.clone(), b.matrix([source], [bias]), b.vector(norm), 1e-5) for b in (native, TorchBackend())
+        )
+        assert got.shape == want.shape
+        assert error(got, want) < (1e-5 if bits == 32 else ACTIVATION_ERROR)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_exact(native, rng, bits: int) -> None:
+    """With activations that 8 bits hold exactly, nothing is left to be wrong: not one weight is rounded."""
+    source = weight(rng, 64, 128, bits)
+    x = torch.from_numpy(rng.integers(-127, 128, (7, 128)).astype(np.float32))
+    x[:, ::32] = 127.0  # every group's scale is one
+    residual = torch.zeros(7, 64)
+    native.linear_add(x, native.matrix([source]), residual, None, 0.0)
+    want = x.double() @ torch.from_numpy(source.numbers).double().T
+    assert ((residual - want).abs().max() / want.abs().max()).item() < 1e-5
+
+
+def test_mixed_widths_stack(native, rng) -> None:
+    parts = [weight(rng, 32, 64, 4), weight(rng, 16, 64, 8)]
+    x, norm = torch.randn(3, 64), vector(rng, 64)
+    got, want = (b.linear(x, b.matrix(parts), b.vector(norm), 1e-6) for b in (native, TorchBackend()))
+    assert error(got, want) < ACTIVATION_ERROR
+
+
+def test_a_token_does_not_see_the_batch(native, rng) -> None:
+    matrix, norm = native.matrix([weight(rng, 96, 576, 4)]), native.vector(vector(rng, 576))
+    x = torch.randn(23, 576)
+    together = native.linear(x, matrix, norm, 1e-5)
+    for t in range(23):
+        assert torch.equal(native.linear(x[t : t + 1].contiguous(), matrix, norm, 1e-5)[0], together[t])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("post", [False, True])
+def test_mlp(native, rng, bits: int, activation: str, post: bool) -> None:
+    gate, up, down = weight(rng, 96, 64, bits), weight(rng, 96, 64, bits), weight(rng, 64, 96, bits)
+    norm, post_norm = vector(rng, 64), vector(rng, 64)
+    for tokens in TOKENS:
+        x, outs = torch.randn(tokens, 64), []
+        for b in (native, TorchBackend()):
+            mlp = MLP(
+                b.matrix([gate, up], gated=True),
+                b.matrix([down]),
+                b.vector(norm),
+                b.vector(post_norm) if post else None,
+                1e-6,
+                activation,
+            )
+            residual = x.clone()
+            b.mlp(mlp, residual)
+            outs.append(residual - x)
+        assert error(*outs) < (2e-5 if bits == 32 else 2 * ACTIVATION_ERROR)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 32])
+def test_rows_are_the_weights(native, rng, bits: int) -> None:
+    source = weight(rng, 50, 64, bits)
+    ids = torch.tensor([0, 49, 17, 17], dtype=torch.int32)
+    got = native.rows(native.matrix([source]), ids, 2.0)
+    torch.testing.assert_close(got, torch.from_numpy(source.numbers)[ids.long()] * 2.0, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (16, 1, 80), (2, 1, 256)])
+def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Three sequences over two layers of one pool: a prefill, a chunk behind a cached part, a decode."""
+    group = KVGroup("g", (0, 1), kv_heads, head_dim, "float16", window)
+    norms = [vector(rng, head_dim) for _ in range(2)]
+    rope = Rope(torch.from_numpy((100.0 ** -np.linspace(0, 1, head_dim // 2)).astype(np.float32)), 1.1)
+    cached, new = [0, 37, 50], [33, 21, 1]
+    tables = torch.randperm(18).view(3, 6).to(torch.int32)
+    width = (heads + 2 * kv_heads) * head_dim
+
+    def run(backend: NativeBackend | TorchBackend, keys: str) -> Tensor:
+        torch.manual_seed(3)
+        pool = torch.zeros(18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=torch.float16)
+        attention = Attention(
+            heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.vector(n) for n in norms)
+        )
+        out = torch.empty(0)
+        for past, lengths in ([0, 0, 0], cached), (cached, new):
+            live = [r for r in range(3) if lengths[r]]
+            starts = np.cumsum([0, *(lengths[r] for r in live)])
+            positions = np.concatenate([np.arange(past[r], past[r] + lengths[r]) for r in live])
+            step = SimpleNamespace(
+                positions=torch.tensor(positions, dtype=torch.int32),
+                query_starts=torch.tensor(starts, dtype=torch.int32),
+                context_lens=torch.tensor([past[r] + lengths[r] for r in live], dtype=torch.int32),
+                block_tables=[tables[live].contiguous()],
+            )
+            context = backend.begin(step, [pool], (group,), [rope])
+            out = backend.attention(torch.randn(len(positions), width), attention, context)
+        return out
+
+    assert error(run(native, "channel"), run(TorchBackend(), "token")) < 2e-3

@@ -1,0 +1,102 @@
+"""Choosing tokens: C against NumPy, and both against what the parameters promise."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.kernels import sampling
+from emberline.kernels.sampling import INVALID, SamplerRow, choose_reference, sample
+
+
+def logits(seed: int, vocab: int = 1000, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=vocab) * spread).astype(np.float32)
+
+
+def draw(row: SamplerRow, numbers: np.ndarray) -> int:
+    return sample(torch.from_numpy(numbers.copy())[None], [row])[0].token_id
+
+
+rows = st.builds(
+    SamplerRow,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 7, 500, 5000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5]),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 10**6),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=rows, seed=st.integers(0, 1000), vocab=st.sampled_from([5, 16, 1003]), spread=st.sampled_from([0.1, 3.0]))
+def test_c_chooses_what_numpy_chooses(row: SamplerRow, seed: int, vocab: int, spread: float) -> None:
+    assert sampling._native() is not None
+    numbers = logits(seed, vocab, spread)
+    assert draw(row, numbers) == choose_reference(numbers, row)
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    numbers = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    n = 20_000
+    table = torch.from_numpy(np.tile(numbers, (n, 1)))
+    drawn = [s.token_id for s in sample(table, [SamplerRow(seed=1, position=i) for i in range(n)])]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / n, [0.5, 0.3, 0.15, 0.05], atol=0.01)
+
+
+def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+    batch = [SamplerRow(seed=5, position=i, top_p=0.9) for i in range(9)]
+    table = np.stack([logits(i) for i in range(9)])
+    together = [s.token_id for s in sample(torch.from_numpy(table.copy()), batch)]
+    assert together == [draw(row, numbers) for row, numbers in zip(batch, table, strict=True)]
+
+
+def test_filters() -> None:
+    numbers = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+
+    def support(**params: float) -> set[int]:
+        return {draw(SamplerRow(seed=s, **params), numbers) for s in range(300)}
+
+    assert support() == {0, 1, 2, 3}
+    assert support(top_k=2) == {0, 1}
+    assert support(top_p=0.5) == {0, 1}
+    assert support(top_p=0.001) == {0}
+    assert support(min_p=0.4) == {0, 1, 2}
+    assert support(top_k=3, top_p=0.7) == {0, 1}  # of the three kept, the first two have 7/9
+
+
+def test_penalties_bias_and_bans() -> None:
+    numbers = np.array([5.0, 4.9, 4.8, -1.0], np.float32)
+    greedy = dict(temperature=0.0)
+    seen = np.array([0], np.uint32)
+    assert draw(SamplerRow(**greedy), numbers) == 0
+    assert draw(SamplerRow(**greedy, repetition_penalty=1.5, prompt_ids=seen), numbers) == 1
+    assert draw(SamplerRow(**greedy, presence_penalty=0.5, prompt_ids=seen), numbers) == 0  # looks at the output alone
+    assert draw(SamplerRow(**greedy, presence_penalty=0.5, output_ids=seen), numbers) == 1
+    twice = np.array([0, 0, 1], np.uint32)
+    assert draw(SamplerRow(**greedy, frequency_penalty=0.15, output_ids=twice), numbers) == 2
+    assert draw(SamplerRow(**greedy, logit_bias={3: 100.0}), numbers) == 3
+    assert draw(SamplerRow(**greedy, banned=(0, 1)), numbers) == 2
+
+
+def test_logprobs_are_the_models_own() -> None:
+    numbers = logits(3)
+    row = SamplerRow(temperature=0.0, logprobs=4, logit_bias={7: 100.0})
+    got = sample(torch.from_numpy(numbers.copy())[None], [row])[0]
+    want = torch.from_numpy(numbers).log_softmax(0)
+    assert got.token_id == 7
+    assert got.logprob == pytest.approx(float(want[7]), abs=1e-5)
+    assert [i for i, _ in got.top] == want.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("where", [0, 17, 999])
+def test_invalid_numbers_are_told_not_sampled(poison: float, where: int) -> None:
+    bad = logits(1)
+    bad[where] = poison
+    table = torch.from_numpy(np.stack([logits(0), bad]))
+    good, told = sample(table, [SamplerRow(), SamplerRow()])
+    assert good.token_id >= 0
+    assert told.token_id == INVALID
+    assert choose_reference(bad, SamplerRow()) == INVALID

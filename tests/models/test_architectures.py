@@ -1,0 +1,66 @@
+"""Every architecture against transformers, on small random models written as real checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from emberline.kernels.cpu.native import NativeBackend
+from emberline.kernels.reference import TorchBackend
+from emberline.models import ARCHITECTURES
+from emberline.models.decoder import Decoder
+from emberline.weights.checkpoint import open_checkpoint
+from tests.models.steps import all_logits
+
+SMALL = dict(
+    vocab_size=203,  # not a multiple of the kernels' panel
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    rope_theta=10000.0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama3": lambda: transformers.LlamaConfig(**{**SMALL, "rope_scaling": LLAMA3_ROPE}),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=24, head_dim=16),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=24, query_pre_attn_scalar=16, tie_word_embeddings=True
+    ),
+}
+TOLERANCE = {"torch": 2e-5, "native": 2e-3}  # relative; native keeps the cache in half floats
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
+    torch.manual_seed(7)
+    config = CONFIGS[request.param]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too: at their initial values they would hide mistakes
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder, model
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, NativeBackend], ids=["torch", "native"])
+def test_logits_match_transformers(reference, backend) -> None:
+    folder, theirs = reference
+    checkpoint = open_checkpoint(folder)
+    ours = Decoder(checkpoint, backend(), ARCHITECTURES[checkpoint.config.architecture])
+    ids = torch.randint(3, 203, (75,), generator=torch.Generator().manual_seed(1)).tolist()
+    got = all_logits(ours, ids)
+    with torch.no_grad():
+        want = theirs(torch.tensor([ids])).logits[0].float()
+    assert ((got - want).norm() / want.norm()).item() < TOLERANCE[ours.backend]
