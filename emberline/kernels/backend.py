@@ -64,7 +64,9 @@ class Backend(Protocol):
     kv_dtype: str  # torch dtype name of the cache
     kv_keys: str  # KVGroup.keys
 
-    def matrix(self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False) -> Any:
+    def matrix(
+        self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
+    ) -> Any:
         """Weights stacked by rows, in the backend's own form. `gated`: exactly [gate, up] of an MLP."""
         ...
 

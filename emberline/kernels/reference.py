@@ -67,7 +67,9 @@ class TorchBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._row_by_row = row_by_row  # deterministic mode: a library's matmul may depend on the number of rows
 
-    def matrix(self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False) -> Matrix:
+    def matrix(
+        self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
+    ) -> Matrix:
         stacked = torch.cat([w.tensor(self.dtype, self.device) for w in weights])
         return Matrix(stacked, None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias]))
 
@@ -117,7 +119,9 @@ class TorchBackend:
 
     def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         if self._row_by_row:
-            return torch.cat([F.linear(row, matrix.weight, matrix.bias) for row in x.split(1)]) if len(x) else (
-                x.new_empty(0, matrix.weight.shape[0])
+            return (
+                torch.cat([F.linear(row, matrix.weight, matrix.bias) for row in x.split(1)])
+                if len(x)
+                else (x.new_empty(0, matrix.weight.shape[0]))
             )
         return F.linear(x, matrix.weight, matrix.bias)

@@ -37,7 +37,7 @@ def test_broken_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_serving_goes_on_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
     from emberline.weights.checkpoint import open_checkpoint
 
-    def refuse() -> None:
+    def refuse(target: str | None = None) -> None:
         raise build.BuildError("no C compiler found")
 
     monkeypatch.setattr("emberline.kernels.cpu.native.load_library", refuse)

@@ -1,5 +1,6 @@
 """The C kernels against plain PyTorch, over shapes that hit every tail: odd token counts, panels, windows, head sizes."""
 
+import platform
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -59,9 +60,16 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeBackend:
-    return NativeBackend(threads=2)
+# Lesser processors of the same family: each takes another path through the sources, and all run here.
+TARGETS = {
+    "x86_64": [None, "-march=haswell", "-march=x86-64"],
+    "aarch64": [None, "-march=armv8-a"],
+}.get(platform.machine(), [None])
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target or "this-processor")
+def native(request: pytest.FixtureRequest) -> NativeBackend:
+    return NativeBackend(threads=2, target=request.param)
 
 
 @pytest.fixture
@@ -154,9 +162,7 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
     def run(backend: NativeBackend | TorchBackend, keys: str) -> Tensor:
         torch.manual_seed(3)
         pool = torch.zeros(18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=torch.float16)
-        attention = Attention(
-            heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.vector(n) for n in norms)
-        )
+        attention = Attention(heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.vector(n) for n in norms))
         out = torch.empty(0)
         for past, lengths in ([0, 0, 0], cached), (cached, new):
             live = [r for r in range(3) if lengths[r]]

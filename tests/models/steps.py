@@ -15,7 +15,9 @@ def pools(model: Decoder, n_blocks: int) -> list[Tensor]:
     ]
 
 
-def step(rows: list[tuple[list[int], int]], tables: Tensor, n_groups: int, samples: list[int] | None = None) -> StepInputs:
+def step(
+    rows: list[tuple[list[int], int]], tables: Tensor, n_groups: int, samples: list[int] | None = None
+) -> StepInputs:
     """Rows of (new token ids, tokens already cached); the same block table serves every group."""
     lengths = [len(ids) for ids, _ in rows]
     starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]

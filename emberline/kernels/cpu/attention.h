@@ -13,10 +13,13 @@
 #define TILE_ROWS 4 // queries computed together, in registers
 #if defined(__AVX512F__)
 #define CHAINS 4 // partial sums of a score: enough independent additions to hide their latency
-#define WEIGH_PARTS 4 // vectors of the output held in registers
+#define COLUMNS 4 // registers of output columns held for each query
+#elif defined(__AVX2__)
+#define CHAINS 1
+#define COLUMNS 2
 #else
 #define CHAINS 1
-#define WEIGH_PARTS 1
+#define COLUMNS 4
 #endif
 
 typedef struct {
@@ -42,26 +45,17 @@ typedef struct {
     const float *q_norm, *k_norm; // or null
 } attention;
 
-INLINE void normalise(float *x, const float *weight, int64_t n, float eps) {
-    v16 squares = {0};
-    for (int64_t i = 0; i < n; i += LANES) squares += load16(x + i) * load16(x + i);
-    float inverse = 1.f / sqrtf(sum16(squares) / (float)n + eps);
-    for (int64_t i = 0; i < n; i += LANES) store16(x + i, load16(x + i) * inverse * load16(weight + i));
-}
-
 INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
-    for (int64_t i = 0; i < half; i += LANES) { // half is a multiple of 8: the tail of 8 goes alone
-        if (half - i >= LANES) {
-            v16 a = load16(x + i), b = load16(x + half + i), c = load16(cosine + i), s = load16(sine + i);
-            store16(x + i, a * c - b * s);
-            store16(x + half + i, b * c + a * s);
-            continue;
-        }
-        for (int64_t j = i; j < half; j++) {
-            float a = x[j], b = x[half + j];
-            x[j] = a * cosine[j] - b * sine[j];
-            x[half + j] = b * cosine[j] + a * sine[j];
-        }
+    int64_t i = 0;
+    for (; i + WIDTH <= half; i += WIDTH) {
+        vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[half + i] = b * cosine[i] + a * sine[i];
     }
 }
 
@@ -73,7 +67,7 @@ static void prepare_token(const attention *at, const step *st, const cache *kv, 
     for (int h = 0; h < at->heads; h++, q += dim) {
         if (at->q_norm) normalise(q, at->q_norm, dim, at->eps);
         rotate(q, cosine, sine, half);
-        for (int64_t i = 0; i < dim; i += LANES) store16(q + i, load16(q + i) * at->scale);
+        for (int64_t i = 0; i < dim; i += WIDTH) store(q + i, load(q + i) * at->scale);
     }
     const int64_t slot = st->positions[t] % BLOCK;
     const int64_t block = kv->block_table[row * kv->table_stride + st->positions[t] / BLOCK];
@@ -88,42 +82,68 @@ static void prepare_token(const attention *at, const step *st, const cache *kv, 
 }
 
 INLINE void scores(const int n, const float *const *q, const float *keys, int64_t dim, float (*out)[BLOCK]) {
-    v16 total[TILE_ROWS][CHAINS];
+    vec total[TILE_ROWS][CHAINS][PARTS];
     for (int i = 0; i < n; i++)
-        for (int c = 0; c < CHAINS; c++) total[i][c] = (v16){0};
+        for (int c = 0; c < CHAINS; c++)
+            for (int p = 0; p < PARTS; p++) total[i][c][p] = (vec){0};
     for (int64_t d = 0; d < dim; d += CHAINS)
-        for (int c = 0; c < CHAINS; c++) {
-            v16 k = load16(keys + (d + c) * BLOCK);
-            for (int i = 0; i < n; i++) total[i][c] += k * q[i][d + c];
+        for (int c = 0; c < CHAINS; c++)
+            for (int p = 0; p < PARTS; p++) {
+                vec k = load(keys + (d + c) * BLOCK + p * WIDTH);
+                for (int i = 0; i < n; i++) total[i][c][p] += k * q[i][d + c];
+            }
+    for (int i = 0; i < n; i++)
+        for (int p = 0; p < PARTS; p++) {
+            for (int c = 1; c < CHAINS; c++) total[i][0][p] += total[i][c][p];
+            store(out[i] + p * WIDTH, total[i][0][p]);
         }
-    for (int i = 0; i < n; i++) {
-        for (int c = 1; c < CHAINS; c++) total[i][0] += total[i][c];
-        store16(out[i], total[i][0]);
-    }
 }
 
-INLINE void weigh_part(const int n, const int parts, float (*p)[BLOCK], const float *rescale, const float *values,
-                       int64_t dim, float (*out)[MAX_HEAD_DIM], int64_t c) {
-    v16 total[TILE_ROWS][4];
+INLINE void weigh_columns(const int n, const int columns, float (*p)[BLOCK], const float *rescale, const float *values,
+                          int64_t dim, float (*out)[MAX_HEAD_DIM], int64_t from) {
+    vec total[TILE_ROWS][COLUMNS];
     for (int i = 0; i < n; i++)
-        for (int k = 0; k < parts; k++) total[i][k] = load16(out[i] + c + k * LANES) * rescale[i];
-    for (int t = 0; t < BLOCK; t++) {
-        v16 v[4];
-        for (int k = 0; k < parts; k++) v[k] = load16(values + t * dim + c + k * LANES);
-        for (int i = 0; i < n; i++)
-            for (int k = 0; k < parts; k++) total[i][k] += v[k] * p[i][t];
-    }
+        for (int c = 0; c < columns; c++) total[i][c] = load(out[i] + from + c * WIDTH) * rescale[i];
+#pragma GCC unroll 1 // unrolled whole, the compiler hoists loads until it spills
+    for (int t = 0; t < BLOCK; t++)
+        for (int c = 0; c < columns; c++) {
+            vec v = load(values + t * dim + from + c * WIDTH);
+            for (int i = 0; i < n; i++) total[i][c] += v * p[i][t];
+        }
     for (int i = 0; i < n; i++)
-        for (int k = 0; k < parts; k++) store16(out[i] + c + k * LANES, total[i][k]);
+        for (int c = 0; c < columns; c++) store(out[i] + from + c * WIDTH, total[i][c]);
 }
 
 // out = rescale * out + p V for n queries.
 INLINE void weigh(const int n, float (*p)[BLOCK], const float *rescale, const float *values, int64_t dim,
                   float (*out)[MAX_HEAD_DIM]) {
-    int64_t c = 0;
-    for (; c + WEIGH_PARTS * LANES <= dim; c += WEIGH_PARTS * LANES)
-        weigh_part(n, WEIGH_PARTS, p, rescale, values, dim, out, c);
-    for (; c < dim; c += LANES) weigh_part(n, 1, p, rescale, values, dim, out, c);
+    int64_t at = 0;
+    for (; at + COLUMNS * WIDTH <= dim; at += COLUMNS * WIDTH)
+        weigh_columns(n, COLUMNS, p, rescale, values, dim, out, at);
+    for (; at < dim; at += WIDTH) weigh_columns(n, 1, p, rescale, values, dim, out, at);
+}
+
+// The part of a softmax that one block adds: scores in, weights out; returns what earlier sums are to be scaled by.
+INLINE float soften(float *p, int64_t position, int32_t from, int32_t to, float *best, float *total) {
+    veci lane;
+    for (int i = 0; i < WIDTH; i++) lane[i] = i;
+    vec s[PARTS], top = splat(-INFINITY), added = {0};
+    for (int i = 0; i < PARTS; i++) {
+        veci where = lane + (int32_t)(position + i * WIDTH);
+        s[i] = pick((where <= to) & (where >= from), load(p + i * WIDTH), splat(-INFINITY));
+        top = larger(top, s[i]);
+    }
+    float peak = largest_of(top);
+    peak = peak > *best ? peak : *best;
+    float rescale = peak == *best ? 1.f : expf(*best - peak);
+    for (int i = 0; i < PARTS; i++) {
+        s[i] = exponential(s[i] - peak);
+        added += s[i];
+        store(p + i * WIDTH, s[i]);
+    }
+    *best = peak;
+    *total = *total * rescale + sum(added);
+    return rescale;
 }
 
 #define BY_ROWS(n, CALL) switch (n) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
@@ -133,6 +153,7 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
                         int64_t row, int64_t first, int64_t last, int kv_head) {
     const int64_t dim = at->head_dim, stride = (at->heads + 2 * at->kv_heads) * dim;
     const int share = at->heads / at->kv_heads, n = (int)(last - first) * share;
+    if (n <= 0) return;
     const float *q[QUERY_TILE * MAX_GROUP];
     int32_t seen_from[QUERY_TILE * MAX_GROUP], seen_to[QUERY_TILE * MAX_GROUP]; // first and last visible position
     float best[QUERY_TILE * MAX_GROUP], total[QUERY_TILE * MAX_GROUP];
@@ -148,42 +169,31 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
         total[i] = 0.f;
         memset(sums[i], 0, dim * sizeof(float));
     }
-    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t j = seen_from[0] / BLOCK; j <= seen_to[n - 1] / BLOCK; j++) {
         const uint16_t *block = kv->pool + kv->block_table[row * kv->table_stride + j] * kv->block_stride;
         const uint16_t *k = block + at->layer_offset + kv_head * dim * BLOCK;
         const uint16_t *v = k + at->kv_heads * dim * BLOCK;
         const int64_t next = j < seen_to[n - 1] / BLOCK ? kv->block_table[row * kv->table_stride + j + 1] : 0;
         const int64_t ahead = (kv->pool + next * kv->block_stride) - block; // from this block to the one after it
-        for (int64_t i = 0; i < dim * BLOCK; i += LANES) {
-            if (i % (2 * LANES) == 0) { // a cache line of each
-                __builtin_prefetch(k + ahead + i);
-                __builtin_prefetch(v + ahead + i);
+        for (int64_t i = 0; i < dim * BLOCK; i += 2 * LANES) { // a cache line of each
+            __builtin_prefetch(k + ahead + i);
+            __builtin_prefetch(v + ahead + i);
+            for (int64_t c = i; c < i + 2 * LANES; c += WIDTH) {
+                store(keys + c, load_half(k + c));
+                store(values + c, load_half(v + c));
             }
-            store16(keys + i, load_half16(k + i));
-            store16(values + i, load_half16(v + i));
         }
         float p[QUERY_TILE * MAX_GROUP][BLOCK] __attribute__((aligned(64)));
         float rescale[QUERY_TILE * MAX_GROUP];
 #define SCORES(N) scores(N, q + i, keys, dim, p + i)
         for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, SCORES)
-        const v16i position = lane + (int32_t)(j * BLOCK);
-        for (int i = 0; i < n; i++) {
-            v16 s = *(v16 *)p[i];
-            s = select16((position <= seen_to[i]) & (position >= seen_from[i]), s, splat(-INFINITY));
-            float top = hmax16(s);
-            top = top > best[i] ? top : best[i];
-            rescale[i] = top == best[i] ? 1.f : expf(best[i] - top);
-            best[i] = top;
-            s = exp16(s - top);
-            *(v16 *)p[i] = s;
-            total[i] = total[i] * rescale[i] + sum16(s);
-        }
+        for (int i = 0; i < n; i++)
+            rescale[i] = soften(p[i], j * BLOCK, seen_from[i], seen_to[i], &best[i], &total[i]);
 #define WEIGH(N) weigh(N, p + i, rescale + i, values, dim, sums + i)
         for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, WEIGH)
     }
     for (int i = 0; i < n; i++) {
         float *to = out + (first + i / share) * at->heads * dim + (kv_head * share + i % share) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(sums[i] + d) / total[i]);
+        for (int64_t d = 0; d < dim; d += WIDTH) store(to + d, load(sums[i] + d) / total[i]);
     }
 }

@@ -48,34 +48,34 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def library_path() -> Path:
-    """Where the compiled library is, compiling it if need be."""
-    cc = compiler()
+def library_path(target: str | None = None) -> Path:
+    """Where the library compiled for `target` (a compiler flag; this processor by default) is; compiles if need be."""
+    cc, target = compiler(), target or _target_flag()
     version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout
     key = blake2b(digest_size=12)
-    for part in (version, " ".join(FLAGS), _processor(), *(f.read_text() for f in sorted(SOURCES.glob("*.[ch]")))):
+    for part in (version, target, *FLAGS, _processor(), *(f.read_text() for f in sorted(SOURCES.glob("*.[ch]")))):
         key.update(part.encode())
-    target = cache_dir() / f"emberline-{key.hexdigest()}.so"
-    if not target.exists():
-        _compile(cc, target)
-    return target
+    library = cache_dir() / f"emberline-{key.hexdigest()}.so"
+    if not library.exists():
+        _compile(cc, target, library)
+    return library
 
 
-def _compile(cc: str, target: Path) -> None:
+def _compile(cc: str, target: str, library: Path) -> None:
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as work:
             made = Path(work) / "kernels.so"
-            command = [cc, *FLAGS, _target_flag(), str(SOURCES / "kernels.c"), "-o", str(made), "-lm"]
+            command = [cc, *FLAGS, target, str(SOURCES / "kernels.c"), "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise BuildError(f"the CPU kernels did not compile with {cc}: {done.stderr.strip()[-600:]}")
-            made.rename(target)  # atomic: another process never sees half a library
+            made.rename(library)  # atomic: another process never sees half a library
     except OSError as error:
-        raise BuildError(f"the CPU kernels could not be written to {target.parent}: {error}") from error
+        raise BuildError(f"the CPU kernels could not be written to {library.parent}: {error}") from error
 
 
 @cache
-def load_library() -> ctypes.CDLL:
+def load_library(target: str | None = None) -> ctypes.CDLL:
     """The compiled kernels; raises BuildError or OSError where they cannot be had."""
-    return ctypes.CDLL(str(library_path()))
+    return ctypes.CDLL(str(library_path(target)))

@@ -11,15 +11,15 @@
 #pragma once
 #include "vec.h"
 
+#define GROUP 32 // weights that share a scale and an offset
+
 #define CODES4 (GROUP * LANES / 2)
 #define CODES8 (GROUP * LANES)
 #define SCALES (4 * LANES) // bytes of scales and offsets
 #define GROUP_BYTES(bits) (((bits) == 4 ? CODES4 : CODES8) + SCALES)
 
 #if defined(__AVX512VNNI__)
-#define MAX_TILE 8
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define MAX_TILE 4
+#define MAX_TILE 8 // tokens that one pass over a panel serves: what the registers hold
 #else
 #define MAX_TILE 4
 #endif
@@ -42,29 +42,30 @@ INLINE void quantise_row(const float *x, quantised q, int64_t token) {
     int64_t groups = q.cols / GROUP;
     int8_t *codes = q.codes + token * q.cols;
     for (int64_t g = 0; g < groups; g++, x += GROUP, codes += GROUP) {
-        v16 a = load16(x), b = load16(x + 16);
-        v16 magnitude = max16(abs16(a), abs16(b));
-        float scale = hmax16(magnitude) / 127.f;
+        vec magnitude = absolute(load(x));
+        for (int i = WIDTH; i < GROUP; i += WIDTH) magnitude = larger(magnitude, absolute(load(x + i)));
+        float scale = largest_of(magnitude) / 127.f;
         float inverse = scale > 0.f ? 1.f / scale : 0.f;
-        v16 magic = splat(12582912.f);
-        v16i qa = __builtin_convertvector((a * inverse + magic) - magic, v16i);
-        v16i qb = __builtin_convertvector((b * inverse + magic) - magic, v16i);
-        v16i total = qa + qb;
-        int32_t sum = 0;
-        for (int i = 0; i < LANES; i++) {
-            codes[i] = (int8_t)qa[i];
-            codes[16 + i] = (int8_t)qb[i];
-            sum += total[i];
+        int32_t rounded[GROUP], total = 0;
+        for (int i = 0; i < GROUP; i += WIDTH) {
+            veci n = __builtin_convertvector(nearest(load(x + i) * inverse), veci);
+            memcpy(rounded + i, &n, sizeof n);
+        }
+        for (int i = 0; i < GROUP; i++) {
+            codes[i] = (int8_t)rounded[i];
+            total += rounded[i];
         }
         q.scale[token * groups + g] = scale;
-        q.sum[token * groups + g] = scale * (float)sum;
+        q.sum[token * groups + g] = scale * (float)total;
     }
 }
+
+typedef float panel_out[LANES]; // the 16 rows of a panel, for one token
 
 // out[t] = the 16 rows of one panel times token t, for `n` tokens of `act` beginning at `token`.
 // BITS and n are constants at every call: the loops over them unroll into registers.
 #if defined(__AVX512VNNI__)
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, v16 *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
     int64_t groups = act.cols / GROUP;
     const int8_t *codes = act.codes + token * act.cols;
     const float *scale = act.scale + token * groups, *sum = act.sum + token * groups;
@@ -96,19 +97,19 @@ INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised ac
         }
 #undef STEP
         const uint16_t *tail = (const uint16_t *)(panel + (BITS == 4 ? CODES4 : CODES8));
-        __m512 row_scale = (__m512)load_half16(tail), row_offset = (__m512)load_half16(tail + LANES);
+        __m512 row_scale = (__m512)load_half(tail), row_offset = (__m512)load_half(tail + LANES);
         for (int t = 0; t < n; t++) {
             __m512 s = _mm512_mul_ps(row_scale, _mm512_set1_ps(scale[t * groups + g]));
             total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), s, total[t]);
             total[t] = _mm512_fmadd_ps(row_offset, _mm512_set1_ps(sum[t * groups + g]), total[t]);
         }
     }
-    for (int t = 0; t < n; t++) out[t] = (v16)total[t];
+    for (int t = 0; t < n; t++) store(out[t], (vec)total[t]);
 }
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 INLINE void half_tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, int half,
-                      v16 *out) { // rows 8 * half .. 8 * half + 7
+                      panel_out *out) { // rows 8 * half .. 8 * half + 7
     int64_t groups = act.cols / GROUP;
     const int8_t *codes = act.codes + token * act.cols;
     const float *scale = act.scale + token * groups, *sum = act.sum + token * groups;
@@ -154,44 +155,35 @@ INLINE void half_tile(const int BITS, const int n, const uint8_t *panel, quantis
             }
         }
     }
-    for (int t = 0; t < n; t++) memcpy((float *)&out[t] + 8 * half, total[t], 32);
+    for (int t = 0; t < n; t++) memcpy(out[t] + 8 * half, total[t], 32);
 }
 
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, v16 *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
     half_tile(BITS, n, panel, act, token, 0, out);
     half_tile(BITS, n, panel, act, token, 1, out);
 }
 
 #else
 #if defined(__AVX2__)
-typedef union { __m256i part[2]; v16i all; } v16i_parts;
-
 INLINE __m256i dot_bytes(__m256i total, __m256i weights, __m256i act) { // unsigned weights below 16: no saturation
     __m256i pairs = _mm256_maddubs_epi16(weights, act);
     return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 #endif
 
-INLINE v16i step_dot(const int BITS, v16i total, const uint8_t *weights, int high, const int8_t *act) {
+INLINE veci step_dot(const int BITS, veci total, const uint8_t *weights, int high, const int8_t *act) {
 #if defined(__AVX2__)
     int32_t four;
     memcpy(&four, act, 4);
     __m256i a = _mm256_set1_epi32(four), nibble = _mm256_set1_epi8(15);
-    v16i_parts sum = {.all = total};
-    for (int i = 0; i < 2; i++) {
-        __m256i w = _mm256_loadu_si256((const __m256i *)(weights + 32 * i));
-        __m256i upper = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
-        if (BITS == 4) {
-            sum.part[i] = dot_bytes(sum.part[i], high ? upper : _mm256_and_si256(w, nibble), a);
-        } else { // halves of a byte, so that the 16-bit pairs cannot saturate
-            __m256i hi = dot_bytes(_mm256_setzero_si256(), upper, a);
-            sum.part[i] = dot_bytes(sum.part[i], _mm256_and_si256(w, nibble), a);
-            sum.part[i] = _mm256_add_epi32(sum.part[i], _mm256_slli_epi32(hi, 4));
-        }
-    }
-    return sum.all;
+    __m256i w = _mm256_loadu_si256((const __m256i *)weights);
+    __m256i upper = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble), lower = _mm256_and_si256(w, nibble);
+    if (BITS == 4) return (veci)dot_bytes((__m256i)total, high ? upper : lower, a);
+    // halves of a byte, so that the 16-bit pairs cannot saturate
+    __m256i sixteens = _mm256_slli_epi32(dot_bytes(_mm256_setzero_si256(), upper, a), 4);
+    return (veci)_mm256_add_epi32(dot_bytes((__m256i)total, lower, a), sixteens);
 #else
-    for (int r = 0; r < LANES; r++)
+    for (int r = 0; r < WIDTH; r++)
         for (int k = 0; k < 4; k++) {
             uint8_t byte = weights[4 * r + k];
             int32_t w = BITS == 4 ? (high ? byte >> 4 : byte & 15) : CODE8_SHIFT ? (int8_t)byte : byte;
@@ -201,34 +193,43 @@ INLINE v16i step_dot(const int BITS, v16i total, const uint8_t *weights, int hig
 #endif
 }
 
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, v16 *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
     int64_t groups = act.cols / GROUP;
-    for (int t = 0; t < n; t++) out[t] = (v16){0};
+    vec total[MAX_TILE][PARTS];
+    for (int t = 0; t < n; t++)
+        for (int p = 0; p < PARTS; p++) total[t][p] = (vec){0};
     for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(BITS)) {
         const uint16_t *tail = (const uint16_t *)(panel + (BITS == 4 ? CODES4 : CODES8));
-        v16 row_scale = load_half16(tail), row_offset = load_half16(tail + LANES);
         for (int t = 0; t < n; t++) {
             const int8_t *codes = act.codes + (token + t) * act.cols + g * GROUP;
-            v16i dot = {0};
-            for (int s = 0; s < 8; s++)
-                dot = step_dot(BITS, dot, panel + 64 * (BITS == 4 ? s / 2 : s), s & 1, codes + 4 * s);
-            int64_t at = (token + t) * groups + g;
-            out[t] += __builtin_convertvector(dot, v16) * (row_scale * act.scale[at]);
-            out[t] += row_offset * act.sum[at];
+            const int64_t at = (token + t) * groups + g;
+            for (int p = 0; p < PARTS; p++) {
+                veci dot = {0};
+                for (int s = 0; s < 8; s++) {
+                    const uint8_t *weights = panel + 64 * (BITS == 4 ? s / 2 : s) + 4 * WIDTH * p;
+                    dot = step_dot(BITS, dot, weights, s & 1, codes + 4 * s);
+                }
+                vec scale = load_half(tail + p * WIDTH) * act.scale[at];
+                total[t][p] += __builtin_convertvector(dot, vec) * scale;
+                total[t][p] += load_half(tail + LANES + p * WIDTH) * act.sum[at];
+            }
         }
     }
+    for (int t = 0; t < n; t++) memcpy(out[t], total[t], sizeof out[t]);
 }
 #endif
 
 // The same for float weights: a panel is [cols][16 rows].
-INLINE void tile_f32(const int n, const float *panel, const float *x, int64_t cols, v16 *out) {
-    v16 total[MAX_TILE];
-    for (int t = 0; t < n; t++) total[t] = (v16){0};
-    for (int64_t k = 0; k < cols; k++) {
-        v16 w = load16(panel + k * LANES);
-        for (int t = 0; t < n; t++) total[t] += w * x[t * cols + k];
-    }
-    for (int t = 0; t < n; t++) out[t] = total[t];
+INLINE void tile_f32(const int n, const float *panel, const float *x, int64_t cols, panel_out *out) {
+    vec total[MAX_TILE][PARTS];
+    for (int t = 0; t < n; t++)
+        for (int p = 0; p < PARTS; p++) total[t][p] = (vec){0};
+    for (int64_t k = 0; k < cols; k++)
+        for (int p = 0; p < PARTS; p++) {
+            vec w = load(panel + k * LANES + p * WIDTH);
+            for (int t = 0; t < n; t++) total[t][p] += w * x[t * cols + k];
+        }
+    for (int t = 0; t < n; t++) memcpy(out[t], total[t], sizeof out[t]);
 }
 
 #if MAX_TILE == 8
@@ -238,7 +239,7 @@ INLINE void tile_f32(const int n, const float *panel, const float *x, int64_t co
 #define TILES(CALL) case 1: CALL(1); case 2: CALL(2); case 3: CALL(3); case 4: CALL(4);
 #endif
 
-static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, quantised act, int64_t token, v16 *out) {
+static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
     switch (n) {
 #define CALL(N) tile(4, N, panel, act, token, out); break
         TILES(CALL)
@@ -246,7 +247,7 @@ static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, qua
     }
 }
 
-static __attribute__((noinline)) void tile_8bit(int n, const uint8_t *panel, quantised act, int64_t token, v16 *out) {
+static __attribute__((noinline)) void tile_8bit(int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
     switch (n) {
 #define CALL(N) tile(8, N, panel, act, token, out); break
         TILES(CALL)
@@ -254,7 +255,7 @@ static __attribute__((noinline)) void tile_8bit(int n, const uint8_t *panel, qua
     }
 }
 
-static __attribute__((noinline)) void tile_float(int n, const float *panel, const float *x, int64_t cols, v16 *out) {
+static __attribute__((noinline)) void tile_float(int n, const float *panel, const float *x, int64_t cols, panel_out *out) {
     switch (n) {
 #define CALL(N) tile_f32(N, panel, x, cols, out); break
         TILES(CALL)

@@ -66,7 +66,7 @@ static void prepare(const linear *w, const float *x, const float *norm, float ep
     }
 }
 
-INLINE void multiply(const linear *w, operand in, int64_t panel, int64_t token, int n, v16 *out) {
+INLINE void multiply(const linear *w, operand in, int64_t panel, int64_t token, int n, panel_out *out) {
     if (w->bits == 32) {
         const float *at = (const float *)w->panels + panel * LANES * w->cols;
         tile_float(n, at, in.floats + token * w->cols, w->cols, out);
@@ -93,13 +93,15 @@ static void multiply_all(const linear *w, operand in, int64_t tokens, float *out
     for (int64_t p = 0; p < panels; p++)
         for (int64_t t = 0; t < tokens; t += tile) {
             int n = tokens - t < tile ? (int)(tokens - t) : tile;
-            v16 y[MAX_TILE];
+            panel_out y[MAX_TILE];
             multiply(w, in, p, t, n, y);
-            for (int i = 0; i < n; i++) {
-                float *to = out + (t + i) * w->rows + p * LANES;
-                if (w->bias) y[i] += load16(w->bias + p * LANES);
-                store16(to, add ? load16(to) + y[i] : y[i]);
-            }
+            for (int i = 0; i < n; i++)
+                for (int c = 0; c < LANES; c += WIDTH) {
+                    float *to = out + (t + i) * w->rows + p * LANES + c;
+                    vec v = load(y[i] + c);
+                    if (w->bias) v += load(w->bias + p * LANES + c);
+                    store(to, add ? load(to) + v : v);
+                }
         }
 }
 
@@ -110,12 +112,15 @@ static void gate_all(const mlp *m, operand in, int64_t tokens, float *hidden) {
     for (int64_t p = 0; p < panels; p++)
         for (int64_t t = 0; t < tokens; t += tile) {
             int n = tokens - t < tile ? (int)(tokens - t) : tile;
-            v16 gate[MAX_TILE], up[MAX_TILE];
+            panel_out gate[MAX_TILE], up[MAX_TILE];
             multiply(&m->gate_up, in, 2 * p, t, n, gate);
             multiply(&m->gate_up, in, 2 * p + 1, t, n, up);
             for (int i = 0; i < n; i++)
-                store16(hidden + (t + i) * m->down.cols + p * LANES,
-                        (m->gelu ? gelu_tanh16(gate[i]) : silu16(gate[i])) * up[i]);
+                for (int c = 0; c < LANES; c += WIDTH) {
+                    vec g = load(gate[i] + c);
+                    g = m->gelu ? gelu_tanh(g) : silu(g);
+                    store(hidden + (t + i) * m->down.cols + p * LANES + c, g * load(up[i] + c));
+                }
         }
 }
 
@@ -123,7 +128,7 @@ static void add_normalised(float *x, float *y, const float *norm, float eps, int
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; t++) {
         normalise(y + t * n, norm, n, eps);
-        for (int64_t i = t * n; i < (t + 1) * n; i += LANES) store16(x + i, load16(x + i) + load16(y + i));
+        for (int64_t i = t * n; i < (t + 1) * n; i += WIDTH) store(x + i, load(x + i) + load(y + i));
     }
 }
 

@@ -124,8 +124,8 @@ class NativeBackend:
     kv_dtype = "float16"
     kv_keys = "channel"
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._lib = load_library()
+    def __init__(self, threads: int | None = None, target: str | None = None) -> None:
+        self._lib = load_library(target)
         self._declare()
         self._structs: dict[int, tuple[Any, Any]] = {}  # by id of the MLP or Attention it was made from
         self._lib.em_threads(threads or torch.get_num_threads())
@@ -144,7 +144,9 @@ class NativeBackend:
 
     # --- loading ------------------------------------------------------------------------------------------------
 
-    def matrix(self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False) -> Matrix:
+    def matrix(
+        self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
+    ) -> Matrix:
         packed_bias = None
         if bias is not None:
             packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
@@ -195,7 +197,14 @@ class NativeBackend:
             cosine, sine = angles.cos().mul_(rope.scale), angles.sin().mul_(rope.scale)
             context.keep += [cosine, sine, pool, table]
             context.caches.append(
-                _Cache(pool.data_ptr(), pool.stride(0), table.data_ptr(), table.stride(0), cosine.data_ptr(), sine.data_ptr())
+                _Cache(
+                    pool.data_ptr(),
+                    pool.stride(0),
+                    table.data_ptr(),
+                    table.stride(0),
+                    cosine.data_ptr(),
+                    sine.data_ptr(),
+                )
             )
         return context
 
@@ -210,9 +219,7 @@ class NativeBackend:
         return out if matrix.n_rows == matrix.struct.rows else out[:, : matrix.n_rows].contiguous()
 
     def linear_add(self, x: Tensor, matrix: Matrix, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
-        self._lib.em_linear_add(
-            matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr()
-        )
+        self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
 
     def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
         struct = self._struct(attention, self._attention_struct)

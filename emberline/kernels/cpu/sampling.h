@@ -43,12 +43,11 @@ typedef struct {
 static share above(const float *logits, int64_t vocab, float inverse, float top, float depth) {
     share found = {0, 0};
     int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        v16 below = load16(logits + i) * inverse - top;
-        v16i kept = below >= splat(-depth);
-        v16 p = select16(kept, exp16(below), (v16){0});
-        found.mass += sum16(p);
-        found.count += (int64_t)sum16(select16(kept, splat(1.f), (v16){0}));
+    for (; i + WIDTH <= vocab; i += WIDTH) {
+        vec below = load(logits + i) * inverse - top;
+        veci kept = below >= splat(-depth);
+        found.mass += sum(pick(kept, exponential(below), (vec){0}));
+        found.count += (int64_t)sum(pick(kept, splat(1.f), (vec){0}));
     }
     for (; i < vocab; i++)
         if (logits[i] * inverse - top >= -depth) found.mass += expf(logits[i] * inverse - top), found.count++;
@@ -83,16 +82,16 @@ static int64_t filter(const candidate *list, int64_t n, const choice *c, double 
 
 // The index of the largest logit (the first of equals), or -1 where the logits are not numbers.
 static int64_t largest(const float *logits, int64_t vocab) {
-    v16 best = splat(-INFINITY);
-    v16i odd = {0};
+    vec best = splat(-INFINITY);
+    veci odd = {0};
     int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        v16 x = load16(logits + i);
+    for (; i + WIDTH <= vocab; i += WIDTH) {
+        vec x = load(logits + i);
         odd |= x != x;
-        best = max16(best, x);
+        best = larger(best, x);
     }
-    float top = hmax16(best);
-    for (int j = 0; j < LANES; j++)
+    float top = largest_of(best);
+    for (int j = 0; j < WIDTH; j++)
         if (odd[j]) return -1;
     for (; i < vocab; i++) {
         if (logits[i] != logits[i]) return -1;

@@ -1,5 +1,5 @@
-// Sixteen floats at a time, in the compiler's generic vectors: one zmm, two ymm or four NEON registers.
-// Only what generic vectors cannot say (half floats, dot products of bytes) is written per instruction set.
+// Floats as many at a time as a register holds, in the compiler's generic vectors. Only what those cannot say (half
+// floats, dot products of bytes, reductions) is written per instruction set.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -12,17 +12,27 @@
 #include <arm_neon.h>
 #endif
 
-#define LANES 16
-#define GROUP 32 // weights that share a scale and an offset
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define LANES 16              // rows of a weight panel, tokens of a KV block
+#define PARTS (LANES / WIDTH) // registers that hold them
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t v16i __attribute__((vector_size(64)));
-typedef float v16u __attribute__((vector_size(64), aligned(4))); // for unaligned loads and stores
+typedef float vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t veci __attribute__((vector_size(4 * WIDTH)));
+typedef float vec_anywhere __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
-INLINE v16 load16(const float *p) { return *(const v16u *)p; }
-INLINE void store16(float *p, v16 v) { *(v16u *)p = v; }
-INLINE v16 splat(float x) { return (v16){0} + x; }
+INLINE vec load(const float *p) { return *(const vec_anywhere *)p; }
+INLINE void store(float *p, vec v) { *(vec_anywhere *)p = v; }
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec pick(veci mask, vec a, vec b) { return (vec)((mask & (veci)a) | (~mask & (veci)b)); }
+INLINE vec absolute(vec a) { return (vec)((veci)a & 0x7fffffff); }
+INLINE vec nearest(vec x) { return (x + 12582912.f) - 12582912.f; } // to an integer, for |x| < 2^22
 
 INLINE float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -46,84 +56,86 @@ INLINE uint16_t float_to_half(float x) {
 #endif
 }
 
-INLINE v16 load_half16(const uint16_t *p) {
+INLINE vec load_half(const uint16_t *p) {
 #if defined(__AVX512F__)
-    return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(__F16C__)
-    union { __m256 part[2]; v16 all; } u;
-    u.part[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-    u.part[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
-    return u.all;
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__ARM_NEON)
-    union { float32x4_t part[4]; v16 all; } u;
-    for (int i = 0; i < 4; i++) u.part[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
-    return u.all;
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
-    v16 v;
-    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
+    vec v;
+    for (int i = 0; i < WIDTH; i++) v[i] = half_to_float(p[i]);
     return v;
 #endif
 }
 
-INLINE float sum16(v16 v) { // a fixed tree, so that results never depend on the caller
+INLINE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__ARM_NEON)
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+
+INLINE float sum(vec v) { // a fixed tree, so that results never depend on the caller
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__ARM_NEON)
+    return vaddvq_f32((float32x4_t)v);
 #else
-    float s[LANES];
-    memcpy(s, &v, sizeof s);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) s[i] += s[i + width];
-    return s[0];
+    for (int width = WIDTH / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
 #endif
 }
 
-INLINE v16 select16(v16i mask, v16 a, v16 b) { return (v16)((mask & (v16i)a) | (~mask & (v16i)b)); }
-
-INLINE v16 max16(v16 a, v16 b) {
-#if defined(__AVX512F__)
-    return (v16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return select16(a > b, a, b);
-#endif
-}
-
-INLINE v16 abs16(v16 a) { return (v16)((v16i)a & 0x7fffffff); }
-
-INLINE float hmax16(v16 v) {
+INLINE float largest_of(vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #elif defined(__ARM_NEON)
-    union { float32x4_t part[4]; v16 all; } u = {.all = v};
-    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(u.part[0], u.part[1]), vmaxq_f32(u.part[2], u.part[3])));
+    return vmaxvq_f32((float32x4_t)v);
 #else
     float best = v[0];
-    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+    for (int i = 1; i < WIDTH; i++) best = v[i] > best ? v[i] : best;
     return best;
 #endif
 }
 
-INLINE v16 exp16(v16 x) { // relative error below 2e-7 on [-87, 88]; zero below
-    v16i tiny = x < splat(-87.f);
-    x = select16(x > splat(88.f), splat(88.f), x);
-    x = select16(tiny, splat(-87.f), x);
-    v16 magic = splat(12582912.f);
-    v16 n = (x * 1.44269504f + magic) - magic;
-    v16 r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    v16 p = splat(1.9875691500e-4f);
+INLINE vec exponential(vec x) { // relative error below 2e-7 on [-87, 88]; zero below
+    veci tiny = x < splat(-87.f);
+    x = pick(x > splat(88.f), splat(88.f), x);
+    x = pick(tiny, splat(-87.f), x);
+    vec n = nearest(x * 1.44269504f);
+    vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
-    v16i exponent = (__builtin_convertvector(n, v16i) + 127) << 23;
-    v16 result = p * (v16)exponent;
-    return select16(tiny, (v16){0}, result);
+    veci power = (__builtin_convertvector(n, veci) + 127) << 23;
+    return pick(tiny, (vec){0}, p * (vec)power);
 }
 
-INLINE v16 silu16(v16 x) { return x / (1.f + exp16(-x)); }
+INLINE vec silu(vec x) { return x / (1.f + exponential(-x)); }
 
-INLINE v16 gelu_tanh16(v16 x) {
-    v16 inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-    return x / (1.f + exp16(-2.f * inner));
+INLINE vec gelu_tanh(vec x) {
+    vec inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+    return x / (1.f + exponential(-2.f * inner));
+}
+
+INLINE void normalise(float *x, const float *weight, int64_t n, float eps) { // n: a multiple of LANES
+    vec squares[PARTS];
+    for (int p = 0; p < PARTS; p++) squares[p] = (vec){0};
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int p = 0; p < PARTS; p++) squares[p] += load(x + i + p * WIDTH) * load(x + i + p * WIDTH);
+    for (int p = 1; p < PARTS; p++) squares[0] += squares[p];
+    float inverse = 1.f / sqrtf(sum(squares[0]) / (float)n + eps);
+    for (int64_t i = 0; i < n; i += WIDTH) store(x + i, load(x + i) * inverse * load(weight + i));
 }
