@@ -99,7 +99,7 @@ class TorchBackend:
 
     def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
         at, tokens = attention, qkv.shape[0]
-        q, k, v = qkv.view(tokens, -1, at.head_dim).split([at.heads, at.kv_heads, at.kv_heads], dim=1)
+        q, k, v = torch.split(qkv.view(tokens, -1, at.head_dim), [at.heads, at.kv_heads, at.kv_heads], dim=1)
         if at.q_norm is not None and at.k_norm is not None:
             q, k = rms_norm(q, at.q_norm, at.eps), rms_norm(k, at.k_norm, at.eps)
         q, k = (rotate(t, *context.ropes[at.group]) for t in (q, k))
@@ -118,10 +118,9 @@ class TorchBackend:
         return out.view(tokens, -1)
 
     def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
-        if self._row_by_row:
-            return (
-                torch.cat([F.linear(row, matrix.weight, matrix.bias) for row in x.split(1)])
-                if len(x)
-                else (x.new_empty(0, matrix.weight.shape[0]))
-            )
-        return F.linear(x, matrix.weight, matrix.bias)
+        if not self._row_by_row:
+            return F.linear(x, matrix.weight, matrix.bias)
+        out = x.new_empty(len(x), matrix.weight.shape[0])
+        for row, to in zip(x, out, strict=True):
+            to.copy_(F.linear(row, matrix.weight, matrix.bias))
+        return out

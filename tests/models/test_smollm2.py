@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from emberline.text.model import TextModel
 
 from emberline import models
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
-from emberline.text.model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.models.steps import all_logits, pools, step
 
 TEXT = (Path(__file__).parent / "prose.txt").read_text()
 PROMPTS = [
     "The first ten numbers are one, two, three, four,",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Monday, Tuesday, Wednesday,",
+    "January, February, March, April, May,",
+    "2, 4, 6, 8, 10, 12,",
     "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
 ]
 MARGIN = 0.5  # between the two best logits of the reference: more than the error of 8-bit activations
@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_the_reference_where_it_is_sure(both, tokens, prompt
     ours, reference = both
     want, margins = greedy(reference, tokens(prompt), 12)
     sure = next((i for i, margin in enumerate(margins) if margin < MARGIN), len(margins))
-    assert sure >= 2, "a prompt that tests nothing"
+    assert sure >= 4, "a prompt that tests nothing"
     assert greedy(ours, tokens(prompt), sure)[0] == want[:sure]
 
 

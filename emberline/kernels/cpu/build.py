@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-O3", "-std=gnu11", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 
 
 class BuildError(RuntimeError):

@@ -1,8 +1,8 @@
-// Emberline on a CPU: the operations of a transformer layer, each one call, each one parallel region.
+// Emberline on a CPU: the operations of a transformer layer, each one call.
 #include "attention.h"
 #include "gemm.h"
+#include "pool.h"
 #include "sampling.h"
-#include <omp.h>
 #include <stdlib.h>
 
 typedef struct {
@@ -19,6 +19,8 @@ typedef struct {
     float eps;
     int32_t gelu; // 0: SiLU
 } mlp;
+
+#define SMALL 2 // tokens whose rows are not worth handing out
 
 enum { INPUT, HIDDEN, OUTPUT, QUANTISED_INPUT, QUANTISED_HIDDEN, SLOTS };
 
@@ -50,20 +52,42 @@ static operand operand_scratch(const linear *w, int codes_slot, int floats_slot,
     return (operand){.codes = quantised_scratch(codes_slot, tokens, w->cols)};
 }
 
-// Inside a parallel region: norm (or copy) each token's row and put it into the operand's form.
-static void prepare(const linear *w, const float *x, const float *norm, float eps, int64_t tokens, operand to) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; t++) {
-        float row[w->cols] __attribute__((aligned(64)));
-        const float *from = x + t * w->cols;
-        if (norm) {
-            memcpy(row, from, w->cols * sizeof(float));
-            normalise(row, norm, w->cols, eps);
+typedef struct {
+    const linear *w;
+    operand in;
+    int64_t tokens;
+    const float *x, *norm; // of preparing
+    float eps;
+    float *out; // of multiplying
+    int add;
+    const mlp *gated; // of gating
+    int64_t size; // units (tokens, panels) a piece has
+} work;
+
+#define EACH(unit, all) \
+    for (int64_t unit = piece * job->size, end = unit + job->size < (all) ? unit + job->size : (all); unit < end; unit++)
+
+static void prepare_piece(void *arg, int64_t piece) {
+    const work *job = arg;
+    const int64_t cols = job->w->cols;
+    EACH(t, job->tokens) {
+        float row[cols] __attribute__((aligned(64)));
+        const float *from = job->x + t * cols;
+        if (job->norm) {
+            memcpy(row, from, cols * sizeof(float));
+            normalise(row, job->norm, cols, job->eps);
             from = row;
         }
-        if (w->bits == 32) memcpy(to.floats + t * w->cols, from, w->cols * sizeof(float));
-        else quantise_row(from, to.codes, t);
+        if (job->w->bits == 32) memcpy(job->in.floats + t * cols, from, cols * sizeof(float));
+        else quantise_row(from, job->in.codes, t);
     }
+}
+
+// Norms (or copies) each token's row and puts it into the form the matrix is multiplied with.
+static void prepare(const linear *w, const float *x, const float *norm, float eps, int64_t tokens, operand to) {
+    work job = {.w = w, .in = to, .tokens = tokens, .x = x, .norm = norm, .eps = eps, .size = tokens};
+    if (tokens > SMALL) job.size = piece_size(tokens);
+    run(prepare_piece, &job, (tokens + job.size - 1) / job.size);
 }
 
 INLINE void multiply(const linear *w, operand in, int64_t panel, int64_t token, int n, panel_out *out) {
@@ -81,126 +105,154 @@ static int tile_tokens(int64_t tokens) { // equal tiles rather than full ones an
     return (int)((tokens + tiles - 1) / tiles);
 }
 
-static int64_t chunk(int64_t panels) { // few enough grabs to be cheap, enough to even out a stolen core
-    int64_t c = panels / (8 * omp_get_num_threads());
-    return c > 0 ? c : 1;
+static void multiply_piece(void *arg, int64_t piece) {
+    const work *job = arg;
+    const linear *w = job->w;
+    const int tile = tile_tokens(job->tokens);
+    EACH(panel, w->rows / LANES)
+    for (int64_t t = 0; t < job->tokens; t += tile) {
+        int n = job->tokens - t < tile ? (int)(job->tokens - t) : tile;
+        panel_out y[MAX_TILE];
+        multiply(w, job->in, panel, t, n, y);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < LANES; c += WIDTH) {
+                float *to = job->out + (t + i) * w->rows + panel * LANES + c;
+                vec v = load(y[i] + c);
+                if (w->bias) v += load(w->bias + panel * LANES + c);
+                store(to, job->add ? load(to) + v : v);
+            }
+    }
 }
 
 static void multiply_all(const linear *w, operand in, int64_t tokens, float *out, int add) {
-    const int tile = tile_tokens(tokens);
-    const int64_t panels = w->rows / LANES, step = chunk(panels);
-#pragma omp for schedule(dynamic, step)
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t t = 0; t < tokens; t += tile) {
-            int n = tokens - t < tile ? (int)(tokens - t) : tile;
-            panel_out y[MAX_TILE];
-            multiply(w, in, p, t, n, y);
-            for (int i = 0; i < n; i++)
-                for (int c = 0; c < LANES; c += WIDTH) {
-                    float *to = out + (t + i) * w->rows + p * LANES + c;
-                    vec v = load(y[i] + c);
-                    if (w->bias) v += load(w->bias + p * LANES + c);
-                    store(to, add ? load(to) + v : v);
-                }
-        }
+    const int64_t panels = w->rows / LANES, size = piece_size(panels);
+    work job = {.w = w, .in = in, .tokens = tokens, .out = out, .add = add, .size = size};
+    run(multiply_piece, &job, (panels + size - 1) / size);
+}
+
+static void gate_piece(void *arg, int64_t piece) {
+    const work *job = arg;
+    const mlp *m = job->gated;
+    const int tile = tile_tokens(job->tokens);
+    EACH(panel, m->down.cols / LANES)
+    for (int64_t t = 0; t < job->tokens; t += tile) {
+        int n = job->tokens - t < tile ? (int)(job->tokens - t) : tile;
+        panel_out gate[MAX_TILE], up[MAX_TILE];
+        multiply(&m->gate_up, job->in, 2 * panel, t, n, gate);
+        multiply(&m->gate_up, job->in, 2 * panel + 1, t, n, up);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < LANES; c += WIDTH) {
+                vec g = load(gate[i] + c);
+                g = m->gelu ? gelu_tanh(g) : silu(g);
+                store(job->out + (t + i) * m->down.cols + panel * LANES + c, g * load(up[i] + c));
+            }
+    }
 }
 
 static void gate_all(const mlp *m, operand in, int64_t tokens, float *hidden) {
-    const int tile = tile_tokens(tokens);
-    const int64_t panels = m->gate_up.rows / LANES / 2, step = chunk(panels);
-#pragma omp for schedule(dynamic, step)
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t t = 0; t < tokens; t += tile) {
-            int n = tokens - t < tile ? (int)(tokens - t) : tile;
-            panel_out gate[MAX_TILE], up[MAX_TILE];
-            multiply(&m->gate_up, in, 2 * p, t, n, gate);
-            multiply(&m->gate_up, in, 2 * p + 1, t, n, up);
-            for (int i = 0; i < n; i++)
-                for (int c = 0; c < LANES; c += WIDTH) {
-                    vec g = load(gate[i] + c);
-                    g = m->gelu ? gelu_tanh(g) : silu(g);
-                    store(hidden + (t + i) * m->down.cols + p * LANES + c, g * load(up[i] + c));
-                }
-        }
+    const int64_t panels = m->down.cols / LANES, size = piece_size(panels);
+    work job = {.gated = m, .in = in, .tokens = tokens, .out = hidden, .size = size};
+    run(gate_piece, &job, (panels + size - 1) / size);
 }
 
 static void add_normalised(float *x, float *y, const float *norm, float eps, int64_t tokens, int64_t n) {
-#pragma omp for schedule(static)
     for (int64_t t = 0; t < tokens; t++) {
         normalise(y + t * n, norm, n, eps);
         for (int64_t i = t * n; i < (t + 1) * n; i += WIDTH) store(x + i, load(x + i) + load(y + i));
     }
 }
 
-void em_threads(int n) { omp_set_num_threads(n); }
+void em_threads(int n) { set_threads(n); }
 
 // out = norm(x) W' + bias; norm may be null.
 void em_linear(const linear *w, const float *norm, float eps, const float *x, int64_t tokens, float *out) {
+    if (!tokens) return;
     operand in = operand_scratch(w, QUANTISED_INPUT, INPUT, tokens);
-#pragma omp parallel
-    {
-        prepare(w, x, norm, eps, tokens, in);
-        multiply_all(w, in, tokens, out, 0);
-    }
+    prepare(w, x, norm, eps, tokens, in);
+    multiply_all(w, in, tokens, out, 0);
 }
 
 // residual += x W', or residual += post_norm(x W').
 void em_linear_add(const linear *w, const float *post_norm, float eps, const float *x, int64_t tokens, float *residual) {
+    if (!tokens) return;
     operand in = operand_scratch(w, QUANTISED_INPUT, INPUT, tokens);
     float *y = post_norm ? scratch(OUTPUT, tokens * w->rows * sizeof(float)) : residual;
-#pragma omp parallel
-    {
-        prepare(w, x, NULL, 0, tokens, in);
-        multiply_all(w, in, tokens, y, !post_norm);
-        if (post_norm) add_normalised(residual, y, post_norm, eps, tokens, w->rows);
-    }
+    prepare(w, x, NULL, 0, tokens, in);
+    multiply_all(w, in, tokens, y, !post_norm);
+    if (post_norm) add_normalised(residual, y, post_norm, eps, tokens, w->rows);
 }
 
 // residual += down(act(gate(norm(residual))) * up(norm(residual))), with a norm after it where post_norm is set.
 void em_mlp(const mlp *m, float *residual, int64_t tokens) {
+    if (!tokens) return;
     operand in = operand_scratch(&m->gate_up, QUANTISED_INPUT, INPUT, tokens);
     float *hidden = scratch(HIDDEN, tokens * m->down.cols * sizeof(float));
     operand inner = {.floats = hidden};
     if (m->down.bits != 32) inner.codes = quantised_scratch(QUANTISED_HIDDEN, tokens, m->down.cols);
     float *y = m->post_norm ? scratch(OUTPUT, tokens * m->down.rows * sizeof(float)) : residual;
-#pragma omp parallel
-    {
-        prepare(&m->gate_up, residual, m->norm, m->eps, tokens, in);
-        gate_all(m, in, tokens, hidden);
-        if (m->down.bits != 32) prepare(&m->down, hidden, NULL, 0, tokens, inner);
-        multiply_all(&m->down, inner, tokens, y, !m->post_norm);
-        if (m->post_norm) add_normalised(residual, y, m->post_norm, m->eps, tokens, m->down.rows);
-    }
+    prepare(&m->gate_up, residual, m->norm, m->eps, tokens, in);
+    gate_all(m, in, tokens, hidden);
+    if (m->down.bits != 32) prepare(&m->down, hidden, NULL, 0, tokens, inner);
+    multiply_all(&m->down, inner, tokens, y, !m->post_norm);
+    if (m->post_norm) add_normalised(residual, y, m->post_norm, m->eps, tokens, m->down.rows);
+}
+
+typedef struct {
+    const attention *at;
+    const step *st;
+    const cache *kv;
+    float *qkv, *out;
+    const int32_t *row_of; // [tokens]
+    const int64_t *tiles;  // [rows + 1], running count of query tiles
+    int64_t size;
+} attending;
+
+static void rotate_piece(void *arg, int64_t piece) {
+    const attending *job = arg;
+    EACH(t, job->st->tokens) prepare_token(job->at, job->st, job->kv, job->qkv, job->row_of[t], t);
+}
+
+static void attend_piece(void *arg, int64_t piece) {
+    const attending *job = arg;
+    const int32_t *starts = job->st->query_starts;
+    const int64_t tile = piece / job->at->kv_heads;
+    int64_t row = 0;
+    while (job->tiles[row + 1] <= tile) row++;
+    int64_t first = starts[row] + (tile - job->tiles[row]) * QUERY_TILE, last = first + QUERY_TILE;
+    if (last > starts[row + 1]) last = starts[row + 1];
+    attend_tile(job->at, job->st, job->kv, job->qkv, job->out, row, first, last, (int)(piece % job->at->kv_heads));
 }
 
 // qkv [tokens, (heads + 2 kv_heads) * head_dim] is used up; out [tokens, heads * head_dim].
 void em_attention(const attention *at, const step *st, const cache *kv, float *qkv, float *out) {
+    if (!st->tokens) return;
     int32_t row_of[st->tokens];
-    int64_t tiles[st->rows + 1]; // running count of query tiles
+    int64_t tiles[st->rows + 1];
     tiles[0] = 0;
     for (int64_t r = 0; r < st->rows; r++) {
         const int32_t first = st->query_starts[r], last = st->query_starts[r + 1];
         tiles[r + 1] = tiles[r] + (last - first + QUERY_TILE - 1) / QUERY_TILE;
         for (int32_t t = first; t < last; t++) row_of[t] = (int32_t)r;
     }
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < st->tokens; t++) prepare_token(at, st, kv, qkv, row_of[t], t);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tiles[st->rows] * at->kv_heads; task++) {
-            int64_t tile = task / at->kv_heads, r = 0;
-            while (tiles[r + 1] <= tile) r++;
-            int64_t first = st->query_starts[r] + (tile - tiles[r]) * QUERY_TILE, last = first + QUERY_TILE;
-            if (last > st->query_starts[r + 1]) last = st->query_starts[r + 1];
-            attend_tile(at, st, kv, qkv, out, r, first, last, (int)(task % at->kv_heads));
-        }
-    }
+    attending job = {at, st, kv, qkv, out, row_of, tiles, st->tokens > SMALL ? piece_size(st->tokens) : st->tokens};
+    run(rotate_piece, &job, (st->tokens + job.size - 1) / job.size);
+    run(attend_piece, &job, tiles[st->rows] * at->kv_heads);
+}
+
+typedef struct {
+    const float *logits;
+    const choice *choices;
+    int64_t vocab, *ids;
+} choosing;
+
+static void choose_piece(void *arg, int64_t r) {
+    const choosing *job = arg;
+    job->ids[r] = choose(job->logits + r * job->vocab, job->vocab, job->choices + r);
 }
 
 void em_choose(const float *logits, int64_t vocab, int64_t rows, const choice *choices, int64_t *ids) {
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t r = 0; r < rows; r++) ids[r] = choose(logits + r * vocab, vocab, choices + r);
+    choosing job = {logits, choices, vocab, ids};
+    run(choose_piece, &job, rows);
 }
 
 // --- packing: once, at load ------------------------------------------------------------------------------------------
@@ -208,7 +260,6 @@ void em_choose(const float *logits, int64_t vocab, int64_t rows, const choice *c
 void em_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, int64_t rows, int64_t cols, int bits,
              uint8_t *panels) {
     const int64_t groups = cols / GROUP;
-#pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < rows / LANES; p++)
         for (int64_t g = 0; g < groups; g++) {
             uint8_t *to = panels + (p * groups + g) * GROUP_BYTES(bits);
@@ -229,7 +280,6 @@ void em_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *offset
 }
 
 void em_pack_f32(const float *w, int64_t rows, int64_t cols, float *panels) {
-#pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < rows / LANES; p++)
         for (int64_t k = 0; k < cols; k++)
             for (int r = 0; r < LANES; r++) panels[(p * cols + k) * LANES + r] = w[(p * LANES + r) * cols + k];

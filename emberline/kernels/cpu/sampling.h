@@ -57,7 +57,8 @@ static share above(const float *logits, int64_t vocab, float inverse, float top,
 // How far below the best a token must be considered: as shallow as the filters allow, since what is kept gets sorted.
 static float depth_needed(const float *logits, int64_t vocab, float inverse, float top, const choice *c, double *all) {
     *all = c->top_k ? 0 : above(logits, vocab, inverse, top, NEGLIGIBLE).mass;
-    float limit = c->min_p > 0.f ? fminf(-logf(c->min_p) + 1e-3f, NEGLIGIBLE) : NEGLIGIBLE;
+    float limit = NEGLIGIBLE;
+    if (c->min_p > 0.f && c->top_p >= 1.f) limit = fminf(-logf(c->min_p) + 1e-3f, NEGLIGIBLE);
     for (float depth = 2.f; depth < limit; depth *= 2.f) {
         share found = above(logits, vocab, inverse, top, depth);
         if (c->top_k ? found.count >= c->top_k : found.mass >= c->top_p * *all) return depth;
