@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads fight over two cores; ours do not mind
+
 import pytest
 
 from emberline.catalog.pull import pull

@@ -1,0 +1,1 @@
+"""Who asks, and what they used: the root secret, authentication, the usage ledger."""

@@ -120,6 +120,8 @@ class Decoder:
             attended = backend.attention(qkv, layer.attention, context)
             backend.linear_add(attended, layer.output, x, layer.post_norm, eps)
             backend.mlp(layer.mlp, x)
+        if not len(step.sample_tokens):  # a chunk in the middle of a prompt
+            return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         return backend.linear(x[step.sample_tokens], self._head, self._norm, eps).float()
 
 

@@ -1,0 +1,34 @@
+"""The one pipeline from a canonical request to text events, for every door, queued work and the command line.
+
+Opening one (the process that is the core; it owns the store, sessions, admission, metrics):
+
+    served = [Served(card, text_model, endpoints=(Endpoint(name="m0", address="unix:/run/m0.sock", token=token),))]
+    service = await open_service(served, data_dir=data_dir)     # connects to the engines in the background
+    await service.ready(timeout_s=30)                           # optional: waits until every engine is connected
+    ...
+    await service.drain(limit_s=20)                             # refuses new work, waits for what runs
+    await service.close()
+
+More door processes: the core also does `server = await open_core_server(service, socket_path)` (and, before it closes
+the service, `await server.close()`); every door process does `service = await open_door(served, core_socket=path)`.
+A door's service has the same methods; it takes token frames straight from the engines.
+
+A service:
+
+    service.generate(request, principal) -> AsyncGenerator[TextEvent]   # aclose() cancels the work in the engine
+    await service.count_tokens(request, principal) -> int
+    service.models() -> list[ModelCard]
+    service.resolve(model_id) -> ModelCard          # ModelNotFound, MalformedModelId
+    await service.health() -> Health                # .ok: tokens can move; .detail: plain data, per engine
+    await service.metrics() -> bytes                # Prometheus text
+
+`request.id` is made by the door, unique for ever: the usage row is keyed by it. Never take it from a client.
+Who asks is `emberline.accounts.auth.Authenticator`'s business: it makes the `Principal`.
+"""
+
+from emberline.service.health import Health
+from emberline.service.open import open_core_server, open_door, open_service
+from emberline.service.prepare import Served
+from emberline.service.service import Service
+
+__all__ = ["Health", "Served", "Service", "open_core_server", "open_door", "open_service"]

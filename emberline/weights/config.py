@@ -2,6 +2,10 @@
 
 import msgspec
 
+# Bounds of what a file may claim, far beyond any model: they keep a lying file from costing memory.
+MAX_LAYERS = 4096
+MAX_HEAD_DIM = 4096
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str  # "llama", "mistral", "qwen2", "qwen3", "gemma3"
@@ -15,7 +19,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_len: int
     norm_eps: float
     rope_theta: float
-    rope_divisors: tuple[float, ...] | None = None  # per frequency; linear, llama3 and yarn scaling all reduce to this
+    # Per frequency of the layers without a window (of all, when local_rope_theta is None): linear, llama3 and yarn
+    # scaling all reduce to this.
+    rope_divisors: tuple[float, ...] | None = None
     rope_scale: float = 1.0  # multiplies cos and sin (yarn's attention factor)
     windows: tuple[int | None, ...] = ()  # per layer; () means every layer sees everything
     local_rope_theta: float | None = None  # of the windowed layers, when it differs (Gemma 3)

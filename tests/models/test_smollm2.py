@@ -16,7 +16,6 @@ from tests.models.steps import all_logits, pools, step
 TEXT = (Path(__file__).parent / "prose.txt").read_text()
 PROMPTS = [
     "The first ten numbers are one, two, three, four,",
-    "January, February, March, April, May,",
     "2, 4, 6, 8, 10, 12,",
     "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
 ]
@@ -60,7 +59,7 @@ def test_greedy_tokens_equal_the_reference_where_it_is_sure(both, tokens, prompt
     ours, reference = both
     want, margins = greedy(reference, tokens(prompt), 12)
     sure = next((i for i, margin in enumerate(margins) if margin < MARGIN), len(margins))
-    assert sure >= 4, "a prompt that tests nothing"
+    assert sure >= 6, "a prompt that tests nothing"
     assert greedy(ours, tokens(prompt), sure)[0] == want[:sure]
 
 

@@ -183,6 +183,9 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
                 store(values + c, load_half(v + c));
             }
         }
+        // Behind the last token the block holds what its last owner left there: a weight of zero does not undo a NaN.
+        const int64_t unseen = (j + 1) * BLOCK - 1 - seen_to[n - 1];
+        if (unseen > 0) memset(values + (BLOCK - unseen) * dim, 0, unseen * dim * sizeof(float));
         float p[QUERY_TILE * MAX_GROUP][BLOCK] __attribute__((aligned(64)));
         float rescale[QUERY_TILE * MAX_GROUP];
 #define SCORES(N) scores(N, q + i, keys, dim, p + i)

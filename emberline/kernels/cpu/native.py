@@ -1,6 +1,7 @@
 """The C backend: `kernels.c` behind the Backend protocol. Tensors are float32, the cache half floats."""
 
 import ctypes
+import os
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,20 +95,6 @@ class Context:
     keep: list[Any] = field(default_factory=list)
 
 
-_MADV_HUGEPAGE = 14
-_libc = ctypes.CDLL(None)
-
-
-def huge_pages(tensor: Tensor) -> Tensor:
-    """Asks the kernel to back a large tensor with huge pages: fewer page faults, far fewer misses of the TLB."""
-    page = 2 << 20
-    start = -(-tensor.data_ptr() // page) * page
-    length = tensor.data_ptr() + tensor.nbytes - start
-    if length > 0:
-        _libc.madvise(c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-    return tensor
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -128,7 +115,7 @@ class NativeBackend:
         self._lib = load_library(target)
         self._declare()
         self._structs: dict[int, tuple[Any, Any]] = {}  # by id of the MLP or Attention it was made from
-        self._lib.em_threads(threads or torch.get_num_threads())
+        self._lib.em_threads(threads or len(os.sched_getaffinity(0)))
 
     def _declare(self) -> None:
         lib, tensor = self._lib, c_void_p

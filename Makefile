@@ -1,0 +1,30 @@
+# Every target does its own set-up; a second run starts at once. ARGS="…" goes to the command behind a target.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+export PYTHON TORCH
+
+.PHONY: help serve test lint test-gpu bench lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+serve: ## set up and serve the default model on 127.0.0.1:8686
+	@scripts/serve $(ARGS)
+
+test: ## style, types, tests
+	@scripts/test $(ARGS)
+
+lint: ## style and types alone
+	@scripts/lint
+
+test-gpu: ## the tests that need a CUDA device
+	@scripts/test-gpu $(ARGS)
+
+bench: ## Emberline and its peers in one run: a table and JSON
+	@scripts/bench $(ARGS)
+
+lock: ## pin the dependencies of pyproject.toml anew
+	@scripts/setup dev && scripts/lock $(ARGS)
+
+clean: ## remove the environment and caches
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Emberline beside its peers: the scripts behind every number we state."""

@@ -1,0 +1,57 @@
+"""Emberline as a row of the table, and its tokenizer as the one that measures prompts."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.contender import THREADS, Contender, Setup
+from benchmarks.prompts import Message, Prompts, single_token_words
+from benchmarks.report import OURS
+from emberline import __version__
+from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.pull import pull
+from emberline.catalog.shelf import Shelf
+from emberline.config import home_dir
+from emberline.protocol.request import Message as ChatMessage
+from emberline.text.model import TextModel
+
+
+def default_gguf() -> Path:
+    """The catalog's default model, fetched if it is not there."""
+    return pull(DEFAULT_MODEL, Shelf(home_dir(os.environ))).path
+
+
+def contender(setup: Setup) -> Contender:
+    """`emberline serve` as it is, in a data folder of its own."""
+    data = setup.cache / "emberline-data"
+    card = pull(str(setup.gguf), Shelf(data)).card
+
+    def command(port: int, streams: int) -> list[str]:
+        where = ["--port", str(port), "--data", str(data)]
+        return [
+            sys.executable,
+            "-m",
+            "emberline.cli.main",
+            "serve",
+            *where,
+            "--model",
+            card.id,
+            "--threads",
+            str(THREADS),
+        ]
+
+    return Contender(OURS, f"emberline {__version__}, torch {version('torch')}, this checkout", card.id, command)
+
+
+def prompts_of(gguf: Path, seed: str) -> Callable[[str], Prompts]:
+    """Prompts by name: the same name gives the same prompts, so that every server gets the same ones."""
+    text = TextModel.load(gguf)
+    words = single_token_words(text)
+
+    def count(messages: Sequence[Message]) -> int:
+        chat = [ChatMessage(role=m["role"], content=m["content"]) for m in messages]  # type: ignore[arg-type]
+        return len(text.encode(text.render(chat), special=True)) // 4
+
+    return lambda name: Prompts(words, count, f"{seed} {name}")

@@ -1,0 +1,109 @@
+"""A server under measurement: started in a process group of its own, weighed, timed, ended."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerDied(RuntimeError):
+    """The server ended by itself; the message holds the end of its log."""
+
+
+class Process:
+    """A server process and all its children. Its output goes to `log`."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        self.started_at = time.perf_counter()
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def check(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            tail = self.log.read_text(errors="replace")[-2000:]
+            raise ServerDied(f"the server ended with status {code}; the end of {self.log}:\n{tail}")
+
+    def pss_bytes(self) -> int:
+        """Memory of the whole tree, shared pages counted once (sum of proportional set sizes)."""
+        return sum(_pss_bytes(pid) for pid in self.tree())
+
+    def tree(self) -> list[int]:
+        """This process and its descendants."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+        found = [self.pid]
+        for pid in found:
+            found.extend(children.get(pid, []))
+        return found
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ends the group we started: politely, then not."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.pid, number)
+                self._process.wait(grace_s)
+                break
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # children that outlived their parent
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds, user and system, that a process has used so far."""
+    fields = _stat(pid)
+    assert fields, f"process {pid} is gone"
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the command's name: state, parent, ...; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _pss_bytes(pid: int) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

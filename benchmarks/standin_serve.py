@@ -1,0 +1,26 @@
+"""`emberline serve` with stand-in engines in its workers' place: everything of it but the model.
+
+Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/engine/script.py
+"""
+
+import sys
+from pathlib import Path
+
+from emberline.cli.main import main
+from emberline.cluster import local
+from emberline.cluster.child import ChildSpec
+from emberline.config import EngineConfig
+
+
+def run(script: str, flags: list[str]) -> int:
+    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+        arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
+        env = {"EMBERLINE_WORKER_TOKEN": token}
+        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+
+    local.worker_spec = standin
+    return main(["serve", *flags])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2:]))

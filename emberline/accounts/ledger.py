@@ -1,0 +1,49 @@
+"""The usage ledger: rows are written once, durably, and never changed."""
+
+import msgspec
+
+from emberline.accounts.usage import UsageRow
+from emberline.store import Store
+
+_COLUMNS = (
+    "id, account, key_id, model, model_version, class, input_tokens, cached_by_tier, output_tokens, reasoning_tokens, "
+    "status, created_us, first_token_us, finished_us, price_version"
+)
+_INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_SELECT = f"SELECT {_COLUMNS} FROM usage WHERE id = ?"
+
+
+class Ledger:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def record(self, row: UsageRow) -> None:
+        """Return once the row is durable. The first row of an id stands; recording it again changes nothing."""
+        await self._store.write(
+            _INSERT,
+            (
+                row.id,
+                row.account,
+                row.key_id,
+                row.model,
+                row.model_version,
+                row.priority,
+                row.input_tokens,
+                msgspec.json.encode(row.cached_by_tier).decode(),
+                row.output_tokens,
+                row.reasoning_tokens,
+                row.status,
+                row.created_us,
+                row.first_token_us,
+                row.finished_us,
+                row.price_version,
+            ),
+        )
+
+    async def find(self, request_id: str) -> UsageRow | None:
+        rows = await self._store.read(_SELECT, (request_id,))
+        if not rows:
+            return None
+        fields = dict(zip(UsageRow.__struct_fields__, rows[0], strict=True))
+        fields["cached_by_tier"] = msgspec.json.decode(str(fields["cached_by_tier"]))
+        return msgspec.convert(fields, UsageRow)

@@ -1,0 +1,84 @@
+"""Reading a request's body: bounded, as JSON whatever its content type says, into a typed struct."""
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+
+from emberline.api.asgi import Message
+from emberline.api.call import Call
+from emberline.api.departure import ClientLeft
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 << 20
+IDLE_S = 30.0  # a body may pause this long between two pieces
+_NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `([^`]+)`")
+
+
+async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+    content_type = call.headers.get("content-type", "").lower()
+    if content_type.startswith(_NOT_JSON):
+        raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
+    if call.headers.get("content-encoding", "identity").lower() != "identity":
+        raise BadInput("compressed request bodies are not accepted", param="content-encoding")
+    return decode(await _read(call), decoder)
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """`body` as the decoder's type; whatever is wrong with it is a BadInput that names the field."""
+    if not body:
+        raise BadInput("the request has no body; send a JSON object")
+    try:
+        if not body.isascii():
+            str(body, "utf-8")  # holds the fields we skip to it too
+        return decoder.decode(body)
+    except msgspec.ValidationError as bad:
+        raise BadInput(str(bad), param=_param(str(bad))) from None
+    except UnicodeDecodeError as bad:
+        raise BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}") from None
+    except msgspec.DecodeError as bad:
+        raise BadInput(f"the body is not valid JSON: {bad}") from None
+    except RecursionError:
+        raise BadInput("the JSON is nested too deeply") from None
+
+
+def _param(message: str) -> str | None:
+    """The field a validation message is about: its path, and the name of one that is missing there."""
+    parts = [found[1] for found in (_WHERE.search(message), _MISSING.search(message)) if found and found[1]]
+    return ".".join(parts) or None
+
+
+async def _read(call: Call) -> bytes:
+    announced = call.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    message = await _piece(call)
+    pieces = [message.get("body", b"")]
+    size = len(pieces[0])
+    while message.get("more_body", False):
+        message = await _piece(call)
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
+    return b"".join(pieces)
+
+
+async def _piece(call: Call) -> Message:
+    try:
+        async with asyncio.timeout(IDLE_S):
+            message = await call.receive()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request body stopped arriving for {IDLE_S:.0f} s") from None
+    if message["type"] == "http.disconnect":
+        raise ClientLeft
+    return message
+
+
+def _too_large() -> TooLarge:
+    return TooLarge(f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB")

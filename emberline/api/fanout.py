@@ -1,0 +1,64 @@
+"""Several requests answered as one: a completion call with a list of prompts."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from emberline.api.ports import Backend, Events
+from emberline.api.usage import total
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest
+
+IN_FLIGHT = 8  # requests of one call at once: one caller's list is not everybody's queue
+
+_Arrival = tuple[int, TextEvent | BaseException]
+
+
+async def generate_all(service: Backend, requests: Sequence[GenerateRequest], principal: Principal) -> Events:
+    """One stream of events: choice i of request r is choice r * n + i. The first failure ends all of them."""
+    if len(requests) == 1:
+        async with aclosing(service.generate(requests[0], principal)) as events:
+            async for event in events:
+                yield event
+        return
+    arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(maxsize=64)
+    slots = asyncio.Semaphore(IN_FLIGHT)
+
+    async def follow(number: int) -> None:
+        try:
+            async with slots, aclosing(service.generate(requests[number], principal)) as events:
+                async for event in events:
+                    await arrivals.put((number, event))
+        except Exception as error:
+            await arrivals.put((number, error))
+
+    tasks = [asyncio.create_task(follow(number)) for number in range(len(requests))]
+    try:
+        async for event in _merged(arrivals, requests):
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(arrivals: "asyncio.Queue[_Arrival]", requests: Sequence[GenerateRequest]) -> Events:
+    n_choices = requests[0].n
+    started = False
+    usages: list[Usage] = []
+    while len(usages) < len(requests):
+        number, event = await arrivals.get()
+        first = number * n_choices
+        if isinstance(event, BaseException):
+            raise event
+        if isinstance(event, TextDelta):
+            yield TextDelta(first + event.index, event.text, event.logprobs)
+        elif isinstance(event, ChoiceDone):
+            yield ChoiceDone(first + event.index, event.finish, event.stop_sequence)
+        elif isinstance(event, Completed):
+            usages.append(event.usage)
+        elif not started:
+            started = True
+            yield Started(event.usage)
+    yield Completed(total(usages))

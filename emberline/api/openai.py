@@ -1,0 +1,72 @@
+"""OpenAI's door: chat completions, completions, models."""
+
+import time
+
+import msgspec
+
+from emberline.api.body import read_json
+from emberline.api.call import Call
+from emberline.api.collect import collect
+from emberline.api.errors import Dialect
+from emberline.api.fanout import generate_all
+from emberline.api.model_rows import openai_model
+from emberline.api.openai_chat import ChatRequest, ChatStream, chat_body
+from emberline.api.openai_completions import CompletionRequest, CompletionStream, completion_body
+from emberline.api.openai_stream import StreamOptions
+from emberline.api.reply import HeaderList, Reply, json_reply
+from emberline.api.sse import stream
+from emberline.protocol.errors import BadInput
+
+MAX_CHOICES_IN_ALL = 128  # of one call: prompts times n
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+async def chat_completions(call: Call) -> Reply | None:
+    body = await read_json(call, _chat_decoder)
+    request = body.to_request(call)
+    created = int(time.time())
+    events = call.service.generate(request, call.principal)
+    if body.stream:
+        body.stream_options = _options(call, body.stream_options)
+        await stream(call, events, ChatStream(call, body, created), _headers(call))
+        return None
+    answer = await collect(call, events, request.n)
+    return json_reply(chat_body(call, body, created, answer), headers=_headers(call))
+
+
+async def completions(call: Call) -> Reply | None:
+    body = await read_json(call, _completion_decoder)
+    requests = body.to_requests(call)
+    n_choices = len(requests) * requests[0].n
+    if n_choices > MAX_CHOICES_IN_ALL:
+        raise BadInput(f"{n_choices} choices asked for, at most {MAX_CHOICES_IN_ALL} in one call", param="n")
+    created = int(time.time())
+    events = generate_all(call.service, requests, call.principal)
+    if body.stream:
+        body.stream_options = _options(call, body.stream_options)
+        await stream(call, events, CompletionStream(call, body, created, n_choices), _headers(call))
+        return None
+    answer = await collect(call, events, n_choices)
+    return json_reply(completion_body(call, body, created, answer), headers=_headers(call))
+
+
+async def list_models(call: Call) -> Reply:
+    return json_reply({"object": "list", "data": [openai_model(card) for card in call.service.models()]})
+
+
+async def get_model(call: Call) -> Reply:
+    return json_reply(openai_model(call.service.resolve(call.tail)))
+
+
+def _options(call: Call, options: StreamOptions | None) -> StreamOptions:
+    """Cloudflare's clients are told the usage of every stream, OpenAI's when they ask."""
+    options = options or StreamOptions()
+    if call.dialect is Dialect.OPENAI_ENVELOPED:
+        options.include_usage = True
+    return options
+
+
+def _headers(call: Call) -> HeaderList:
+    return [(b"cf-ai-req-id", call.id.encode())]

@@ -1,0 +1,28 @@
+"""What the doors need of the service behind them: the seam where tests put a scripted one."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from emberline.protocol.events import TextEvent
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest
+
+if TYPE_CHECKING:  # a door needs the service's shape, not its imports
+    from emberline.catalog.card import ModelCard
+    from emberline.service.health import Health
+
+Events = AsyncGenerator[TextEvent, None]
+
+
+class Backend(Protocol):
+    def generate(self, request: GenerateRequest, principal: Principal) -> Events: ...
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
+
+    def models(self) -> "Sequence[ModelCard]": ...
+
+    def resolve(self, model_id: str) -> "ModelCard": ...
+
+    async def health(self) -> "Health": ...
+
+    async def metrics(self) -> bytes: ...

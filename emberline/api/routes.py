@@ -1,0 +1,66 @@
+"""Every route of the server, with its policy. There are no others."""
+
+from functools import cache
+
+from emberline.api import admin, anthropic, openai, openapi, search, workers_ai
+from emberline.api.anthropic_messages import CountRequest, MessagesRequest
+from emberline.api.call import Call
+from emberline.api.errors import Dialect
+from emberline.api.openai_chat import ChatRequest
+from emberline.api.openai_completions import CompletionRequest
+from emberline.api.reply import Reply, encode
+from emberline.api.route import Policy, Route
+from emberline.api.search import MODEL_FILTERS, PAGING
+from emberline.api.workers_ai import RunRequest, UniversalRequest
+
+AI = "/client/v4/accounts/{account}/ai"
+OPEN, KEY = Policy.OPEN, Policy.KEY
+NATIVE, OPENAI, ANTHROPIC = Dialect.NATIVE, Dialect.OPENAI, Dialect.ANTHROPIC
+
+
+def _openai(prefix: str, form: Dialect) -> list[Route]:
+    return [
+        Route("POST", f"{prefix}/chat/completions", KEY, form, openai.chat_completions, "Chat", body=ChatRequest),
+        Route("POST", f"{prefix}/completions", KEY, form, openai.completions, "Complete text", body=CompletionRequest),
+        Route("GET", f"{prefix}/models", KEY, form, openai.list_models, "List models"),
+        Route("GET", f"{prefix}/models/{{model}}", KEY, form, openai.get_model, "Describe a model"),
+    ]
+
+
+def _anthropic(prefix: str, form: Dialect) -> list[Route]:
+    path, count = f"{prefix}/messages", anthropic.count_tokens
+    return [
+        Route("POST", path, KEY, form, anthropic.messages, "Create a message", body=MessagesRequest),
+        Route("POST", f"{path}/count_tokens", KEY, form, count, "Count a message's tokens", body=CountRequest),
+    ]
+
+
+@cache
+def _document() -> bytes:
+    return encode(openapi.document(ROUTES))
+
+
+async def describe(call: Call) -> Reply:
+    return Reply(200, _document())
+
+
+ROUTES: tuple[Route, ...] = (
+    Route("GET", "/", OPEN, OPENAI, admin.page, "What runs here and how to call it"),
+    Route("GET", "/favicon.ico", OPEN, OPENAI, admin.favicon, "No icon"),
+    Route("GET", "/health", OPEN, OPENAI, admin.health, "Whether tokens can move"),
+    Route("GET", "/metrics", KEY, OPENAI, admin.metrics, "Metrics for Prometheus"),
+    Route("GET", "/api/ps", KEY, OPENAI, admin.ps, "Models, engines and their load"),
+    Route("GET", "/openapi.json", OPEN, OPENAI, describe, "This document"),
+    Route("POST", f"{AI}/run", KEY, NATIVE, workers_ai.run_universal, "Run a model", body=UniversalRequest),
+    Route("POST", f"{AI}/run/{{model}}", KEY, NATIVE, workers_ai.run, "Run a model", body=RunRequest),
+    Route("GET", f"{AI}/models/search", KEY, NATIVE, search.models, "Search models", query=MODEL_FILTERS),
+    Route("GET", f"{AI}/models/schema", KEY, NATIVE, search.schema, "A model's schema", query=search.MODEL_NAME),
+    Route("GET", f"{AI}/tasks/search", KEY, NATIVE, search.tasks, "List tasks", query=PAGING),
+    Route("GET", f"{AI}/authors/search", KEY, NATIVE, search.list_authors, "List authors", query=PAGING),
+    *_openai("/v1", OPENAI),
+    *_openai(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_anthropic("/v1", ANTHROPIC),
+    *_anthropic(f"{AI}/v1", Dialect.ANTHROPIC_ENVELOPED),
+    # Anthropic's client appends /v1/messages to whatever base it is given.
+    *_anthropic(f"{AI}/v1/v1", Dialect.ANTHROPIC_ENVELOPED),
+)

@@ -1,0 +1,174 @@
+"""The connection to one engine: kept alive, shared by all requests that the engine serves."""
+
+import asyncio
+import logging
+import time
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.link import Link, dial, retry_delays
+from emberline.balancer.stream import Stream
+from emberline.protocol.errors import Unavailable
+from emberline.protocol.frames import (
+    Abort,
+    EngineInfo,
+    EngineLoad,
+    Hello,
+    Refused,
+    Step,
+    Submit,
+    Welcome,
+    from_engine_decoder,
+)
+from emberline.protocol.request import EngineRequest
+
+WELCOME_TIMEOUT_S = 10.0
+
+log = logging.getLogger("emberline.balancer")
+
+
+class EngineClient:
+    """Connects, reconnects, submits and dispatches. Streams of a lost connection fail with Unavailable."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        endpoint.split()  # a bad address is the caller's mistake, told at once
+        self.endpoint = endpoint
+        self.info: EngineInfo | None = None  # of the last Welcome; outlives the connection
+        self.load = EngineLoad()
+        self.progress_s = 0.0  # monotonic time of the last step or welcome
+        self.problem = "not connected yet"  # empty while connected
+        self._link: _EngineLink | None = None
+        self._streams: dict[str, Stream] = {}  # by sequence id
+        self._ready = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def start(self) -> None:
+        """Connect, and stay connected, in the background."""
+        assert self._task is None
+        self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.name}")
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        if self._link is not None:
+            return True
+        try:
+            await asyncio.wait_for(self._ready.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._link is not None:
+            self.problem = "closed"
+            self._link.drop("closed")
+
+    # --- for streams -------------------------------------------------------------------------------------------------
+
+    def stream(self, requests: list[EngineRequest]) -> Stream:
+        """Submit sequences and receive their deltas. Unavailable when the engine is not connected."""
+        stream = Stream(self)
+        stream.submit(requests)
+        return stream
+
+    def submit(self, stream: Stream, requests: list[EngineRequest]) -> None:
+        if self._link is None:
+            raise Unavailable(f"engine {self.name} is not connected: {self.problem}", retry_after_s=1)
+        for request in requests:
+            assert request.id not in self._streams, f"sequence id {request.id} is in use"
+            self._streams[request.id] = stream
+        self._link.send(Submit(requests))
+
+    def abort(self, ids: list[str]) -> None:
+        for sequence_id in ids:
+            self._streams.pop(sequence_id, None)
+        if self._link is not None:
+            self._link.send(Abort(ids))
+
+    # --- for the link ------------------------------------------------------------------------------------------------
+
+    def welcomed(self, link: "_EngineLink", welcome: Welcome) -> None:
+        self.info, self.load, self.problem = welcome.info, welcome.load, ""
+        self.progress_s = time.monotonic()
+        self._link = link
+        self._ready.set()
+        log.info("engine %s connected", self.name, extra={"model": welcome.info.model, "device": welcome.info.device})
+
+    def absorb(self, step: Step) -> None:
+        """The hot path: runs once a step, its loop once a token."""
+        self.load = step.load
+        self.progress_s = time.monotonic()
+        streams = self._streams
+        for delta in step.deltas:
+            stream = streams.get(delta.id)
+            if stream is None:
+                continue  # aborted; the engine had not heard of it yet
+            if delta.finish is not None:
+                del streams[delta.id]
+            stream.deliver(delta)
+
+    def lost(self, link: "_EngineLink", reason: str) -> None:
+        if reason != self.problem:
+            log.warning("engine %s: %s", self.name, reason, extra={"streams": len(self._streams)})
+        self.problem = reason
+        if self._link is not link:
+            return
+        self._link = None
+        self._ready.clear()
+        streams, self._streams = set(self._streams.values()), {}
+        for stream in streams:
+            stream.fail(Unavailable(f"engine {self.name} went away", retry_after_s=1))
+
+    async def _stay_connected(self) -> None:
+        delays = retry_delays()
+        while True:
+            link = _EngineLink(self)
+            try:
+                await dial(link, self.endpoint)
+                await asyncio.wait(
+                    [link.welcomed, link.closed], timeout=WELCOME_TIMEOUT_S, return_when="FIRST_COMPLETED"
+                )
+                if link.welcomed.done():
+                    delays = retry_delays()
+                else:
+                    link.drop(f"no welcome within {WELCOME_TIMEOUT_S:.0f} s")
+                await link.closed
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+            finally:
+                if link is not self._link:  # this task was cancelled half-way
+                    link.drop("closed")
+            await asyncio.sleep(next(delays))
+
+
+class _EngineLink(Link):
+    """Hello out, Welcome or Refused in, then steps."""
+
+    def __init__(self, client: EngineClient) -> None:
+        super().__init__()
+        self._client = client
+        self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_open(self) -> None:
+        self.send(Hello(self._client.endpoint.token))
+
+    def on_frame(self, payload: bytes) -> None:
+        message = from_engine_decoder.decode(payload)
+        if type(message) is Step:
+            self._client.absorb(message)
+        elif isinstance(message, Welcome) and not self.welcomed.done():
+            self.welcomed.set_result(None)
+            self._client.welcomed(self, message)
+        elif isinstance(message, Refused):
+            self.drop(message.error.message)
+
+    def on_close(self, reason: str) -> None:
+        self._client.lost(self, reason)

@@ -1,0 +1,118 @@
+"""The engines of every model, who is in flight on which, and where the next request goes."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+
+from emberline.balancer.engine_client import EngineClient
+from emberline.protocol.errors import Overloaded, Unavailable
+from emberline.protocol.frames import EngineLoad
+
+MAX_WAITING = 256  # sequences an engine may have beyond those it can run
+DEFAULT_MAX_RUNNING = 16  # where an engine does not say
+STALLED_S = 30.0  # work but no step for so long: tokens do not move
+_SMOOTHING = 0.1  # of the mean duration
+
+
+class Member:
+    """One engine's place in the fleet: what the core knows beside what the engine reports."""
+
+    def __init__(self, model: str, client: EngineClient) -> None:
+        self.model = model
+        self.client = client
+        self.in_flight = 0  # sequences granted and not yet released
+        self.mean_s = 1.0  # smoothed time a sequence takes
+        self.hash_key = blake2b(client.name.encode(), digest_size=32).digest()
+        self._busy_s = 0.0  # when work last arrived at the idle engine
+        self._seen_load = EngineLoad()  # the newest that a door saw on its own connection, and when
+        self._seen_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+    @property
+    def max_running(self) -> int:
+        info = self.client.info
+        return (info.max_running if info is not None else 0) or DEFAULT_MAX_RUNNING
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._seen_load if self._seen_s > self.client.progress_s else self.client.load
+
+    @property
+    def stalled(self) -> bool:
+        last_s = max(self._busy_s, self._seen_s, self.client.progress_s)
+        return self.in_flight > 0 and time.monotonic() - last_s > STALLED_S
+
+    @property
+    def healthy(self) -> bool:
+        return self.client.connected and not self.stalled
+
+    def take(self, n: int) -> None:
+        if self.in_flight == 0:
+            self._busy_s = time.monotonic()
+        self.in_flight += n
+
+    def give_back(self, n: int, took_s: float | None) -> None:
+        self.in_flight -= n
+        assert self.in_flight >= 0
+        if took_s is not None:
+            self.mean_s += _SMOOTHING * (took_s - self.mean_s)
+
+    def observe(self, load: EngineLoad, age_s: float) -> None:
+        """What a door has seen of the engine, `age_s` ago."""
+        seen_s = time.monotonic() - age_s
+        if seen_s > self._seen_s:
+            self._seen_load, self._seen_s = load, seen_s
+
+
+class Fleet:
+    """Chooses and counts. Lives where admission lives: in the core."""
+
+    def __init__(self, engines: Mapping[str, Sequence[EngineClient]], max_waiting: int = MAX_WAITING) -> None:
+        self._by_model = {model: [Member(model, client) for client in clients] for model, clients in engines.items()}
+        self._by_name = {member.name: member for members in self._by_model.values() for member in members}
+        assert len(self._by_name) == sum(map(len, self._by_model.values())), "endpoint names are unique"
+        self._max_waiting = max_waiting
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> Member:
+        return self._by_name[name]
+
+    def choose(self, model: str, affinity: str | None, n: int, avoid: Sequence[str] = ()) -> Member:
+        """The engine for `n` more sequences, counted as in flight until `give_back`.
+
+        An affinity goes to its home, found by rendezvous hashing, so cores agree without talking; when the home has
+        no room to run it, or there is no affinity, to the least loaded. Overloaded when not even that one may queue it.
+        """
+        members = self._eligible(model, avoid)
+        least = min(members, key=lambda member: member.in_flight / member.max_running)
+        chosen = least
+        if affinity is not None and len(members) > 1:
+            home = max(members, key=lambda member: _weight(affinity, member))
+            if home.in_flight + n <= home.max_running or home.in_flight <= least.in_flight:
+                chosen = home
+        waiting = chosen.in_flight - chosen.max_running
+        if waiting + n > self._max_waiting:
+            retry_after_s = min(60.0, max(1.0, waiting * chosen.mean_s / chosen.max_running))
+            raise Overloaded(
+                f"{waiting} requests already wait for {model}; come back in {retry_after_s:.0f} s",
+                retry_after_s=retry_after_s,
+            )
+        chosen.take(n)
+        return chosen
+
+    def _eligible(self, model: str, avoid: Sequence[str]) -> list[Member]:
+        """Engines that are connected; those to avoid and those that are stuck only when there is no other."""
+        connected = [member for member in self._by_model.get(model, ()) if member.client.connected]
+        if not connected:
+            raise Unavailable(f"no engine of {model} is connected", retry_after_s=2)
+        wanted = [member for member in connected if member.name not in avoid]
+        return [member for member in wanted if not member.stalled] or wanted or connected
+
+
+def _weight(affinity: str, member: Member) -> bytes:
+    return blake2b(affinity.encode("utf-8", "surrogatepass"), key=member.hash_key, digest_size=8).digest()

@@ -1,0 +1,82 @@
+"""Frames over an asyncio transport: what the connections to engines, and those between doors and core, share."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator
+from typing import TypeVar, cast
+
+import msgspec
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.protocol.frames import FrameBuffer, FrameTooLarge, encode
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+
+log = logging.getLogger("emberline.balancer")
+
+
+class Link(asyncio.Protocol):
+    """One connection. A peer that breaks the protocol is dropped. Subclasses fill in the three `on_` methods."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._buffer = FrameBuffer()
+        self._reason = "the other side closed the connection"
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_open(self) -> None: ...
+
+    def on_frame(self, payload: bytes) -> None: ...
+
+    def on_close(self, reason: str) -> None: ...
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def drop(self, reason: str) -> None:
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio and uvloop both set TCP_NODELAY by themselves; uvloop's transports are no asyncio.Transport by type.
+        self._transport = cast(asyncio.Transport, transport)
+        self.on_open()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._buffer.feed(data):
+                self.on_frame(payload)
+        except (msgspec.DecodeError, FrameTooLarge) as error:
+            log.error("a frame cannot be read: %s", error)
+            self.drop("the other side broke the protocol")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.on_close(self._reason)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+async def dial(link: LinkT, endpoint: Endpoint) -> LinkT:
+    loop = asyncio.get_running_loop()
+    path, host, port = endpoint.split()
+    if path is not None:
+        await loop.create_unix_connection(lambda: link, path)
+    else:
+        await loop.create_connection(lambda: link, host, port)
+    return link
+
+
+def retry_delays() -> Iterator[float]:
+    """Seconds to wait before each next attempt: growing, jittered, without end."""
+    delay_s = FIRST_RETRY_S
+    while True:
+        yield delay_s * random.uniform(0.5, 1.0)
+        delay_s = min(LAST_RETRY_S, delay_s * 2)

@@ -1,0 +1,164 @@
+"""Models from the Hugging Face hub, or a mirror (HF_ENDPOINT): weights and descriptions only, never pickles or code.
+
+HF_TOKEN (or the token of `hf auth login`), proxies and HF_HUB_OFFLINE are honoured; offline means what is already in
+the hub's own cache on this machine.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from emberline.catalog.card import HubSource
+from emberline.catalog.errors import AccessDenied, HashMismatch, NoNetwork, PullFailed
+from emberline.catalog.progress import Report, watched
+from emberline.catalog.space import room_for
+from emberline.protocol.errors import BadInput, ModelNotFound
+from emberline.weights.hf_checkpoint import folder_config
+
+_SPEC = re.compile(r"hf:([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/((?:[\w. -]+/)*[\w. -]+\.gguf))?")
+# Which of a repository's GGUF files to take when none is named, best first.
+_PREFERRED = ("q4_k_m", "q4_k_s", "q4_1", "q4_0", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "bf16", "f16", "f32")
+_TEXT_FILE = re.compile(r"[\w.-]+\.json|tokenizer\.model|chat_template\.jinja")
+_SPARE_BYTES = 16 << 20
+
+
+class HubFile(NamedTuple):
+    name: str
+    size: int
+    sha256: str | None  # known for large files
+
+
+class Fetched(NamedTuple):
+    path: Path  # the GGUF file or the folder
+    source: HubSource  # pinned to the commit
+
+
+def parse(spec: str) -> HubSource:
+    """`hf:org/repo`, `hf:org/repo@revision` or `hf:org/repo/file.gguf`."""
+    match = _SPEC.fullmatch(spec)
+    if match is None or ".." in spec:
+        raise BadInput(f"{spec!r} is not of the form hf:org/repo, hf:org/repo@revision or hf:org/repo/file.gguf")
+    return HubSource(repo=match[1], revision=match[2], file=match[3])
+
+
+def fetch(source: HubSource, folder: Path, report: Report | None = None) -> Fetched:
+    """Brings the model's files into `folder`; whole files of a broken-off try are not fetched again.
+
+    Offline, the path lies in the hub's own cache instead.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return _cached(source)
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    with _explained(source):
+        info = HfApi(endpoint=endpoint).model_info(source.repo, revision=source.revision, files_metadata=True)
+        listed = [
+            HubFile(item.rfilename, item.size or 0, item.lfs.sha256 if item.lfs else None)
+            for item in info.siblings or []
+        ]
+        files = choose(listed, source)
+        total_bytes = sum(file.size for file in files)
+        folder.mkdir(parents=True, exist_ok=True)
+        with room_for(total_bytes + _SPARE_BYTES, folder), watched(folder, total_bytes, report):
+            for file in files:
+                hf_hub_download(source.repo, file.name, revision=info.sha, local_dir=folder, endpoint=endpoint)
+                _check(folder / file.name, file)
+                if file.name == "config.json":
+                    folder_config(folder)  # refuses a model that is not built before its weights are fetched
+    pinned = HubSource(source.repo, info.sha, source.file)
+    return Fetched(folder / files[0].name if files[0].name.endswith(".gguf") else folder, pinned)
+
+
+def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
+    """What to fetch of a repository: the named GGUF, or the safetensors with what describes them, or the best GGUF."""
+    top = [file for file in files if "/" not in file.name]
+    if source.file is not None:
+        wanted = [file for file in files if file.name == source.file]
+        if not wanted:
+            raise ModelNotFound(f"{source.repo} has no file {source.file}")
+        return wanted
+    texts = [file for file in top if _TEXT_FILE.fullmatch(file.name)]
+    tensors = [file for file in top if file.name.endswith(".safetensors")]
+    tensors = [file for file in tensors if file.name.startswith("model")] or tensors  # not a second, other layout
+    if tensors and any(file.name == "config.json" for file in texts):
+        return sorted(texts, key=lambda file: file.name != "config.json") + tensors  # config.json first
+    ggufs = {file.name.lower(): file for file in top if file.name.lower().endswith(".gguf")}
+    for kind in _PREFERRED:
+        for name in sorted(ggufs):
+            if re.search(rf"(?<![a-z0-9]){kind}(?![a-z0-9_])", name):
+                return [ggufs[name]]
+    if len(ggufs) == 1:
+        return list(ggufs.values())
+    raise ModelNotFound(
+        f"{source.repo} has neither safetensors with a config.json nor a GGUF that can be chosen;"
+        f" name one of its files: hf:{source.repo}/FILE.gguf"
+    )
+
+
+def _check(path: Path, file: HubFile) -> None:
+    """A file that is not what the hub lists is deleted, so that the next pull fetches it again."""
+    if file.sha256 is None:
+        return
+    with path.open("rb") as content:
+        if hashlib.file_digest(content, "sha256").hexdigest() == file.sha256:
+            return
+    path.unlink()
+    raise HashMismatch(f"{file.name} did not arrive whole: its sha256 is not the one the hub lists; pull again")
+
+
+def _cached(source: HubSource) -> Fetched:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(source.repo, revision=source.revision, local_files_only=True)
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"HF_HUB_OFFLINE is set and {source.repo} is not in the hub's cache on this machine"
+        ) from None
+    folder = Path(found)
+    listed = [HubFile(str(path.relative_to(folder)), 0, None) for path in folder.rglob("*") if path.is_file()]
+    first = choose(listed, source)[0].name
+    pinned = HubSource(source.repo, folder.name, source.file)
+    return Fetched(folder / first if first.endswith(".gguf") else folder, pinned)
+
+
+@contextmanager
+def _explained(source: HubSource) -> Iterator[None]:
+    """The hub's errors in words that say what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.LocalEntryNotFoundError as error:  # what is raised for a file when there is no connection
+        raise _unreachable(source) from error
+    except (errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
+        raise ModelNotFound(f"{source.repo} has no revision {source.revision or 'main'} with that file") from error
+    except errors.RepositoryNotFoundError as error:  # gated ones too: the hub does not say that a private one exists
+        raise _denied(source) from error
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise _denied(source) from error
+        raise PullFailed(f"the hub refused {source.repo}: {str(error).splitlines()[0]}") from error
+    except (errors.HTTPError, ConnectionError) as error:  # type: ignore[attr-defined]
+        raise _unreachable(source) from error
+
+
+def _unreachable(source: HubSource) -> NoNetwork:
+    return NoNetwork(
+        f"could not reach the hub for {source.repo}, or the transfer broke off: check the network, HTTPS_PROXY and"
+        " HF_ENDPOINT and pull again; files that arrived whole are kept"
+    )
+
+
+def _denied(source: HubSource) -> AccessDenied:
+    return AccessDenied(
+        f"the hub has no {source.repo}, or wants a token for it: accept its licence on the model's page if it has"
+        " one, and set HF_TOKEN (or run `hf auth login`)"
+    )

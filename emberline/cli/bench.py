@@ -1,0 +1,81 @@
+"""Measure the running server, or one of our own: one stream, then eight at once, with fresh random prompts.
+
+`make bench` in a checkout measures Emberline beside its peers; this is the quick look at one machine.
+"""
+
+import argparse
+import random
+import statistics
+import threading
+import time
+from typing import Any
+
+from emberline.cli import client, common
+from emberline.cli.client import Address, Timing
+from emberline.cli.connection import server
+from emberline.protocol.errors import Unavailable
+
+WORDS = (
+    *("time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family"),
+    *("group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program"),
+    *("question", "work", "number", "night", "point", "home", "water", "room", "area", "money", "story", "book"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", help="model id (default: what the server has)")
+    parser.add_argument("--input", type=int, default=512, metavar="N", help="words in each prompt (default 512)")
+    parser.add_argument("--output", type=int, default=64, metavar="N", help="tokens in each answer (default 64)")
+    common.add_address(parser)
+    common.add_data(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with server(args) as (address, model):
+        rows = [measure(address, model, n, args.input, args.output) for n in (1, 8)]
+    if args.json:
+        common.print_json({"model": model, "input_words": args.input, "output_tokens": args.output, "runs": rows})
+        return 0
+    print(f"{model}, {rows[0]['prompt_tokens']} tokens in, {args.output} out")
+    print(f"{'streams':>8} {'first token':>14} {'tokens/s each':>14} {'tokens/s in all':>16}")
+    for row in rows:
+        first = f"{row['first_token_ms']:.0f} ms"
+        print(f"{row['streams']:>8} {first:>14} {row['tokens_per_s_each']:>14.1f} {row['tokens_per_s']:>16.1f}")
+    return 0
+
+
+def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens: int) -> dict[str, Any]:
+    """Medians over the streams; `tokens_per_s` counts all of them, prefill included."""
+    timings = [Timing() for _ in range(n_streams)]
+    each = (address, model, n_words, n_tokens)
+    threads = [threading.Thread(target=_ask, args=(*each, timing), daemon=True) for timing in timings]
+    start_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    total_s = time.perf_counter() - start_s
+    if not all(timing.output_tokens for timing in timings):
+        raise Unavailable("some streams came back empty; `emberline serve` logs say why")
+    return {
+        "streams": n_streams,
+        "prompt_tokens": round(statistics.median(timing.prompt_tokens for timing in timings)),
+        "first_token_ms": round(1e3 * statistics.median(timing.first_token_s for timing in timings), 1),
+        "tokens_per_s_each": round(statistics.median(timing.tokens_per_s for timing in timings), 1),
+        "tokens_per_s": round(sum(timing.output_tokens for timing in timings) / total_s, 1),
+        "total_s": round(total_s, 3),
+    }
+
+
+def _ask(address: Address, model: str, n_words: int, n_tokens: int, timing: Timing) -> None:
+    text = " ".join(random.choices(WORDS, k=n_words))
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": n_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    for _ in client.chat(address, body, timing):
+        pass

@@ -1,0 +1,229 @@
+"""The doctor's checks. Each looks at one thing and never raises."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from emberline.cli import client
+from emberline.cli.client import Address
+from emberline.cli.common import size
+from emberline.cluster import machine
+from emberline.config import FILE_NAME, Config
+from emberline.engine.memory import free_host_bytes
+from emberline.protocol.errors import EmberlineError
+
+if TYPE_CHECKING:
+    from emberline.catalog.shelf import Entry
+
+MIN_PYTHON = (3, 11)
+TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
+NEED_DISK_BYTES = 1 << 30
+NEED_MEMORY_BYTES = 1 << 30
+_TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({"version": torch.__version__, "cuda": cuda,
+                  "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []}))
+"""
+
+
+class Check(msgspec.Struct, frozen=True):
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return {"name": self.name, "status": self.status, "detail": self.detail, "fix": self.fix}
+
+
+def examine(config: Config | None) -> Iterator[Check]:
+    """Every check; those that need a configuration are left out where there is none."""
+    yield python()
+    torch = _probe_torch()
+    yield torch_version(torch)
+    yield gpu(torch)
+    yield compiler()
+    yield pip()
+    yield memory()
+    if config is not None:
+        yield data_folder(config)
+        yield disk(config)
+        yield key(config)
+        yield from models(config)
+        yield port(config)
+
+
+def python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < MIN_PYTHON:
+        return Check("python", "fail", f"{version} is too old", "install Python 3.11 or newer and set up again")
+    return Check("python", "ok", f"{version} ({sys.executable})")
+
+
+def _probe_torch() -> dict[str, Any] | str:
+    """What torch says of itself, or why it cannot be imported. In a process of its own: a broken torch may crash."""
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    probe = [sys.executable, "-c", _TORCH_PROBE]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=120, check=False)
+        facts: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return "importing it takes more than two minutes"
+    except ValueError:
+        lines = done.stderr.strip().splitlines()
+        return lines[-1] if lines else f"importing it ends the process (status {done.returncode})"
+    return facts
+
+
+def torch_version(torch: dict[str, Any] | str) -> Check:
+    install = f"{sys.executable} -m pip install torch==2.13.0"
+    if isinstance(torch, str):
+        return Check("torch", "fail", torch, install)
+    low, high = TORCH_RANGE
+    release = tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2])
+    if not low <= release < high:
+        return Check("torch", "fail", f"{torch['version']} is not supported (2.11 to 2.13)", install)
+    return Check("torch", "ok", str(torch["version"]))
+
+
+def gpu(torch: dict[str, Any] | str) -> Check:
+    seen = machine.n_gpus_installed()
+    if isinstance(torch, dict) and torch["gpus"]:
+        return Check("gpu", "ok", ", ".join(torch["gpus"]))
+    if seen:
+        return Check(
+            "gpu",
+            "warn",
+            f"{seen} in this machine, but torch cannot use CUDA",
+            "install a CUDA build of torch, or a driver new enough for it; until then the CPU is used",
+        )
+    return Check("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
+
+
+def compiler() -> Check:
+    from emberline.kernels.cpu import build
+
+    try:
+        library = build.library_path()
+    except build.BuildError as error:
+        return Check(
+            "cpu kernels",
+            "warn",
+            f"{error}; the slower PyTorch path is used",
+            "install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev)",
+        )
+    return Check("cpu kernels", "ok", f"compiled, {library}")
+
+
+def pip() -> Check:
+    done = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return Check(
+            "pip",
+            "warn",
+            "not there; `emberline pull` takes the built-in models from wheels with it",
+            f"{sys.executable} -m ensurepip",
+        )
+    return Check("pip", "ok", " ".join(done.stdout.split()[:2]))
+
+
+def memory() -> Check:
+    free = free_host_bytes()
+    detail = f"{size(free)} free"
+    if free < NEED_MEMORY_BYTES:
+        return Check("memory", "warn", detail, "close something, or give less to the cache: --kv-bytes 128M")
+    return Check("memory", "ok", detail)
+
+
+def data_folder(config: Config) -> Check:
+    home = config.home
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Check("data folder", "fail", f"{existing} is not writable", "give it to this user, or use --data DIR")
+    if not home.exists():
+        return Check("data folder", "ok", f"{home}, made at the first start")
+    if home.stat().st_mode & 0o022:
+        return Check("data folder", "warn", f"others may write to {home}", f"chmod 700 {home}")
+    exposed = [path for path in _private_files(config) if path.exists() and path.stat().st_mode & 0o077]
+    if exposed:
+        names = " ".join(map(str, exposed))
+        return Check("data folder", "warn", f"others may read {names}", f"chmod 600 {names}")
+    return Check("data folder", "ok", str(home))
+
+
+def _private_files(config: Config) -> list[Path]:
+    files = [config.home / "secret"]
+    return [*files, config.home / FILE_NAME] if config.auth.key and "EMBERLINE_AUTH_KEY" not in os.environ else files
+
+
+def disk(config: Config) -> Check:
+    existing = next(path for path in (config.home, *config.home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < NEED_DISK_BYTES:
+        return Check("disk", "warn", f"{size(free)} free at {existing}", "make room, or move the data: --data DIR")
+    return Check("disk", "ok", f"{size(free)} free")
+
+
+def key(config: Config) -> Check:
+    if config.auth.key is None:
+        return Check("key", "ok", "none; only this machine can reach the server")
+    return Check("key", "ok", f"set; clients of {config.server.host} must send it")
+
+
+def models(config: Config) -> Iterator[Check]:
+    """What is pulled, whole or not."""
+    from emberline.catalog.shelf import Shelf
+
+    entries = Shelf(config.home).entries()
+    if not entries:
+        yield Check("models", "ok", "none yet; `emberline serve` fetches the default one")
+    for entry in entries:
+        name, problem = entry.card.id, _damage(entry)
+        if problem:
+            again = f"emberline rm {name} && emberline pull {entry.card.aliases[0] if entry.card.aliases else name}"
+            yield Check("models", "fail", f"{name}: {problem}", again)
+        else:
+            yield Check("models", "ok", f"{name}, {size(entry.card.weight_bytes)}")
+
+
+def _damage(entry: "Entry") -> str:
+    """What is wrong with a model's files; empty when nothing is."""
+    from emberline.catalog.card import WheelSource
+    from emberline.catalog.describe import describe_path
+
+    source = entry.card.source
+    try:
+        if isinstance(source, WheelSource):
+            with entry.path.open("rb") as file:
+                intact = hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+        else:
+            intact = describe_path(entry.path).fingerprint == entry.card.fingerprint
+    except (OSError, EmberlineError) as error:
+        return str(error)
+    return "" if intact else f"{entry.path} is not what was pulled"
+
+
+def port(config: Config) -> Check:
+    address = Address.of(config)
+    if client.is_there(address):
+        return Check("port", "ok", f"an Emberline server runs at {address.url}")
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.server.host.strip("[]"), config.server.port))
+        except OSError as error:
+            reason = f"cannot listen at {config.server.host}:{config.server.port}: {error.strerror}"
+            return Check("port", "fail", reason, "stop what uses it, or take another: --port 8687")
+    return Check("port", "ok", f"{config.server.port} is free")

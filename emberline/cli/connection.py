@@ -1,0 +1,27 @@
+"""The server a command talks to: the one that runs, or one of its own."""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+from emberline.cli import client, common
+from emberline.cli.client import Address
+
+
+@contextlib.contextmanager
+def server(args: argparse.Namespace) -> Iterator[tuple[Address, str]]:
+    """The server at the configured address if it has the model, otherwise one of our own for as long as it is used.
+
+    Yields where it is and the model's id there.
+    """
+    config = common.config_of(args)
+    address = Address.of(config)
+    if client.is_there(address):
+        ids = [str(card["id"]) for card in client.get(address, "/v1/models")["data"]]
+        if ids and (args.model is None or args.model in ids):
+            yield address, args.model or ids[0]
+            return
+    from emberline.cli.own_server import own_server
+
+    with own_server(config, args.model) as (address, model):
+        yield address, model

@@ -1,0 +1,110 @@
+"""A front door: the HTTP app over a service. In the core process it is the only one; with `--doors N` there are N more.
+
+python -m emberline.cli.door --fd N --plan FILE --name NAME
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emberline import log as logs
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.server import serve as serve_http
+from emberline.balancer.endpoint import Endpoint
+from emberline.catalog.card import ModelCard
+from emberline.catalog.shelf import Entry
+from emberline.config import Config
+from emberline.service import Served, Service, open_door
+from emberline.text.model import TextModel
+
+CONNECT_S = 30.0  # to reach the core and every engine; after that the door opens and says what is not there
+
+
+class DoorPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a door process needs to know; the core writes it to a file that only this user can read."""
+
+    config: Config
+    core_socket: Path
+    models: list[tuple[ModelCard, Path, list[Endpoint]]]
+
+    def write(self, path: Path) -> None:
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self, enc_hook=str))
+
+    @classmethod
+    def read(cls, path: Path) -> "DoorPlan":
+        return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+def load_models(entries: Sequence[Entry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
+    """The models with their tokenizers and the engines that compute them."""
+    return [Served(card, TextModel.load(path), tuple(endpoints[card.id])) for card, path in entries]
+
+
+async def serve_door(
+    service: Service, config: Config, listener: socket.socket, stop: asyncio.Event | None = None
+) -> None:
+    """Answer HTTP until told to stop, then let running requests finish."""
+    auth = Authenticator(Secret.open(config.home), config.auth.key)
+    settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
+    await serve_http(create_app(service, settings), listener, drain_s=config.server.drain_s, stop=stop)
+
+
+async def _run(plan: DoorPlan, listener: socket.socket) -> None:
+    stop = asyncio.Event()
+    with _parent_watched(stop):
+        entries = [Entry(card, path) for card, path, _ in plan.models]
+        served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
+        service = await open_door(served, core_socket=plan.core_socket)
+        try:
+            await service.ready(CONNECT_S)
+            print('{"ready": true}', flush=True)
+            await serve_door(service, plan.config, listener, stop)
+        finally:
+            await service.close()
+
+
+@contextlib.contextmanager
+def _parent_watched(stop: asyncio.Event) -> Iterator[None]:
+    """Stop when the core is gone, however it went."""
+    try:
+        descriptor = os.pidfd_open(os.getppid())
+    except (AttributeError, OSError):  # not Linux: the core's socket closing is all we see
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, stop.set)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import uvloop
+
+    parser = argparse.ArgumentParser(prog="python -m emberline.cli.door")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--name", default="door")
+    args = parser.parse_args(argv)
+    plan = DoorPlan.read(args.plan)
+    logs.setup(args.name, plan.config.log.level)
+    runner: Any = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with runner, socket.socket(fileno=args.fd) as listener:
+        runner.run(_run(plan, listener))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""What runs: models, devices, cache and load of the server at the configured address."""
+
+import argparse
+import time
+from typing import Any
+
+from emberline.cli import client, common
+from emberline.cli.client import Address
+
+RATE_OVER_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_address(parser)
+    common.add_data(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    address = Address.of(common.config_of(args))
+    before, start_s = client.get(address, "/api/ps"), time.monotonic()
+    time.sleep(RATE_OVER_S)
+    now = client.get(address, "/api/ps")
+    _add_rates(before, now, time.monotonic() - start_s)
+    if args.json:
+        common.print_json(now)
+        return 0
+    heads = ("MODEL", "WORKER", "DEVICE", "STATE", "RUNS", "WAITS", "KV USED", "TOKENS/S")
+    common.print_table([heads, *(_row(engine) for engine in now["engines"])])
+    return 0
+
+
+def _add_rates(before: dict[str, Any], now: dict[str, Any], seconds: float) -> None:
+    """Tokens put out per second between two looks; totals that fell belong to a restarted worker."""
+    totals = {engine["name"]: engine["load"]["output_tokens"] for engine in before["engines"]}
+    for engine in now["engines"]:
+        total = engine["load"]["output_tokens"]
+        engine["output_tokens_per_s"] = round(max(0, total - totals.get(engine["name"], total)) / seconds, 1)
+
+
+def _row(engine: dict[str, Any]) -> tuple[str, ...]:
+    load = engine["load"]
+    used, total = load["kv_used_blocks"], load["kv_total_blocks"]
+    return (
+        engine["model"],
+        engine["name"].rpartition("-")[2],  # the model is said already; what tells its workers apart is the number
+        " ".join(filter(None, (engine.get("device"), engine.get("backend")))),
+        "ok" if engine["ok"] else engine["problem"] or "down",
+        str(load["running"]),
+        str(load["waiting"]),
+        f"{100 * used / total:.0f} %" if total else "–",
+        f"{engine['output_tokens_per_s']:.1f}",
+    )

@@ -1,0 +1,199 @@
+"""Start the server.
+
+This is where the parts are put together, so it is also where to begin reading: engine workers (processes of their own)
+compute tokens; the service turns requests into token ids and back and keeps the books; the app speaks HTTP.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from emberline import log as logs
+from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.shelf import Entry, Shelf
+from emberline.cli import common, panel
+from emberline.cli.client import Address
+from emberline.cli.fetch import fetch
+from emberline.cli.listen import bound, listen
+from emberline.cluster.doors import Doors
+from emberline.cluster.local import LocalCluster, plan_workers
+from emberline.config import Config
+from emberline.protocol.errors import Unavailable
+
+if TYPE_CHECKING:
+    from emberline.service import Service
+
+CONNECT_S = 10.0  # to reach workers that say they are ready
+WORKER_GRACE_S = 5.0  # for workers to end once no request is left
+log = logging.getLogger("emberline.serve")
+
+# Told once requests are answered: the address, the models, the workers' ready lines.
+OnReady = Callable[[Address, Sequence[Entry], Sequence[dict[str, Any]]], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-m", "--model", dest="engine.models", action="append", metavar="NAME", help="name, path or hf:org/repo"
+    )
+    common.add_address(parser)
+    parser.add_argument("--doors", dest="server.doors", metavar="N", help="HTTP processes (default 1: the core itself)")
+    parser.add_argument(
+        "--allow-host",
+        dest="server.allowed_hosts",
+        action="append",
+        metavar="NAME",
+        help="a Host name to answer to",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        dest="server.cors_origins",
+        action="append",
+        metavar="URL",
+        help="a web page that may call",
+    )
+    common.add_engine(parser)
+    parser.add_argument("--log-level", dest="log.level", metavar="LEVEL", help="debug, info, warning or error")
+    common.add_data(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON when ready")
+
+
+def run(args: argparse.Namespace) -> int:
+    started_s = time.monotonic()
+    config = common.config_of(args)
+    logs.setup("core", config.log.level, config.log.format)
+    shows_panel = sys.stdout.isatty() and not args.json
+
+    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+        took_s = time.monotonic() - started_s
+        if args.json:
+            print(json.dumps(panel.facts(address, entries, workers, took_s)), flush=True)
+        if shows_panel:
+            logging.getLogger().setLevel(config.log.level.upper())
+            panel.show(config, address, entries, workers, took_s)
+        else:
+            log.info("ready", extra={"url": address.url, "seconds": round(took_s, 2)})
+
+    with bound(config.server) as listener:  # first: a port in use is told before anything is fetched
+        entries = fetch_models(config)
+        if shows_panel:  # it says all that the log lines of a start say
+            print(f"starting {', '.join(entry.card.id for entry in entries)} …", flush=True)
+            logging.getLogger().setLevel(logging.WARNING)
+        return run_loop(serve(config, entries, listener, announce))
+
+
+def fetch_models(config: Config) -> list[Entry]:
+    """The configured models, pulled if need be, each once however often it is named."""
+    config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shelf = Shelf(config.home)
+    entries = [fetch(name, shelf) for name in config.engine.models or (DEFAULT_MODEL,)]
+    return list({entry.card.id: entry for entry in entries}.values())
+
+
+async def serve(
+    config: Config,
+    entries: Sequence[Entry],
+    listener: socket.socket,
+    on_ready: OnReady,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve the models until SIGTERM, SIGINT or `stop`; then let running requests finish."""
+    stop = stop or asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        paths = {entry.card.id: entry.path for entry in entries}
+        cluster = LocalCluster(plan_workers(config.engine, paths), config.engine)
+        stack.push_async_callback(cluster.stop, WORKER_GRACE_S)
+        await cluster.start()
+
+        # The workers load in their processes while we import and read tokenizers in ours.
+        from emberline.cli.door import load_models, serve_door
+        from emberline.service import open_service
+
+        served = load_models(entries, cluster.endpoints)
+        await cluster.wait_ready()
+        service = await open_service(served, data_dir=config.home)
+        stack.push_async_callback(service.close)
+        if not await service.ready(CONNECT_S):
+            raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")
+        doors = await _open_doors(stack, config, entries, cluster, service, listener)
+
+        listen(listener, config.server)
+        address = msgspec.structs.replace(Address.of(config), port=listener.getsockname()[1])
+        on_ready(address, entries, [worker.ready_line for worker in cluster.workers])
+        stack.callback(_impatience(asyncio.current_task(), stop, config.server.drain_s).cancel)
+        if doors.children:
+            _on_signals(stop.set)
+            await stop.wait()
+        else:
+            await serve_door(service, config, listener, stop)
+
+
+async def _open_doors(
+    stack: contextlib.AsyncExitStack,
+    config: Config,
+    entries: Sequence[Entry],
+    cluster: LocalCluster,
+    service: "Service",
+    listener: socket.socket,
+) -> Doors:
+    """Door processes, and the socket where they ask us for decisions; none where this process is the one door."""
+    from emberline.cli.door import DoorPlan
+    from emberline.service import open_core_server
+
+    core_socket, plan_file = cluster.folder / "core.sock", cluster.folder / "doors.json"
+    n_doors = config.server.doors if config.server.doors > 1 else 0
+    doors = Doors(n_doors, listener, "emberline.cli.door", ["--plan", str(plan_file)])
+    if n_doors:
+        models = [(entry.card, entry.path, cluster.endpoints[entry.card.id]) for entry in entries]
+        DoorPlan(config=config, core_socket=core_socket, models=models).write(plan_file)
+        core = await open_core_server(service, core_socket)
+        stack.push_async_callback(core.close)
+        stack.push_async_callback(doors.stop, config.server.drain_s + WORKER_GRACE_S)
+        await doors.start()
+        await doors.wait_ready()
+    return doors
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> int:
+    """Run until done. SIGTERM before the doors are open cancels; after that the doors hear it and drain."""
+    import uvloop
+
+    async def terminable() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await main
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(terminable())
+        except asyncio.CancelledError:
+            return 128 + signal.SIGTERM
+    return 0
+
+
+def _impatience(serving: asyncio.Task[Any] | None, stop: asyncio.Event, drain_s: float) -> asyncio.Task[None]:
+    """After the signal that began the drain, another one ends it."""
+    assert serving is not None
+
+    async def watch() -> None:
+        await stop.wait()
+        log.info("stopping: running requests may finish within %g s; Ctrl-C again cuts them off", drain_s)
+        _on_signals(serving.cancel)
+
+    return asyncio.create_task(watch())
+
+
+def _on_signals(act: Callable[[], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: `stop` alone counts
+            asyncio.get_running_loop().add_signal_handler(number, act)

@@ -1,0 +1,62 @@
+"""The terminal's own matters: a prompt with line editing and history, and text that cannot move the cursor."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_HISTORY = 1000  # lines
+_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a model's words must not steer the terminal."""
+    return text.translate(_CONTROL)
+
+
+class Prompt:
+    """Reads what the user types, a line or a text between triple quotes at a time."""
+
+    def __init__(self, history: Path) -> None:
+        self._history = history
+        try:
+            import readline
+        except ImportError:  # a Python without it still has input()
+            return
+        with contextlib.suppress(OSError):
+            readline.read_history_file(history)
+        readline.set_history_length(MAX_HISTORY)
+
+    def lines(self) -> Iterator[str]:
+        """Until Ctrl-D. Ctrl-C empties the line."""
+        while True:
+            try:
+                line = self._text().strip()
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /exit to leave)")
+                continue
+            except EOFError:
+                print()
+                return
+            if line:
+                self._remember()
+                yield line
+
+    def _text(self) -> str:
+        line = input(">>> ")
+        if not line.lstrip().startswith('"""'):
+            return line
+        text = line.lstrip()[3:]
+        while not text.rstrip().endswith('"""'):
+            text += "\n" + input("... ")
+        return text.rstrip()[:-3]
+
+    def _remember(self) -> None:
+        try:
+            import readline
+        except ImportError:
+            return
+        with contextlib.suppress(OSError):
+            self._history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._history, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.write_history_file(self._history)

@@ -1,0 +1,127 @@
+"""The engine workers of this machine: which processes to run, and running them.
+
+Each worker listens on a Unix socket in a private folder and lets in who knows its token; both stay the same when it is
+restarted, so its clients find it again by themselves.
+"""
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.cluster import machine
+from emberline.cluster.child import Child, ChildSpec
+from emberline.config import EngineConfig
+from emberline.engine.memory import free_host_bytes
+from emberline.protocol.errors import BadInput
+
+KV_SHARE = 4  # by default, a quarter of the free memory
+MAX_KV_BYTES = 2 << 30
+_MAX_SOCKET_PATH = 90  # bytes; the system's own limit is 104 or 108
+
+
+MakeSpec = Callable[["WorkerPlan", EngineConfig, Path, str], ChildSpec]
+
+
+class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker to run."""
+
+    name: str  # unique, stable over restarts
+    model: str  # the id it serves
+    path: Path  # of the weights
+    device: str
+    gpu: str | None  # the one it may see
+    kv_bytes: int  # 0: the worker decides, from its GPU's free memory
+    threads: int  # 0: the worker decides
+
+
+def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[WorkerPlan]:
+    """Workers for the models' weights: one per GPU and model, or one per model on a CPU, which they share out."""
+    gpus = machine.gpus() if config.device != "cpu" else []
+    if config.device == "cuda" and not gpus:
+        raise BadInput(
+            "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
+        )
+    replicas = config.replicas or max(1, len(gpus))
+    n_workers = replicas * len(models)
+    share_bytes = min(free_host_bytes() // KV_SHARE // n_workers, MAX_KV_BYTES)
+    share_threads = max(1, machine.cores() // n_workers)
+    return [
+        WorkerPlan(
+            name=f"{_short(model)}-{number * replicas + replica}",
+            model=model,
+            path=path,
+            device="cuda" if gpus else "cpu",
+            gpu=gpus[replica % len(gpus)] if gpus else None,
+            kv_bytes=config.kv_bytes or (0 if gpus else share_bytes),
+            threads=config.threads or (0 if gpus else share_threads),
+        )
+        for number, (model, path) in enumerate(models.items())
+        for replica in range(replicas)
+    ]
+
+
+class LocalCluster:
+    """Runs the planned workers until `stop`."""
+
+    def __init__(self, plans: Sequence[WorkerPlan], config: EngineConfig, make_spec: MakeSpec | None = None) -> None:
+        make_spec = make_spec or worker_spec
+        self.folder = runtime_folder()
+        self.endpoints: dict[str, list[Endpoint]] = {}  # by model
+        self.workers: list[Child] = []
+        for index, plan in enumerate(plans):
+            socket = self.folder / f"w{index}.sock"
+            token = secrets.token_hex(32)
+            endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token)
+            self.endpoints.setdefault(plan.model, []).append(endpoint)
+            self.workers.append(Child(make_spec(plan, config, socket, token)))
+
+    async def start(self) -> None:
+        """Every process exists when this returns; `wait_ready` waits for them to serve."""
+        await asyncio.gather(*(worker.start() for worker in self.workers))
+
+    async def wait_ready(self) -> None:
+        """Raises ChildFailed when a worker cannot start."""
+        await asyncio.gather(*(worker.wait_ready() for worker in self.workers))
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(worker.stop(grace_s) for worker in self.workers))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def runtime_folder() -> Path:
+    """A new folder for sockets that only this user may enter, its path short enough for one."""
+    folder = tempfile.mkdtemp(prefix="emberline-")
+    if len(folder) > _MAX_SOCKET_PATH - len("/core.sock"):
+        shutil.rmtree(folder)
+        folder = tempfile.mkdtemp(prefix="emberline-", dir="/tmp")
+    return Path(folder)
+
+
+def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+    """How to start a worker; see emberline/engine/worker.py."""
+    arguments = ["--model", str(plan.path), "--name", plan.model, "--socket", str(socket), "--device", plan.device]
+    for flag, value in (
+        ("--kv-bytes", plan.kv_bytes),
+        ("--threads", plan.threads),
+        ("--max-running", config.max_running),
+        ("--token-budget", config.token_budget),
+    ):
+        if value:
+            arguments += [flag, str(value)]
+    if config.deterministic:
+        arguments.append("--deterministic")
+    env = {"EMBERLINE_WORKER_TOKEN": token}
+    if plan.gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = plan.gpu
+    return ChildSpec(name=plan.name, module="emberline.engine.worker", arguments=tuple(arguments), env=env)
+
+
+def _short(model: str) -> str:
+    """The last part of a model's id: what a person calls it."""
+    return model.rstrip("/").rpartition("/")[2].lower() or "model"

@@ -1,0 +1,28 @@
+"""What this machine has, learnt without importing torch."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def gpus() -> list[str]:
+    """The CUDA devices that workers can use, as CUDA_VISIBLE_DEVICES names them; none with a CPU build of torch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
+    return [str(index) for index in range(n_gpus_installed())]
+
+
+def n_gpus_installed() -> int:
+    """GPUs the driver shows, whatever torch can do."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,0 +1,216 @@
+"""The configuration, resolved once into frozen data: defaults < emberline.toml < environment < flags.
+
+The file is `$EMBERLINE_HOME/emberline.toml`; every key `[section] key` is also `EMBERLINE_SECTION_KEY` in the
+environment. A key nobody knows or a value out of range stops the program with the key's name and where it stands.
+"""
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from emberline.protocol.errors import BadInput
+
+FILE_NAME = "emberline.toml"
+MIN_KEY_LEN = 16  # characters, of a key that guards more than loopback
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class ConfigError(BadInput):
+    """The configuration is wrong; the message names the key and where it was set."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class ServerConfig(Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8686  # 0: any free one
+    doors: Annotated[int, Meta(ge=1, le=256)] = 1  # HTTP processes; with 1 the core itself is the door
+    allowed_hosts: tuple[str, ...] = ()  # Host names to answer to, beside the one bound
+    cors_origins: tuple[str, ...] = ()  # web pages that may call, e.g. http://localhost:3000
+    drain_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # how long running requests may finish at shutdown
+
+
+class AuthConfig(Section, frozen=True):
+    key: str | None = None
+
+    def __repr__(self) -> str:
+        return f"AuthConfig(key={'set' if self.key else None})"
+
+
+class EngineConfig(Section, frozen=True):
+    models: tuple[str, ...] = ()  # names, paths or hf:org/repo; empty: the catalog's default
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    replicas: Count = 0  # workers per model; 0: one per GPU, one on a CPU
+    threads: Count = 0  # per worker on a CPU; 0: all cores, shared out
+    kv_bytes: Count = 0  # of cache per worker; 0: a quarter of the free memory, at most 2 GiB
+    max_running: Count = 0  # sequences in a batch; 0: the engine's default
+    token_budget: Count = 0  # tokens computed in a step; 0: the engine's default
+    deterministic: bool = False
+
+
+class StoreConfig(Section, frozen=True):
+    url: str = ""  # empty: SQLite in the data folder
+
+
+class LogConfig(Section, frozen=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "human", "json"] = "auto"  # auto: human on a terminal, JSON otherwise
+
+
+class Config(Section, frozen=True, kw_only=True):
+    home: Path
+    server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
+    engine: EngineConfig = EngineConfig()
+    store: StoreConfig = StoreConfig()
+    log: LogConfig = LogConfig()
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "server": ServerConfig,
+    "auth": AuthConfig,
+    "engine": EngineConfig,
+    "store": StoreConfig,
+    "log": LogConfig,
+}
+_SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+# A value and where it came from, by (section, key).
+_Values = dict[tuple[str, str], tuple[Any, str]]
+
+
+def resolve(
+    flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, home: Path | None = None
+) -> Config:
+    """The configuration of this process. `flags` maps "section.key" to what the command line gave, None if nothing."""
+    environ = os.environ if environ is None else environ
+    home = home_dir(environ) if home is None else home.expanduser().absolute()
+    values: _Values = {}
+    values.update(_from_file(home / FILE_NAME))
+    values.update(_from_environment(environ))
+    for name, value in (flags or {}).items():
+        if value is not None:
+            section, _, key = name.partition(".")
+            values[section, key] = (value, f"flag --{key.replace('_', '-')}")
+    assert {section for section, _ in values} <= set(_SECTIONS)
+    sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
+    config = Config(home=home, **sections)
+    _check_exposure(config)
+    if config.store.url:
+        raise ConfigError("[store] url: only SQLite in the data folder is there yet; leave it out", param="store.url")
+    return config
+
+
+def home_dir(environ: Mapping[str, str]) -> Path:
+    """The data folder: EMBERLINE_HOME, or `.emberline` in the user's home."""
+    chosen = environ.get("EMBERLINE_HOME")
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".emberline"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "2G", "512 MiB" or "1000000"; K, M, G and T are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 2G or 512M")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _from_file(path: Path) -> _Values:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # broken TOML, or bytes that are no UTF-8
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values: _Values = {}
+    for section, table in document.items():
+        if section not in _SECTIONS:
+            raise ConfigError(f"unknown section [{section}] in {path}; there are {', '.join(_SECTIONS)}", param=section)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
+        for key, value in table.items():
+            values[section, key] = (value, str(path))
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Values:
+    values: _Values = {}
+    for name in sorted(environ):  # EMBERLINE_PORT sorts before EMBERLINE_SERVER_PORT, which therefore wins
+        prefix, _, rest = name.partition("_")
+        section, _, key = rest.lower().partition("_")
+        if name in _SHORT_NAMES:
+            section, key = _SHORT_NAMES[name]
+        elif prefix != "EMBERLINE" or section not in _SECTIONS or not key:
+            continue
+        values[section, key] = (environ[name], f"environment variable {name}")
+    return values
+
+
+def _section(section: str, values: _Values) -> Section:
+    """One section from its values, each checked by itself so that an error names exactly one key and its source."""
+    kind = _SECTIONS[section]
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    checked: dict[str, Any] = {}
+    for (name, key), (value, source) in values.items():
+        if name != section:
+            continue
+        if key not in known:
+            raise ConfigError(
+                f"unknown key {key!r} in [{section}] ({source}); there are {', '.join(known)}", param=f"{section}.{key}"
+            )
+        try:
+            checked[key] = msgspec.convert(_parsed(key, value), known[key].type, strict=False)
+        except ValueError as error:
+            shown = "" if (section, key) == ("auth", "key") else f" {value!r}"
+            raise ConfigError(
+                f"bad value{shown} for {key} in [{section}] ({source}): {error}", param=f"{section}.{key}"
+            ) from error
+    return kind(**checked)
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """A value written as text, as environment and flags have it; numbers and booleans are converted later."""
+    if not isinstance(value, str):
+        return value
+    if key == "kv_bytes":
+        return parse_size(value)
+    if key in ("models", "allowed_hosts", "cors_origins"):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return value
+
+
+def _check_exposure(config: Config) -> None:
+    key, host = config.auth.key, config.server.host
+    if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+        raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
+    if is_loopback(host) or (key and len(key) >= MIN_KEY_LEN):
+        return
+    what = f"a key of at least {MIN_KEY_LEN} characters" if key else "a key"
+    raise ConfigError(
+        f"refusing to listen on {host} without {what}: whoever reaches this machine could use it.\n"
+        "Make one and start again:\n"
+        "  export EMBERLINE_AUTH_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')\n"
+        f'or keep it in {config.home / FILE_NAME}:\n  [auth]\n  key = "…"\n'
+        "Clients then send it as `Authorization: Bearer <key>`.",
+        param="auth.key",
+    )

@@ -1,0 +1,58 @@
+"""The step loop: plan, launch, absorb the previous result."""
+
+import logging
+from collections import deque
+
+from emberline.engine.plan import Handle, Runner, StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.protocol.errors import EmberlineError, Internal
+from emberline.protocol.events import TokenDelta
+from emberline.protocol.frames import EngineLoad
+from emberline.protocol.request import EngineRequest
+
+STEPS_IN_FLIGHT = 1
+
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """A scheduler and a runner, one step at a time. Whoever owns it calls `step` while it is busy."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return self._scheduler.busy or bool(self._in_flight)
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._scheduler.load()
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        self._scheduler.submit(request, now_s)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        return self._scheduler.abort(request_id)
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return self._scheduler.abort_all(error)
+
+    def step(self, now_s: float) -> list[TokenDelta]:
+        deltas = self._scheduler.expire(now_s)
+        plan = self._scheduler.plan()
+        if plan.rows:
+            self._in_flight.append((plan, self._runner.launch(plan)))
+        if len(self._in_flight) == STEPS_IN_FLIGHT or (self._in_flight and not plan.rows):
+            deltas += self._absorb(*self._in_flight.popleft())
+        return deltas
+
+    def _absorb(self, plan: StepPlan, handle: Handle) -> list[TokenDelta]:
+        try:
+            sampled = handle.result()
+        except Exception:
+            _log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
+            return self._scheduler.fail(plan, Internal("the engine could not compute this request"))
+        return self._scheduler.absorb(plan, sampled)

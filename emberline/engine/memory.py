@@ -1,0 +1,45 @@
+"""How much memory the KV cache may have when nobody says."""
+
+import os
+from pathlib import Path
+
+MAX_HOST_KV_BYTES = 2 << 30
+
+
+def default_kv_bytes(device: str) -> int:
+    """A quarter of the host's free memory, at most 2 GiB; on an accelerator, half of what is free there."""
+    if device == "cpu":
+        return min(free_host_bytes() // 4, MAX_HOST_KV_BYTES)
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    return int(free) // 2
+
+
+def free_host_bytes() -> int:
+    """What can be allocated without swapping: the machine's, or what the control group leaves of it."""
+    return min(_available_bytes(), _cgroup_bytes(Path("/sys/fs/cgroup")))
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # not Linux: assume half is free
+
+
+def _cgroup_bytes(folder: Path) -> int:
+    """What control groups (version 2) still grant; page cache that can be dropped counts as free."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 1 << 62
+    if limit == "max":
+        return 1 << 62
+    return max(0, int(limit) - used + int(stats.get("inactive_file", 0)))

@@ -1,0 +1,71 @@
+"""One step as plain data: what the scheduler decides and a runner carries out, on one device or on many ranks.
+
+A runner keeps a row of state per slot. A plan says who takes a slot, then only what is new: tokens and blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from emberline.protocol.request import EngineRequest
+
+
+@dataclass(slots=True)
+class Admission:
+    """A sequence takes a slot, and with it everything that stays the same from step to step."""
+
+    slot: int
+    request: EngineRequest
+    seed: int  # u64
+    output_ids: bytes  # u32 LE; what it had produced before a preemption
+    blocks: list[list[int]]  # per group: the table it starts with, from the prefix cache
+
+
+@dataclass(slots=True)
+class Row:
+    """New tokens of one sequence: they are the last of its context, and their KV goes into its blocks."""
+
+    number: int  # of the sequence; unique in this engine's life, where a slot and a request's id are not
+    slot: int
+    start: int  # position of the first new token
+    token_ids: bytes  # u32 LE
+    blocks: list[list[int]] | None  # per group: appended to the slot's table; None: nothing is
+    passed: list[int]  # per group: so many leading table entries hold nothing any more
+    samples: bool  # draw the token that follows
+    banned: tuple[int, ...] = ()  # ids not to be drawn
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids) // 4
+
+
+@dataclass(slots=True)
+class StepPlan:
+    admissions: list[Admission] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    n_tokens: int = 0
+    n_preempted: int = 0  # running sequences that lost their blocks to these rows
+
+
+class Sampled(Protocol):
+    """The token drawn for a row that samples. A negative id: the model produced invalid numbers."""
+
+    @property
+    def token_id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float | None: ...
+
+    @property
+    def top(self) -> list[tuple[int, float]]: ...
+
+
+class Handle(Protocol):
+    """A step under way."""
+
+    def result(self) -> Sequence[Sampled]:
+        """Waits; one entry per row that samples, in the plan's order. Raises what the step raised."""
+
+
+class Runner(Protocol):
+    def launch(self, plan: StepPlan) -> Handle: ...

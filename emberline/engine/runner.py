@@ -1,0 +1,176 @@
+"""Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.engine.limits import Limits
+from emberline.engine.plan import Admission, Row, Sampled, StepPlan
+from emberline.kernels.sampling import SamplerRow, sample
+from emberline.kv.budget import blocks_of
+from emberline.kv.pool import NULL_BLOCK
+from emberline.models.step import StepInputs
+from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+
+
+class Model(Protocol):
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]: ...
+
+    def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor: ...
+
+
+class Computed:
+    """A step that has run. On the CPU a launch returns when it is over."""
+
+    def __init__(self, sampled: Sequence[Sampled], error: Exception | None = None) -> None:
+        self._sampled = sampled
+        self._error = error
+
+    def result(self) -> Sequence[Sampled]:
+        if self._error is not None:
+            raise self._error
+        return self._sampled
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a runner knows of the sequence in a slot."""
+
+    sampler: SamplerRow
+    n_prompt: int
+    passed: list[int]
+    ids: bytearray | None  # prompt and output, kept only where a penalty looks back at them
+
+
+class TorchRunner:
+    """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
+
+    def __init__(self, model: Model, n_blocks: Sequence[int], limits: Limits, device: str = "cpu") -> None:
+        self._model = model
+        self._device = torch.device(device)
+        self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
+        rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
+        self._slots: list[_Slot | None] = [None] * rows
+        self._tables = [np.zeros((rows, width), np.int32) for _ in self._kv]  # by slot
+        self._step_tables = [np.zeros(rows * width, np.int32) for _ in self._kv]  # by row of the step
+        self._counting = np.arange(limits.context_len, dtype=np.int32)
+        self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+        self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+
+    def launch(self, plan: StepPlan) -> Computed:
+        try:
+            for admission in plan.admissions:
+                self._admit(admission)
+            inputs, samplers = self._inputs(plan)
+            logits = self._model.forward(inputs, self._kv)
+            return Computed(sample(logits, samplers) if samplers else [])
+        except Exception as error:
+            return Computed([], error)
+
+    def _admit(self, admission: Admission) -> None:
+        request, sampling = admission.request, admission.request.sampling
+        looks_back = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+        sampler = SamplerRow(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+            seed=admission.seed,
+            position=0,
+            prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if looks_back else None,
+            output_ids=None,
+            banned=(),
+            logprobs=sampling.logprobs,
+        )
+        self._slots[admission.slot] = _Slot(
+            sampler,
+            n_prompt=len(request.prompt_ids) // 4,
+            passed=[0] * len(self._tables),
+            ids=bytearray(request.prompt_ids + admission.output_ids) if looks_back else None,
+        )
+        for table, blocks in zip(self._tables, admission.blocks):
+            table[admission.slot] = NULL_BLOCK
+            table[admission.slot, : len(blocks)] = blocks
+
+    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[SamplerRow]]:
+        samplers: list[SamplerRow] = []
+        sample_tokens: list[int] = []
+        n = longest = 0
+        for r, row in enumerate(plan.rows):
+            slot = self._slots[row.slot]
+            assert slot is not None, "a row needs an admission first"
+            end = row.end
+            self._update_tables(row, slot, end)
+            stop = n + end - row.start
+            self._token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
+            self._positions[n:stop] = self._counting[row.start : end]
+            self._context_lens[r] = end
+            self._query_starts[r + 1] = n = stop
+            longest = max(longest, end)
+            if row.samples:
+                sample_tokens.append(n - 1)
+                samplers.append(self._sampler(row, slot, end))
+        n_rows, width = len(plan.rows), blocks_of(longest)
+        inputs = StepInputs(
+            token_ids=self._ship(self._token_ids[:n]),
+            positions=self._ship(self._positions[:n]),
+            query_starts=self._ship(self._query_starts[: n_rows + 1]),
+            context_lens=self._ship(self._context_lens[:n_rows]),
+            block_tables=self._block_tables([row.slot for row in plan.rows], width),
+            sample_tokens=self._ship(np.array(sample_tokens, np.int64)),
+        )
+        return inputs, samplers
+
+    def _update_tables(self, row: Row, slot: _Slot, end: int) -> None:
+        if row.blocks is not None:
+            stop = blocks_of(end)
+            for table, blocks in zip(self._tables, row.blocks):
+                table[row.slot, stop - len(blocks) : stop] = blocks
+        if row.passed != slot.passed:
+            for table, n_passed in zip(self._tables, row.passed):
+                table[row.slot, :n_passed] = NULL_BLOCK
+            slot.passed = row.passed
+
+    def _sampler(self, row: Row, slot: _Slot, end: int) -> SamplerRow:
+        sampler = slot.sampler
+        sampler.position = end
+        sampler.banned = row.banned
+        if slot.ids is not None:
+            del slot.ids[4 * row.start :]
+            slot.ids += row.token_ids
+            sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
+        return sampler
+
+    def _block_tables(self, slots: list[int], width: int) -> list[Tensor]:
+        tables = []
+        for table, buffer in zip(self._tables, self._step_tables):
+            rows = buffer[: len(slots) * width].reshape(len(slots), width)
+            table[:, :width].take(slots, axis=0, out=rows, mode="clip")
+            tables.append(self._ship(rows))
+        return tables
+
+    def _ship(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+
+def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:
+    """Zeroed blocks, one contiguous after the other. On the CPU a block costs memory once it is written."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    shape = (n_blocks, len(layout.layers), 2, layout.kv_heads, BLOCK_TOKENS, layout.head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)  # blocks lie far apart: without it, most reads of the cache miss the TLB
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,0 +1,310 @@
+"""Who computes what in the next step. Pure Python: no torch, no I/O, no clock of its own."""
+
+import secrets
+from bisect import insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+import msgspec
+
+from emberline.engine.limits import Limits
+from emberline.engine.plan import Admission, Row, Sampled, StepPlan
+from emberline.engine.sequence import WAITING, Sequence
+from emberline.kv.cache import KVCache
+from emberline.protocol import blockhash
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
+from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
+from emberline.protocol.frames import EngineLoad
+from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.protocol.request import EngineRequest
+
+_by_rank = attrgetter("rank")
+_U64 = (1 << 64) - 1
+
+
+class Scheduler:
+    """Continuous batching over one KVCache.
+
+    A step's tokens go to sequences that need one more token (decode) first, then to those that need many, by rank:
+    class, then arrival. When blocks run out, the running sequence of the last rank gives back what it holds and waits
+    to be computed again. The first in rank therefore always advances, and so every sequence ends.
+    """
+
+    def __init__(self, cache: KVCache, limits: Limits, fingerprint: str) -> None:
+        assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
+        self.limits = limits
+        self._cache = cache
+        self._fingerprint = fingerprint
+        self._running: list[Sequence] = []  # by rank
+        self._waiting: list[Sequence] = []  # by rank
+        self._by_id: dict[str, Sequence] = {}
+        self._by_number: dict[int, Sequence] = {}
+        self._free_slots = list(reversed(range(limits.max_running)))
+        self._n_arrived = 0
+        self._next_deadline_s = float("inf")
+        self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
+        self._totals = EngineLoad(kv_total_blocks=cache.n_total)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._by_number)
+
+    def load(self) -> EngineLoad:
+        load = msgspec.structs.replace(self._totals)
+        load.running, load.waiting = len(self._running), len(self._waiting)
+        load.waiting_tokens += sum(seq.n_tokens - seq.n_computed - 1 for seq in self._running)  # decoding ones: none
+        load.kv_used_blocks = self._cache.n_used
+        return load
+
+    # --- requests come and go ---------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        """Accept a request, which from now on ends in exactly one terminal delta; or raise why not."""
+        if request.id in self._by_id:
+            raise BadInput(f"request id {request.id!r} is in use", param="id")
+        self.limits.check(request)
+        sampling = request.sampling
+        n_prompt = len(request.prompt_ids) // 4
+        room = self.limits.context_len - n_prompt
+        seq = Sequence(
+            request=request,
+            number=self._n_arrived,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64,
+            root=blockhash.root(self._fingerprint, request.salt),
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            stop_ids=frozenset(sampling.stop_ids + (() if sampling.ignore_eos else self.limits.eos_ids)),
+            deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
+            n_prompt=n_prompt,
+            ids=bytearray(request.prompt_ids),
+            table=self._cache.table(),
+        )
+        self._n_arrived += 1
+        self._by_id[request.id] = self._by_number[seq.number] = seq
+        if seq.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
+        self._enqueue(seq)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """The terminal delta, or None when there is no such request (any more)."""
+        seq = self._by_id.get(request_id)
+        return None if seq is None else self._end(seq, "cancelled")
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return [self._end(seq, "error", error=error.info()) for seq in tuple(self._by_number.values())]
+
+    def expire(self, now_s: float) -> list[TokenDelta]:
+        """End what has passed its deadline."""
+        if now_s < self._next_deadline_s:
+            return []
+        timed = [seq for seq in self._by_number.values() if seq.deadline_s is not None]
+        late = [seq for seq in timed if seq.deadline_s is not None and seq.deadline_s <= now_s]
+        deltas = []
+        for seq in late:
+            error = DeadlineExceeded(f"the request did not finish within its {seq.request.deadline_s:g} s")
+            deltas.append(self._end(seq, "error", error=error.info()))
+        left = [seq.deadline_s for seq in timed if seq.deadline_s is not None and seq.deadline_s > now_s]
+        self._next_deadline_s = min(left, default=float("inf"))
+        return deltas
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        plan = StepPlan()
+        self._displace()
+        prefills = []
+        for seq in tuple(self._running):
+            if seq.slot == WAITING:
+                continue  # made room for one before it
+            if seq.n_tokens - seq.n_computed > 1:
+                prefills.append(seq)
+            else:
+                self._add_row(plan, seq, 1)
+        self._plan_prefills(plan, prefills)
+        if plan.rows:
+            self._totals.steps += 1
+        return plan
+
+    def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
+        """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
+        deltas = []
+        draws = iter(sampled)
+        for row in plan.rows:
+            drawn = next(draws) if row.samples else None
+            seq = self._by_number.get(row.number)
+            if seq is None or seq.slot != row.slot:
+                continue
+            if drawn is not None and drawn.token_id < 0:
+                self._cache.discard(seq.table)
+                deltas.append(self._end(seq, "error", error=Internal("the model produced invalid numbers").info()))
+                continue
+            self._publish(seq, row.end)
+            if drawn is not None:
+                deltas.append(self._append(seq, drawn))
+        return deltas
+
+    def fail(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
+        """The step could not be computed: its requests end with the error, all others go on."""
+        hit = [seq for row in plan.rows if (seq := self._by_number.get(row.number)) is not None]
+        return [self._end(seq, "error", error=error.info()) for seq in hit]
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def _displace(self) -> None:
+        """Let waiting sequences of a better class take the place of running ones of a worse class."""
+        while self._waiting and self._running:
+            first, last = self._waiting[0], self._running[-1]
+            if first.request.priority >= last.request.priority:
+                return
+            if self._free_slots and self._fits(first, self._match(first)):
+                return
+            self._preempt(last)
+
+    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
+        """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting."""
+        full = bool(plan.n_preempted)
+        if self._waiting and self._free_slots and not full:
+            prefills = sorted(prefills + self._waiting[: 2 * self.limits.max_running], key=_by_rank)
+        computing: set[bytes] = set()  # content keys of blocks that this plan computes
+        for seq in prefills:
+            left = self.limits.token_budget - plan.n_tokens
+            if not left:
+                return
+            if seq.slot == WAITING:
+                full = full or bool(plan.n_preempted) or not self._try_admit(plan, seq, computing)
+                if seq.slot == WAITING:
+                    continue
+            start, n = seq.n_computed, min(left, seq.n_tokens - seq.n_computed)
+            if self._add_row(plan, seq, n):
+                computing.update(seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS])
+
+    def _try_admit(self, plan: StepPlan, seq: Sequence, computing: set[bytes]) -> bool:
+        """Give a waiting sequence a slot and its cached prefix. False: no room, so nobody behind it may pass either."""
+        if not self._free_slots or self._refused == (seq.number, self._cache.n_releases):
+            return False
+        n_hit = self._match(seq)
+        if n_hit < _most_cached(seq) and seq.keys[n_hit] in computing:
+            return True  # its next block is being computed for another: one step later it is a hit
+        if not self._fits(seq, n_hit):
+            self._refused = (seq.number, self._cache.n_releases)
+            return False
+        self._dequeue(seq)
+        insort(self._running, seq, key=_by_rank)
+        seq.slot = self._free_slots.pop()
+        self._cache.take_hit(seq.table, seq.keys, n_hit)
+        seq.n_computed = n_hit * BLOCK_TOKENS
+        if seq.cached_by_tier is None:
+            seq.cached_by_tier = {"device": seq.n_computed}
+            self._totals.cached_tokens += seq.n_computed
+        output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
+        blocks = [list(held.blocks) for held in seq.table.groups]
+        plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
+        return True
+
+    def _match(self, seq: Sequence) -> int:
+        blockhash.extend(seq.keys, seq.root, seq.ids)
+        return self._cache.match(seq.keys, _most_cached(seq))
+
+    def _fits(self, seq: Sequence, n_hit: int) -> bool:
+        """Beside what running sequences still need for the tokens they have, and one block more for each."""
+        spare = [len(self._running)] * len(seq.table.groups)
+        for other in self._running:
+            if other.n_tokens - other.n_computed > 1:
+                owed = self._cache.owed(other.table, other.n_tokens)
+                spare = [n + more for n, more in zip(spare, owed)]
+        return self._cache.fits(seq.keys, n_hit, seq.n_tokens, spare)
+
+    def _add_row(self, plan: StepPlan, seq: Sequence, n: int) -> bool:
+        """Plan the next n tokens of a running sequence. False: it had to give way itself."""
+        start, end = seq.n_computed, seq.n_computed + n
+        groups = seq.table.groups
+        n_blocks = len(groups[0].blocks)
+        while not self._cache.grow(seq.table, start, end):
+            victim = next(other for other in reversed(self._running) if other.planned_step != self._totals.steps)
+            plan.n_preempted += 1
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        grown = len(groups[0].blocks) > n_blocks
+        plan.rows.append(
+            Row(
+                number=seq.number,
+                slot=seq.slot,
+                start=start,
+                token_ids=bytes(memoryview(seq.ids)[4 * start : 4 * end]),
+                blocks=[held.blocks[n_blocks:] for held in groups] if grown else None,
+                passed=[held.n_passed for held in groups],
+                samples=end == seq.n_tokens,
+                banned=tuple(seq.stop_ids) if seq.n_output < seq.request.sampling.min_tokens else (),
+            )
+        )
+        plan.n_tokens += n
+        seq.n_computed = end
+        seq.planned_step = self._totals.steps
+        if start < seq.n_prompt:
+            self._totals.prompt_tokens += min(end, seq.n_prompt) - start
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
+        self._leave_slot(seq)
+        seq.n_computed = 0
+        self._totals.preemptions += 1
+        self._enqueue(seq)
+
+    # --- after a step -----------------------------------------------------------------------------------------------
+
+    def _publish(self, seq: Sequence, n_computed: int) -> None:
+        n_blocks = n_computed // BLOCK_TOKENS
+        if n_blocks > seq.table.n_published:
+            blockhash.extend(seq.keys, seq.root, seq.ids)
+            self._cache.publish(seq.table, seq.keys, n_blocks)
+
+    def _append(self, seq: Sequence, drawn: Sampled) -> TokenDelta:
+        token_id = drawn.token_id
+        packed = token_id.to_bytes(4, "little")
+        seq.ids += packed
+        self._totals.output_tokens += 1
+        logprobs = None
+        if seq.request.sampling.logprobs is not None and drawn.logprob is not None:
+            logprobs = [TokenLogprobs(token_id, drawn.logprob, drawn.top)]
+        n_output = seq.n_output
+        if token_id in seq.stop_ids:
+            return self._end(seq, "stop", packed, logprobs)
+        if n_output >= seq.max_tokens:
+            return self._end(seq, "length", packed, logprobs)
+        return TokenDelta(seq.request.id, packed, None, seq.usage() if n_output == 1 else None, logprobs)
+
+    def _end(
+        self,
+        seq: Sequence,
+        finish: FinishReason,
+        token_ids: bytes = b"",
+        logprobs: list[TokenLogprobs] | None = None,
+        error: ErrorInfo | None = None,
+    ) -> TokenDelta:
+        """The one way out: everything the sequence held is given back, and its terminal delta is made."""
+        del self._by_id[seq.request.id], self._by_number[seq.number]
+        if seq.slot == WAITING:
+            self._dequeue(seq)
+        else:
+            self._leave_slot(seq)
+        return TokenDelta(seq.request.id, token_ids, finish, seq.usage(), logprobs, error)
+
+    def _leave_slot(self, seq: Sequence) -> None:
+        self._cache.release(seq.table)
+        self._running.remove(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = WAITING
+
+    def _enqueue(self, seq: Sequence) -> None:
+        insort(self._waiting, seq, key=_by_rank)
+        self._totals.waiting_tokens += seq.n_tokens
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self._waiting.remove(seq)
+        self._totals.waiting_tokens -= seq.n_tokens
+
+
+def _most_cached(seq: Sequence) -> int:
+    """Blocks that a hit may have: at least one token must be computed, for its logits."""
+    return (seq.n_tokens - 1) // BLOCK_TOKENS

@@ -1,0 +1,52 @@
+"""One request on its way through the engine: plain data, changed only by the scheduler."""
+
+from dataclasses import dataclass, field
+
+from emberline.kv.cache import BlockTable
+from emberline.protocol.events import Usage
+from emberline.protocol.request import EngineRequest
+
+WAITING = -1  # in place of a slot
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: EngineRequest
+    number: int  # order of arrival, unique
+    seed: int
+    root: bytes  # of its content keys
+    max_tokens: int
+    stop_ids: frozenset[int]  # end tokens included, unless ignored
+    deadline_s: float | None  # on the monotonic clock
+    n_prompt: int
+    ids: bytearray  # prompt and output, u32 LE
+    table: BlockTable
+    keys: list[bytes] = field(default_factory=list)  # content keys of the full blocks of ids
+    n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    slot: int = WAITING
+    planned_step: int = -1  # the last step it has a row in
+    cached_by_tier: dict[str, int] | None = None  # set at first admission
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first."""
+        return self.request.priority, self.number
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids) >> 2
+
+    @property
+    def n_output(self) -> int:
+        return (len(self.ids) >> 2) - self.n_prompt
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.n_prompt,
+            completion_tokens=self.n_output,
+            cached_by_tier=dict(self.cached_by_tier or {}),
+        )

@@ -1,0 +1,181 @@
+"""An engine without a model: `python -m emberline.engine.standin --socket ADDRESS`.
+
+The worker's own scheduler, prefix cache, frames and socket, around a runner that reads its tokens from a script
+(engine/script.py). It starts in a fraction of a second, needs no torch, and fails on demand.
+"""
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from emberline import log
+from emberline.engine import process, script
+from emberline.engine.limits import Limits
+from emberline.engine.loop import StepLoop
+from emberline.engine.plan import Row, Sampled, StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.engine.script import Script
+from emberline.engine.server import Server
+from emberline.kv.budget import blocks_of
+from emberline.kv.cache import KVCache
+from emberline.protocol import tokens
+from emberline.protocol.errors import Overloaded
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.layout import KVGroup
+from emberline.protocol.request import EngineRequest
+
+LAYOUT = KVGroup("full", (0,), kv_heads=1, head_dim=1, dtype="float16")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Scripted:
+    token_id: int
+    logprob: float | None = 0.0
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Part:
+    request_id: str
+    script: Script
+    n_prompt: int
+    words: list[int]
+
+
+class _Spoken:
+    def __init__(self, sampled: Sequence[Sampled]) -> None:
+        self._sampled = sampled
+
+    def result(self) -> Sequence[Sampled]:
+        return self._sampled
+
+
+class ScriptedRunner:
+    """Draws each row's token from its request's script. A step lasts as long as its slowest row says."""
+
+    def __init__(self, limits: Limits, base: Script, hang_up: Callable[[str], None]) -> None:
+        self._limits = limits
+        self._base = base
+        self._hang_up = hang_up
+        self._parts: dict[int, _Part] = {}  # by slot
+
+    def launch(self, plan: StepPlan) -> _Spoken:
+        for admission in plan.admissions:
+            self._parts[admission.slot] = self._part(admission.request)
+        delay_ms = 0.0
+        sampled = []
+        for row in plan.rows:
+            if row.samples:
+                part = self._parts[row.slot]
+                n_output = row.end - part.n_prompt
+                delay_ms = max(delay_ms, part.script.itl_ms if n_output else part.script.ttft_ms)
+                sampled.append(self._draw(row, part, n_output))
+        if delay_ms:
+            time.sleep(delay_ms / 1000)
+        return _Spoken(sampled)
+
+    def _draw(self, row: Row, part: _Part, n_output: int) -> Scripted:
+        line = part.script
+        if n_output == line.die_after:
+            os._exit(1)
+        if n_output == line.hang_after:
+            _hang()
+        if n_output == line.drop_after:
+            self._hang_up(part.request_id)
+        if n_output == line.error_after:
+            return Scripted(-1)
+        if n_output < len(part.words) and part.words[n_output] not in row.banned:
+            return Scripted(part.words[n_output])
+        eos_ids = self._limits.eos_ids
+        if line.say == "count" or row.banned or not eos_ids:
+            return Scripted(script.countable(n_output, self._limits.vocab_size, eos_ids))
+        return Scripted(eos_ids[0])
+
+    def _part(self, request: EngineRequest) -> _Part:
+        line = script.of_request(request, self._base)
+        prompt_ids = tokens.unpack(request.prompt_ids)
+        return _Part(request.id, line, len(prompt_ids), line.words(prompt_ids, self._limits.eos_ids))
+
+
+def _hang() -> None:
+    """Neither reads nor writes nor minds signals; only its parent's death ends it."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+class StandinLoop(StepLoop):
+    """Refuses what the script says; everything else is the real loop."""
+
+    def __init__(self, scheduler: Scheduler, runner: ScriptedRunner, base: Script) -> None:
+        super().__init__(scheduler, runner)
+        self._base = base
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        if script.of_request(request, self._base).refuse:
+            raise Overloaded("the script says no", retry_after_s=1)
+        super().submit(request, now_s)
+
+
+def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
+    n_blocks = blocks_of(args.kv_tokens) + 1
+    cache = KVCache([LAYOUT], [n_blocks], chunk=args.token_budget)
+    limits = Limits(
+        context_len=min(args.context_len, cache.capacity),
+        vocab_size=args.vocab_size,
+        eos_ids=tuple(args.eos_ids),
+        max_running=min(args.max_running, args.token_budget),
+        token_budget=args.token_budget,
+    )
+    info = EngineInfo(
+        model=args.name or "standin",
+        fingerprint=args.fingerprint,
+        context_len=limits.context_len,
+        vocab_size=limits.vocab_size,
+        eos_ids=limits.eos_ids,
+        kv_groups=(LAYOUT,),
+        kv_tokens=cache.n_tokens,
+        backend="standin",
+        max_running=limits.max_running,
+    )
+    base = script.parse(args.script)
+    runner = ScriptedRunner(limits, base, hang_up)
+    return StandinLoop(Scheduler(cache, limits, info.fingerprint), runner, base), info
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    log.setup("standin")
+    parent = process.Parent()
+    try:
+        token = process.join_token(args.socket)
+        loop, info = build(args, lambda request_id: server.drop(request_id))
+        with process.listening(args.socket) as (listener, address):
+            server = Server(listener, loop, info, token)
+            _log.info("serving %s", info.model, extra={"address": address, "kv_tokens": info.kv_tokens})
+            process.serve(server, parent, {"model": info.model, "address": address, "kv_tokens": info.kv_tokens})
+    except Exception as error:
+        return process.fail(error)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = process.arguments("emberline.engine.standin", "The engine's protocol, without a model.")
+    parser.set_defaults(max_running=256, token_budget=8192)
+    parser.add_argument("--script", default="", help="what to say, how fast, how to fail: see engine/script.py")
+    parser.add_argument("--fingerprint", default="standin", help="roots the block hashes")
+    parser.add_argument("--context-len", type=process.positive, default=8192, metavar="N")
+    parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")
+    parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
+    parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""The engine process: `python -m emberline.engine.worker --model PATH --socket ADDRESS`."""
+
+import argparse
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from emberline import log
+from emberline.engine import process
+from emberline.engine.limits import Limits
+from emberline.engine.loop import StepLoop
+from emberline.engine.memory import default_kv_bytes
+from emberline.engine.scheduler import Scheduler
+from emberline.engine.server import Server
+from emberline.kv.budget import split_bytes
+from emberline.kv.cache import KVCache
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import EngineInfo
+from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    log.setup("engine")
+    parent = process.Parent()  # before the model is loaded: that takes seconds
+    began_s = time.monotonic()
+    try:
+        token = process.join_token(args.socket)
+        loop, info, facts = build(args)
+        with process.listening(args.socket) as (listener, address):
+            server = Server(listener, loop, info, token)
+            facts |= {"address": address, "load_s": round(time.monotonic() - began_s, 3)}
+            _log.info("serving %s", info.model, extra=facts)
+            process.serve(server, parent, facts)
+    except Exception as error:
+        return process.fail(error)
+    return 0
+
+
+def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any]]:
+    """The model loaded, scheduler and runner around it. The facts are for the log and the ready line."""
+    if args.max_running > args.token_budget:
+        raise BadInput("--token-budget must be at least --max-running: each sequence takes a token a step")
+    if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
+        raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
+    checkpoint = open_checkpoint(args.model)
+
+    import torch  # takes a second or more: not for a start that fails
+
+    from emberline.engine.runner import TorchRunner
+    from emberline.models import load
+
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads)
+    if model.backend == "native":
+        torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
+    elif args.threads is not None:
+        torch.set_num_threads(args.threads)
+    fingerprint = checkpoint.fingerprint
+    checkpoint.close()
+
+    kv_bytes = args.kv_bytes or default_kv_bytes(device)
+    n_blocks = split_bytes(model.kv_groups, kv_bytes, args.token_budget, args.max_running)
+    cache = KVCache(model.kv_groups, n_blocks, chunk=args.token_budget)
+    limits = _limits(model.config, cache, args)
+    loop = StepLoop(Scheduler(cache, limits, fingerprint), TorchRunner(model, n_blocks, limits, device))
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=fingerprint,
+        context_len=limits.context_len,
+        vocab_size=limits.vocab_size,
+        eos_ids=limits.eos_ids,
+        kv_groups=model.kv_groups,
+        kv_tokens=cache.n_tokens,
+        device=device,
+        backend=model.backend,
+        max_running=limits.max_running,
+    )
+    facts = {name: getattr(info, name) for name in ("model", "device", "backend", "context_len", "kv_tokens")}
+    facts["kv_bytes"] = sum(n * layout.block_bytes for n, layout in zip(n_blocks, model.kv_groups))
+    return loop, info, facts
+
+
+def _limits(config: ModelConfig, cache: KVCache, args: argparse.Namespace) -> Limits:
+    if cache.capacity < config.context_len:
+        _log.warning("the KV cache holds %d of the model's %d tokens", cache.capacity, config.context_len)
+    return Limits(
+        context_len=min(config.context_len, cache.capacity),
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        max_running=args.max_running,
+        token_budget=args.token_budget,
+    )
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = process.arguments("emberline.engine.worker", "Serve one model on one socket.")
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a model folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--kv-bytes", type=process.positive, metavar="N", help="default: a quarter of the free memory")
+    parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
+    parser.add_argument("--deterministic", action="store_true", help="the same tokens whatever else is in the batch")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""The KV of one model: all its groups, the sequences' block tables, and the prefix cache over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from emberline.kv.budget import blocks_of, capacity, peak_blocks
+from emberline.kv.pool import NULL_BLOCK, BlockPool
+from emberline.kv.prefix import PrefixIndex, first_visible
+from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+
+
+class KVListener(Protocol):
+    """Told what content the device pool gains and loses: the seam for KV events and for tiers."""
+
+    def stored(self, group: KVGroup, key: bytes, block: int) -> None: ...
+
+    def evicted(self, group: KVGroup, key: bytes, block: int) -> None:
+        """Comes before the block is written again: its bytes are still there to be saved."""
+
+
+@dataclass(slots=True)
+class GroupTable:
+    """One sequence's blocks in one group. Entry j holds tokens 16j .. 16j + 15.
+
+    blocks[:n_passed] are NULL_BLOCK (out of the window, given back); each later entry is one reference of ours.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    n_passed: int = 0
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """What a sequence holds in every group."""
+
+    groups: list[GroupTable]
+    n_published: int = 0  # leading blocks whose content the index has been offered
+
+
+@dataclass(slots=True, frozen=True)
+class _Group:
+    layout: KVGroup
+    pool: BlockPool
+    index: PrefixIndex
+
+
+class KVCache:
+    """Block bookkeeping of all groups together: a token has KV in each of them or in none.
+
+    `chunk` is the most tokens a sequence gains at once; it bounds what a window group holds of one sequence.
+    """
+
+    def __init__(
+        self, layouts: Sequence[KVGroup], n_blocks: Sequence[int], chunk: int, listener: KVListener | None = None
+    ) -> None:
+        assert len(layouts) == len(n_blocks) >= 1
+        self.groups = [_Group(layout, BlockPool(n), PrefixIndex(n)) for layout, n in zip(layouts, n_blocks)]
+        self.n_total = sum(group.pool.n_total for group in self.groups)
+        self.capacity = min(capacity(g.layout, g.pool.n_total, chunk) for g in self.groups)  # tokens of one sequence
+        self.n_tokens = max(group.pool.n_total for group in self.groups) * BLOCK_TOKENS  # of all sequences together
+        self._chunk = chunk
+        self._listener = listener
+
+    @property
+    def n_used(self) -> int:
+        """Blocks that sequences reference, shared ones once."""
+        return self.n_total - sum(group.pool.n_free for group in self.groups)
+
+    @property
+    def n_releases(self) -> int:
+        """Unchanged since a sequence did not fit: it does not fit now."""
+        return sum(group.pool.n_releases for group in self.groups)
+
+    def table(self) -> BlockTable:
+        return BlockTable([GroupTable() for _ in self.groups])
+
+    def match(self, keys: Sequence[bytes], limit: int) -> int:
+        """How many of the first `limit` blocks need not be computed.
+
+        Groups that see everything must have them all; a window group only those that the next token can see.
+        """
+        n = min(limit, len(keys))
+        for group in self.groups:
+            if group.layout.window is None:
+                n = group.index.leading(keys, n)
+        agreed = -1
+        while agreed != n:
+            agreed = n
+            for group in self.groups:
+                if group.layout.window is not None:
+                    n = group.index.last_run(keys, n, group.layout.window)
+        return n
+
+    def fits(self, keys: Sequence[bytes], n_hit: int, n_tokens: int, spare: Sequence[int]) -> bool:
+        """Whether n_tokens, the first n_hit blocks taken from the cache, fit and leave `spare` blocks of each group."""
+        for group, n_spare in zip(self.groups, spare):
+            first = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
+            n_revived = sum(group.pool.refs[group.index.block(key)] == 0 for key in keys[first:n_hit])
+            # Never more than the peak, but a shared block that leaves the window makes no room for a new one.
+            n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + blocks_of(n_tokens) - n_hit)
+            if n_taken + n_spare > group.pool.n_free:
+                return False
+        return True
+
+    def owed(self, table: BlockTable, n_tokens: int) -> list[int]:
+        """Blocks of each group that the sequence may still take on its way to n_tokens."""
+        return [
+            min(peak_blocks(group.layout, n_tokens, self._chunk), blocks_of(n_tokens) - len(held.blocks))
+            for group, held in zip(self.groups, table.groups)
+        ]
+
+    def take_hit(self, table: BlockTable, keys: Sequence[bytes], n_hit: int) -> None:
+        """Give an empty table the first n_hit blocks, all of which `match` has found."""
+        for group, held in zip(self.groups, table.groups):
+            assert not held.blocks, "a hit comes before anything else"
+            held.n_passed = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
+            held.blocks = [NULL_BLOCK] * held.n_passed
+            for key in keys[held.n_passed : n_hit]:
+                block = group.index.block(key)
+                group.pool.hold(block)
+                held.blocks.append(block)
+        table.n_published = n_hit
+
+    def grow(self, table: BlockTable, start: int, end: int) -> bool:
+        """Make room for the KV of tokens start .. end - 1, all or nothing; what fell out of a window is given back."""
+        assert 0 <= end - start <= self._chunk
+        n_wanted = blocks_of(end)
+        for group, held in zip(self.groups, table.groups):
+            if group.layout.window is not None:
+                self._pass(group, held, first_visible(start, group.layout.window))
+            if n_wanted - len(held.blocks) > group.pool.n_free:
+                return False
+        for group, held in zip(self.groups, table.groups):
+            while len(held.blocks) < n_wanted:
+                held.blocks.append(self._take(group))
+        return True
+
+    def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
+        """The first n_blocks of the table are computed and full: let others find them."""
+        for group, held in zip(self.groups, table.groups):
+            for j in range(max(table.n_published, held.n_passed), n_blocks):
+                if group.index.put(keys[j], held.blocks[j]) and self._listener:
+                    self._listener.stored(group.layout, keys[j], held.blocks[j])
+        table.n_published = n_blocks
+
+    def release(self, table: BlockTable) -> None:
+        """Give everything back, last blocks first, so that the ends of prefixes are evicted before their beginnings."""
+        for group, held in zip(self.groups, table.groups):
+            for block in reversed(held.blocks[held.n_passed :]):
+                group.pool.drop(block, worth_keeping=group.index.key(block) is not None)
+            held.blocks, held.n_passed = [], 0
+        table.n_published = 0
+
+    def discard(self, table: BlockTable) -> None:
+        """Give everything back and let nobody find its content: the numbers in it are not to be trusted."""
+        for group, held in zip(self.groups, table.groups):
+            for block in held.blocks[held.n_passed :]:
+                self._forget(group, block)
+        self.release(table)
+
+    def _pass(self, group: _Group, held: GroupTable, first: int) -> None:
+        for j in range(held.n_passed, min(first, len(held.blocks))):
+            block = held.blocks[j]
+            group.pool.drop(block, worth_keeping=group.index.key(block) is not None)
+            held.blocks[j] = NULL_BLOCK
+            held.n_passed = j + 1
+
+    def _take(self, group: _Group) -> int:
+        block = group.pool.take()
+        self._forget(group, block)
+        return block
+
+    def _forget(self, group: _Group, block: int) -> None:
+        key = group.index.forget(block)
+        if key is not None and self._listener:
+            self._listener.evicted(group.layout, key, block)

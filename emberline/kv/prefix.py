@@ -1,0 +1,63 @@
+"""Which block holds which content: the prefix index of one KV group."""
+
+from collections.abc import Sequence
+
+from emberline.protocol.layout import BLOCK_TOKENS
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """The first block that the token at `position` can see. `window` counts the token itself; None is unlimited."""
+    return 0 if window is None or position < window else (position - window + 1) // BLOCK_TOKENS
+
+
+class PrefixIndex:
+    """Content key (protocol/blockhash) to block, and back. One block per key: the first to be published stays."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * n_blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def block(self, key: bytes) -> int:
+        return self._blocks[key]
+
+    def key(self, block: int) -> bytes | None:
+        return self._keys[block]
+
+    def put(self, key: bytes, block: int) -> bool:
+        """False when the content is known already, in this or another block."""
+        assert self._keys[block] in (None, key), "a block's content does not change while it is indexed"
+        if key in self._blocks:
+            return False
+        self._blocks[key] = block
+        self._keys[block] = key
+        return True
+
+    def forget(self, block: int) -> bytes | None:
+        """The key whose content was in the block, if any."""
+        key = self._keys[block]
+        if key is not None:
+            self._keys[block] = None
+            del self._blocks[key]
+        return key
+
+    def leading(self, keys: Sequence[bytes], limit: int) -> int:
+        """How many of the first `limit` keys are here, up to the first that is not."""
+        for n in range(limit):
+            if keys[n] not in self._blocks:
+                return n
+        return limit
+
+    def last_run(self, keys: Sequence[bytes], limit: int, window: int) -> int:
+        """The largest n <= limit for which the blocks that a token after n blocks can see are all here."""
+        end = start = limit  # keys[start:end] are here
+        while start > first_visible(end * BLOCK_TOKENS, window):
+            start -= 1
+            if keys[start] not in self._blocks:
+                end = start
+        return end

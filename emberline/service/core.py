@@ -1,0 +1,149 @@
+"""What must be in one place per node: sessions, admission, the ledger, the metrics.
+
+The pipeline sees it through `Core`. `LocalCore` is the thing itself; `remote_core` offers it to door processes.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+import msgspec
+
+from emberline.accounts.ledger import Ledger
+from emberline.accounts.usage import UsageRow
+from emberline.balancer.fleet import Fleet, Member
+from emberline.protocol.errors import Unavailable
+from emberline.service.health import Health, check
+from emberline.service.histogram import Counts
+from emberline.service.metrics import Metrics
+from emberline.service.sessions import Sessions
+from emberline.text.prompt import Entry, Known
+
+_POLL_S = 0.05
+
+log = logging.getLogger("emberline.core")
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that wants an engine. Holds enough for a usage row, should its door die."""
+
+    id: str
+    account: str
+    key_id: str = ""
+    model: str
+    priority: str = "default"
+    input_tokens: int
+    created_us: int
+    affinity: str | None = None
+    n: int = 1
+    avoid: tuple[str, ...] = ()  # engines that just failed it
+    wait_s: float = 0.0  # how long to wait for an engine to come back
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """What a session is to remember of the conversation that has this digest."""
+
+    account: str
+    model_version: str
+    digest: bytes
+    entry: Entry
+
+
+class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The end of a request."""
+
+    row: UsageRow
+    gaps: Counts = msgspec.field(default_factory=Counts)
+    memories: list[Memory] = []
+
+
+class Core(Protocol):
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+        """The longest known beginning of the conversation whose messages have these digests."""
+
+    async def admit(self, ask: Ask) -> str:
+        """The name of the engine to use, in flight there until settled. Overloaded, Unavailable. Asking again moves."""
+
+    async def settle(self, settlement: Settlement) -> None:
+        """Give back the engine's room, remember the session, count; return once the usage row is durable."""
+
+    async def health(self) -> Health: ...
+
+    async def metrics(self) -> bytes: ...
+
+    def refused(self, kind: str) -> None:
+        """Count a request that was not admitted."""
+
+
+class LocalCore:
+    def __init__(self, fleet: Fleet, ledger: Ledger, sessions: Sessions) -> None:
+        self.fleet = fleet
+        self._ledger = ledger
+        self._sessions = sessions
+        self._metrics = Metrics(fleet)
+        self._open: dict[str, tuple[Ask, Member]] = {}  # by request id
+
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+        return self._sessions.find(account, model_version, digests)
+
+    async def admit(self, ask: Ask) -> str:
+        self._release(ask.id, took_s=None)
+        give_up_s = time.monotonic() + ask.wait_s
+        while True:
+            try:
+                member = self.fleet.choose(ask.model, ask.affinity, ask.n, ask.avoid)
+                break
+            except Unavailable:
+                if time.monotonic() >= give_up_s:
+                    raise
+            await asyncio.sleep(_POLL_S)
+        self._open[ask.id] = (ask, member)
+        return member.name
+
+    async def settle(self, settlement: Settlement) -> None:
+        row = settlement.row
+        self._release(row.id, took_s=(row.finished_us - row.created_us) / 1e6)
+        for memory in settlement.memories:
+            entry = memory.entry
+            self._sessions.remember(
+                memory.account, memory.model_version, memory.digest, entry.ids, entry.text_len, entry.text_digest
+            )
+        self._metrics.record(row, settlement.gaps)
+        await self._ledger.record(row)
+
+    async def abandon(self, request_id: str) -> None:
+        """A door died with this request open: it ends here, failed."""
+        if request_id not in self._open:
+            return
+        ask, member = self._open[request_id]
+        info = member.client.info
+        row = UsageRow(
+            id=ask.id,
+            account=ask.account,
+            key_id=ask.key_id,
+            model=ask.model,
+            model_version=info.fingerprint if info is not None else "",
+            priority=ask.priority,
+            input_tokens=ask.input_tokens,
+            status="failed",
+            created_us=ask.created_us,
+            finished_us=time.time_ns() // 1000,
+        )
+        log.warning("the door of a request died", extra={"request_id": request_id})
+        await self.settle(Settlement(row))
+
+    async def health(self) -> Health:
+        return check(self.fleet)
+
+    async def metrics(self) -> bytes:
+        return self._metrics.expose()
+
+    def refused(self, kind: str, times: int = 1) -> None:
+        self._metrics.refused(kind, times)
+
+    def _release(self, request_id: str, took_s: float | None) -> None:
+        held = self._open.pop(request_id, None)
+        if held is not None:
+            ask, member = held
+            member.give_back(ask.n, took_s)

@@ -1,0 +1,107 @@
+"""The numbers for Prometheus, kept in the core only. Every figure also appears under vLLM's name for it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from emberline.accounts.usage import UsageRow
+from emberline.balancer.fleet import Member
+from emberline.service.histogram import E2E_BOUNDS_S, GAP_BOUNDS_S, TTFT_BOUNDS_S, Counts, Histogram
+
+
+class _ModelMetrics:
+    """Totals of one model since the core's start."""
+
+    def __init__(self) -> None:
+        self.by_status: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.ttft_s = Histogram(TTFT_BOUNDS_S)
+        self.gap_s = Histogram(GAP_BOUNDS_S)
+        self.e2e_s = Histogram(E2E_BOUNDS_S)
+
+
+class Metrics(Collector):
+    def __init__(self, members: Iterable[Member]) -> None:
+        self._members = list(members)
+        self._models = {member.model: _ModelMetrics() for member in self._members}
+        self._refused: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def refused(self, kind: str, times: int = 1) -> None:
+        """A request that never got an engine; `kind` is its error's."""
+        self._refused[kind] += times
+
+    def record(self, row: UsageRow, gaps: Counts) -> None:
+        """A request that ended; `gaps` are the times between its tokens."""
+        model = self._models[row.model]
+        model.by_status[row.status] += 1
+        model.prompt_tokens += row.input_tokens
+        model.cached_tokens += row.cached_tokens
+        model.generation_tokens += row.output_tokens
+        model.gap_s.add(gaps)
+        model.e2e_s.observe((row.finished_us - row.created_us) / 1e6)
+        if row.first_token_us is not None:
+            model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
+
+    def expose(self) -> bytes:
+        return generate_latest(self._registry)
+
+    # --- collected by the registry -----------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily("emberline_requests_refused", "Requests refused, by error.", labels=["error"])
+        for kind, n in self._refused.items():
+            refused.add_metric([kind], n)
+        yield refused
+        ended = CounterMetricFamily("emberline_requests", "Requests ended, by status.", labels=["model", "status"])
+        for name, model in self._models.items():
+            for status, n in model.by_status.items():
+                ended.add_metric([name, status], n)
+        yield ended
+        yield from self._counters("prompt_tokens", "vllm:prompt_tokens", lambda m: m.prompt_tokens)
+        yield from self._counters("cached_tokens", "vllm:prefix_cache_hits", lambda m: m.cached_tokens)
+        yield from self._counters("generation_tokens", "vllm:generation_tokens", lambda m: m.generation_tokens)
+        yield from self._counters("prefix_cache_queries", "vllm:prefix_cache_queries", lambda m: m.prompt_tokens)
+        yield from self._histograms("time_to_first_token_seconds", lambda m: m.ttft_s)
+        yield from self._histograms("inter_token_latency_seconds", lambda m: m.gap_s)
+        yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
+        yield from self._gauges("num_requests_running", "Sequences in the batch.", lambda m: m.load.running)
+        yield from self._gauges("num_requests_waiting", "Sequences waiting.", lambda m: m.load.waiting)
+        yield from self._gauges("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", _kv_usage)
+        up = GaugeMetricFamily("emberline_engine_up", "1: tokens can move.", labels=["model", "engine"])
+        for member in self._members:
+            up.add_metric([member.model, member.name], member.healthy)
+        yield up
+
+    def _counters(self, name: str, alias: str, value: Callable[[_ModelMetrics], int]) -> Iterator[Metric]:
+        for full_name, label in ((f"emberline_{name}", "model"), (alias, "model_name")):
+            family = CounterMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
+            for model_name, model in self._models.items():
+                family.add_metric([model_name], value(model))
+            yield family
+
+    def _histograms(self, name: str, value: Callable[[_ModelMetrics], Histogram]) -> Iterator[Metric]:
+        for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
+            family = HistogramMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
+            for model_name, model in self._models.items():
+                histogram = value(model)
+                family.add_metric([model_name], histogram.cumulative(), histogram.counts.total)
+            yield family
+
+    def _gauges(self, name: str, text: str, value: Callable[[Member], float]) -> Iterator[Metric]:
+        for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
+            family = GaugeMetricFamily(full_name, text, labels=[label, "engine"])
+            for member in self._members:
+                family.add_metric([member.model, member.name], value(member))
+            yield family
+
+
+def _kv_usage(member: Member) -> float:
+    load = member.load
+    return load.kv_used_blocks / load.kv_total_blocks if load.kv_total_blocks else 0.0

@@ -1,0 +1,140 @@
+"""The core, seen from a door process over a Unix socket."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.engine_client import EngineClient
+from emberline.balancer.link import Link, dial, retry_delays
+from emberline.protocol.errors import Unavailable, from_info
+from emberline.service.core import Ask, Settlement
+from emberline.service.health import Health
+from emberline.service.wire import (
+    Admit,
+    Answer,
+    AskHealth,
+    AskMetrics,
+    Call,
+    Find,
+    Notice,
+    Seen,
+    Settle,
+    from_core_decoder,
+)
+from emberline.text.prompt import Known
+
+NOTICE_INTERVAL_S = 1.0
+
+log = logging.getLogger("emberline.core")
+
+
+class RemoteCore:
+    """The same interface as LocalCore; every call raises Unavailable while the core is gone."""
+
+    def __init__(self, socket_path: Path, engines: Sequence[EngineClient]) -> None:
+        self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
+        self._engines = engines
+        self._refused: Counter[str] = Counter()  # since the last notice
+        self._link: _CoreLink | None = None
+        self._numbers = itertools.count()
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._send_notices())]
+
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+        return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
+
+    async def admit(self, ask: Ask) -> str:
+        return (await self._call(lambda seq: Admit(seq, ask))).engine
+
+    async def settle(self, settlement: Settlement) -> None:
+        await self._call(lambda seq: Settle(seq, settlement))
+
+    async def health(self) -> Health:
+        try:
+            health = (await self._call(AskHealth)).health
+        except Unavailable as error:
+            return Health(False, {"core": error.message})
+        assert health is not None
+        return health
+
+    async def metrics(self) -> bytes:
+        return (await self._call(AskMetrics)).metrics
+
+    def refused(self, kind: str) -> None:
+        self._refused[kind] += 1
+
+    async def close(self) -> None:
+        self._send_notice()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _call(self, make: Callable[[int], Call]) -> Answer:
+        if self._link is None:
+            raise Unavailable("the core process is not reachable", retry_after_s=1)
+        seq = next(self._numbers)
+        answer = await self._link.call(seq, make(seq))
+        if answer.error is not None:
+            raise from_info(answer.error)
+        return answer
+
+    async def _stay_connected(self) -> None:
+        delays = retry_delays()
+        while True:
+            link = _CoreLink()
+            try:
+                self._link = await dial(link, self._endpoint)
+                delays = retry_delays()
+                await link.closed
+                log.warning("the core process went away")
+            except OSError as error:
+                log.debug("the core process is not reachable: %s", error)
+            finally:
+                self._link = None
+                link.drop("the door is closing")
+            await asyncio.sleep(next(delays))
+
+    async def _send_notices(self) -> None:
+        while True:
+            await asyncio.sleep(NOTICE_INTERVAL_S)
+            self._send_notice()
+
+    def _send_notice(self) -> None:
+        if self._link is None:
+            return
+        now_s = time.monotonic()
+        seen = [
+            Seen(client.name, client.load, now_s - client.progress_s) for client in self._engines if client.connected
+        ]
+        refused, self._refused = self._refused, Counter()
+        self._link.send(Notice(seen, dict(refused)))
+
+
+class _CoreLink(Link):
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+
+    async def call(self, seq: int, call: Call) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[seq] = answer
+        self.send(call)
+        try:
+            return await answer
+        finally:
+            del self._waiting[seq]
+
+    def on_frame(self, payload: bytes) -> None:
+        answer = from_core_decoder.decode(payload)
+        waiter = self._waiting.get(answer.seq)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(answer)
+
+    def on_close(self, reason: str) -> None:
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(Unavailable("the core process went away", retry_after_s=1))

@@ -1,0 +1,215 @@
+"""The pipeline: resolve, render and tokenise, get an engine, turn its tokens into text, settle."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from emberline.accounts.usage import Status, UsageRow
+from emberline.balancer.engine_client import EngineClient
+from emberline.catalog.card import ModelCard
+from emberline.protocol.errors import EmberlineError, Internal, MalformedModelId, ModelNotFound, Unavailable
+from emberline.protocol.events import Completed, TextEvent
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest
+from emberline.service.clock import Clock
+from emberline.service.core import Ask, Core, Memory, Settlement
+from emberline.service.health import Health
+from emberline.service.prepare import Prepared, Preparer, Served
+from emberline.service.run import Run
+
+_MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
+_MODEL_ID_CHARS = 256
+
+log = logging.getLogger("emberline.request")
+
+
+class Service:
+    """Serves models out of engines. `owned` is closed with it: connections, and what the core stands on."""
+
+    def __init__(
+        self, core: Core, served: Sequence[Served], engines: Mapping[str, EngineClient], owned: AsyncExitStack
+    ) -> None:
+        self.core = core
+        self._served = {item.card.id: item for item in served}
+        self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
+        self._engines = engines  # by endpoint name
+        self._owned = owned
+        self._preparer = Preparer(core)
+        self._running = 0
+        self._settling: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- what doors ask ----------------------------------------------------------------------------------------------
+
+    def models(self) -> list[ModelCard]:
+        return [item.card for item in self._served.values()]
+
+    def resolve(self, model_id: str) -> ModelCard:
+        """The card of a model by id or alias, in any case of letters."""
+        return self._resolve(model_id).card
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
+        """Tokens of the prompt as `generate` would build it; no engine is asked."""
+        return await self._preparer.count(request, self._resolve(request.model))
+
+    async def health(self) -> Health:
+        """Not ok while draining, so that balancers in front send their requests elsewhere."""
+        health = await self.core.health()
+        return Health(health.ok and not self._draining, {**health.detail, "draining": self._draining})
+
+    async def metrics(self) -> bytes:
+        return await self.core.metrics()
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    async def ready(self, timeout_s: float) -> bool:
+        """Wait until every engine is connected."""
+        waits = (engine.wait_connected(timeout_s) for engine in self._engines.values())
+        return all(await asyncio.gather(*waits))
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests; return when those that run have ended, or after `limit_s`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        except TimeoutError:
+            log.warning("%d requests still run after %g s", self._running, limit_s)
+
+    async def close(self) -> None:
+        """Settle what is being settled, then close connections and, in the core, the store."""
+        self._draining = True
+        while self._settling:
+            await asyncio.gather(*self._settling, return_exceptions=True)
+        self._preparer.close()
+        await self._owned.aclose()
+
+    # --- the pipeline ------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest, principal: Principal) -> AsyncGenerator[TextEvent, None]:
+        """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
+
+        Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
+        """
+        run = await self._accept(request, principal)
+        try:
+            while not run.done:
+                for event in await run.step():
+                    yield event
+            await self._finish(run)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._end(run, "cancelled")
+            raise
+        except EmberlineError as error:
+            self._end(run, "failed", error)
+            raise
+        except Exception as error:
+            log.exception("a request failed", extra={"request_id": request.id})
+            self._end(run, "failed", error)
+            raise Internal("the request failed; the log has it under its id") from error
+        finally:
+            run.close()
+        yield Completed(run.usage)
+
+    async def _accept(self, request: GenerateRequest, principal: Principal) -> Run:
+        try:
+            prepared = await self._prepare(request, principal)
+            return await self._admitted(Run(prepared, self._admit))
+        except EmberlineError as error:
+            self.core.refused(error.kind)
+            log.info("refused: %s", error.message, extra={"request_id": request.id, "error": error.kind})
+            raise
+
+    async def _prepare(self, request: GenerateRequest, principal: Principal) -> Prepared:
+        clock = Clock()
+        if self._draining:
+            raise Unavailable("the server is shutting down", retry_after_s=5)
+        served = self._resolve(request.model)
+        return await self._preparer.prepare(request, principal, served, self._info(served), clock)
+
+    async def _admitted(self, run: Run) -> Run:
+        """From here on the request counts as running, until `_end`."""
+        self._running += 1
+        self._idle.clear()
+        try:
+            await run.admit()
+        except asyncio.CancelledError:
+            self._end(run, "cancelled")  # the core may have granted it all the same
+            raise
+        except BaseException:
+            self._left()
+            raise
+        return run
+
+    async def _admit(self, ask: Ask) -> EngineClient:
+        return self._engines[await self.core.admit(ask)]
+
+    def _resolve(self, model_id: str) -> Served:
+        served = self._names.get(model_id.lower())
+        if served is not None:
+            return served
+        if len(model_id) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(model_id):
+            raise MalformedModelId(f"{model_id[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
+        raise ModelNotFound(f"no model {model_id} here; there are {', '.join(self._served)}", param="model")
+
+    def _info(self, served: Served) -> EngineInfo:
+        for endpoint in served.endpoints:
+            if (info := self._engines[endpoint.name].info) is not None:
+                return info
+        raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def _finish(self, run: Run) -> None:
+        """Return once the usage row is durable."""
+        try:
+            memories = await self._preparer.memories(run.prepared, run.replies)
+        except Exception:  # the next turn is slower, nothing worse
+            log.exception("a conversation was not remembered", extra={"request_id": run.prepared.request.id})
+            memories = []
+        await asyncio.shield(self._end(run, "finished", memories=memories))
+
+    def _end(
+        self, run: Run, status: Status, error: Exception | None = None, memories: Sequence[Memory] = ()
+    ) -> "asyncio.Task[None]":
+        """The one way out, taken once: settling goes on whatever becomes of the caller."""
+        if run.settling is None:
+            row = run.row(status)
+            run.settling = asyncio.create_task(self.core.settle(Settlement(row, run.gaps.counts, list(memories))))
+            self._settling.add(run.settling)
+            run.settling.add_done_callback(self._settling.discard)
+            run.settling.add_done_callback(lambda task: _log_end(run, row, error, task))
+            self._left()
+        return run.settling
+
+    def _left(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+
+
+def _log_end(run: Run, row: UsageRow, error: Exception | None, settling: "asyncio.Task[None]") -> None:
+    """One line per request. It comes after settling, so that a row that was not written is told here too."""
+    unsettled = None if settling.cancelled() else settling.exception()
+    problem = error or unsettled
+    first_us = row.first_token_us
+    log.log(
+        logging.INFO if problem is None else logging.ERROR if unsettled is not None else logging.WARNING,
+        "%s" if problem is None else "%s: %s",
+        *((row.status,) if problem is None else (row.status, problem)),
+        extra={
+            "request_id": row.id,
+            "account": row.account,
+            "model": row.model,
+            "engine": run.engine.name if run.engine is not None else "",
+            "prompt_tokens": row.input_tokens,
+            "cached_tokens": row.cached_tokens,
+            "completion_tokens": row.output_tokens,
+            "ttft_ms": None if first_us is None else (first_us - row.created_us) // 1000,
+            "duration_ms": (row.finished_us - row.created_us) // 1000,
+        },
+    )

@@ -1,0 +1,62 @@
+"""A conversation's digests: one for each message, over it and all before it.
+
+Two conversations share a digest exactly when they share the messages up to there: role, text, name and parsed tool
+calls, each typed and length-prefixed, under a keyed hash.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.request import Message, ToolCall
+
+DIGEST_BYTES = 16
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+
+def chain_digests(messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[bytes]:
+    """The digest after each message. `template_kwargs` decide what the template writes, so they root the chain."""
+    digest = blake2b(_canonical.encode(template_kwargs or {}), key=b"emberline.messages", digest_size=DIGEST_BYTES)
+    digests: list[bytes] = []
+    parent = digest.digest()
+    for message in messages:
+        parent = extend(parent, message)
+        digests.append(parent)
+    return digests
+
+
+def extend(parent: bytes, message: Message) -> bytes:
+    digest = blake2b(key=parent, digest_size=DIGEST_BYTES)
+    fields = [b"r", message.role, b"c", message.content]
+    if message.name is not None:
+        fields += [b"n", message.name]
+    if message.tool_call_id is not None:
+        fields += [b"i", message.tool_call_id]
+    for call in message.tool_calls:
+        fields += [b"t", call.id, call.name, _arguments(call)]
+    for field in fields:
+        data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+class TextHash:
+    """A digest of text that grows: `after(piece)` is the digest of all pieces so far."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(key=b"emberline.text", digest_size=DIGEST_BYTES)
+
+    def after(self, piece: str) -> bytes:
+        self._hash.update(piece.encode("utf-8", "surrogatepass"))
+        return self._hash.digest()
+
+
+def _arguments(call: ToolCall) -> bytes:
+    """Arguments as parsed: clients write the same JSON with other spaces and another order of keys."""
+    try:
+        return b"j" + _canonical.encode(msgspec.json.decode(call.arguments))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return b"x" + call.arguments.encode("utf-8", "surrogatepass")

@@ -1,0 +1,142 @@
+"""A model's text side: its tokenizer and its chat template, from the same files as its weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from emberline.protocol.request import Message
+from emberline.protocol.tokens import unpack
+from emberline.text.detokenizer import Detokenizer
+from emberline.text.gguf_tokenizer import gguf_parts
+from emberline.text.guard import Guard
+from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
+from emberline.text.template import ChatTemplate
+from emberline.text.tokenizer import OFF_LOOP_BYTES, Tokenizer
+from emberline.weights.errors import BadCheckpoint
+from emberline.weights.gguf import GGUFFile
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # to GGUF's names
+
+
+class Rendered(NamedTuple):
+    """A conversation as text. `mark` hides special tokens that clients wrote (guard.py); empty: none are there."""
+
+    text: str
+    mark: str
+
+
+class TextModel:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.guard = Guard(tokenizer.special)
+        self.special_ids = tokenizer.special_ids
+        self.bos_id = tokenizer.bos_id
+        self.vocab_size = tokenizer.vocab_size
+        self.chat_stops = template.stops  # stop strings that chats with this model need beside its end tokens
+
+    @classmethod
+    def load(cls, path: Path) -> "TextModel":
+        """From a GGUF file or a Hugging Face folder; BadCheckpoint says what is wrong with it."""
+        return _from_folder(path) if path.is_dir() else _from_gguf(path)
+
+    @staticmethod
+    def is_long(text: str) -> bool:
+        """Whether tokenising takes long enough to be done off the event loop."""
+        n_chars = len(text)
+        return n_chars > OFF_LOOP_BYTES or (4 * n_chars > OFF_LOOP_BYTES and len(text.encode()) > OFF_LOOP_BYTES)
+
+    def encode(self, text: str, special: bool) -> bytes:
+        """Ids (u32 little-endian) of text alone; with `special`, special tokens in it are parsed."""
+        return self.tokenizer.encode(text, special=special)
+
+    def encode_prompt(self, text: str) -> bytes:
+        """Ids of a raw prompt: ordinary text throughout, begun as the model wants sequences to begin."""
+        return self.with_bos(self.tokenizer.encode(text, special=False))
+
+    def with_bos(self, ids: bytes) -> bytes:
+        """`ids` with the beginning-of-sequence token if the model wants one, never two."""
+        if not self.tokenizer.add_bos or self.bos_id is None:
+            return ids
+        bos = self.bos_id.to_bytes(4, "little")
+        return ids if ids[:4] == bos else bos + ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The conversation as text for people; prompts are made by `render_guarded`."""
+        turns = self.template.turns(messages)
+        return self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt)
+
+    def render_guarded(
+        self, messages: Sequence[Message], kwargs: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> Rendered:
+        turns = self.template.turns(messages)
+        mark = self.guard.choose(turns, kwargs)
+        turns, kwargs = self.guard.mark(turns, mark), self.guard.mark(kwargs, mark)
+        return Rendered(self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt), mark)
+
+    def token_text(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        return self.tokenizer.token_bytes.spell(token_id)
+
+    def decode(self, ids: bytes | Iterable[int], *, special: bool = False) -> str:
+        """Text of a whole sequence; special tokens are left out unless asked for."""
+        ids = unpack(ids) if isinstance(ids, bytes) else list(ids)
+        if not special:
+            detokenizer = self.detokenizer()
+            return detokenizer.push(ids) + detokenizer.finish()
+        return self._decode_special(ids)
+
+    def detokenizer(self, prompt_ids: bytes = b"") -> Detokenizer:
+        """For what follows `prompt_ids`, of which the last decides whether a leading space is the tokenizer's own."""
+        after_special = not prompt_ids or int.from_bytes(prompt_ids[-4:], "little") in self.special_ids
+        scheme = self.tokenizer.prefix_space
+        strip = (scheme == "always" and after_special) or (scheme == "first" and not prompt_ids)
+        return Detokenizer(self.tokenizer.token_bytes, strip_space=strip)
+
+    def _decode_special(self, ids: list[int]) -> str:
+        pieces: list[str] = []
+        detokenizer = self.detokenizer()
+        for token_id in ids:
+            if token_id in self.special_ids:
+                pieces += [detokenizer.finish(), self.token_text(token_id).decode()]
+                detokenizer = self.detokenizer(token_id.to_bytes(4, "little"))
+            else:
+                pieces.append(detokenizer.push([token_id]))
+        return "".join(pieces) + detokenizer.finish()
+
+
+def _from_gguf(path: Path) -> TextModel:
+    file = GGUFFile.open(path)
+    try:
+        metadata = file.metadata
+        tokenizer = Tokenizer(gguf_parts(metadata))
+        source = metadata.get("tokenizer.chat_template")
+        tokens: dict[str, str] = {}
+        for name, gguf_name in _NAMED.items():
+            token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+            if isinstance(token_id, int):
+                tokens[name] = tokenizer.token_bytes.spell(token_id).decode(errors="replace")
+    finally:
+        file.close()
+    return TextModel(tokenizer, ChatTemplate(source if isinstance(source, str) else None, tokens))
+
+
+def _from_folder(folder: Path) -> TextModel:
+    settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+    tokenizer = Tokenizer(hf_parts(folder, settings))
+    named = {name: token_text(settings, name) for name in _NAMED}
+    tokens = {name: text for name, text in named.items() if text is not None}
+    return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens))
+
+
+def _folder_template(folder: Path, settings: Json) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise BadCheckpoint(f"{file.name} is not UTF-8") from None
+    source = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None

@@ -1,0 +1,269 @@
+"""A Jinja environment for templates that come out of model files: no way out, and no way to go on for ever.
+
+Bounded, for one rendering:
+- work: every loop round, call and filter counts one, and so do every 16 characters written anywhere, into the output
+  or into blocks, macros and variables (MAX_WORK). The clock is read at each (MAX_SECONDS).
+- size: of every text, list and number that an operator, a literal, a filter or a call makes, nested lists weighed
+  whole (MAX_CHARS, MAX_ITEMS, MAX_BITS); looked at beforehand where a result can outgrow what went in.
+Not bounded is the time of one built-in operation on values within these sizes (a sort, a comparison): a few seconds.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from functools import wraps
+from json import dumps
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARS = 16 << 20
+MAX_ITEMS = 1 << 20
+MAX_WORK = 4_000_000
+MAX_SECONDS = 2.0
+MAX_BITS = 4096
+MAX_WIDTH = 9_999  # of padding, indents and batches; range() has Jinja's own bound
+CHARS_PER_WORK = 16
+
+_WIDTHS = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill"}
+)
+# A width of five digits, or one that is an argument, in a format for % or for str.format.
+_WIDE_FORMAT = re.compile(r"%[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*\d{5}|\{[^{}]+\{")
+
+
+class TemplateLimit(TemplateError):
+    """The template did too much."""
+
+
+class TemplateRefusal(TemplateError):
+    """The template called raise_exception: what it was given does not fit it."""
+
+
+class _Budget(threading.local):
+    """What the rendering under way in this thread has used."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.work = 0
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self.weights: dict[int, tuple[object, int]] = {}  # by identity; the object is kept so that it stays its own
+
+    def spend(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK:
+            raise TemplateLimit(f"it did more than {MAX_WORK} steps")
+        if time.monotonic() > self.deadline:
+            raise TemplateLimit(f"it ran for more than {MAX_SECONDS} seconds")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _GenerationTag],
+            finalize=pass_context(lambda context, value: self._written(value)),
+        )
+        self.budget = _Budget()
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.filters["tojson"] = self._tojson
+        self.filters["_joined"] = lambda pieces: "".join(map(str, pieces))
+        self.filters.update({name: self._bounded(name, function) for name, function in self.filters.items()})
+        self.filters["_weighed"] = self._weighed
+        self.filters["_counted"] = self._counted
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _instrument(tree)
+        return tree
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.budget.spend(1)
+        receiver = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the sandbox wraps str.format
+        if isinstance(receiver, str):
+            self._check_growth(obj.__name__, (receiver, *args, *kwargs.values()))
+        elif isinstance(obj, LoopContext) and args:  # a recursive loop goes another level down
+            args = (self._counted(args[0], 0), *args[1:])
+        return self._checked(super().call(context, obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.budget.spend(1)
+        _check_operands(operator, left, right)
+        return self._weighed(super().call_binop(context, operator, left, right))
+
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts, and looks before it leaps. `wraps` keeps Jinja's note of what it wants passed."""
+        n_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self.budget.spend(1)
+            self._check_growth(name, (*args[n_passed:], *kwargs.values()))
+            return self._checked(function(*args, **kwargs))
+
+        return bounded
+
+    def _check_growth(self, name: str, args: Sequence[Any]) -> None:
+        """`args` begin with what the filter or the method is applied to."""
+        if name in _WIDTHS and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args[1:]):
+            raise TemplateLimit(f"it calls {name} with a number above {MAX_WIDTH}")
+        if name in _GROWTH and len(args) > 1 and _GROWTH[name](args[0], *args[1:]) > MAX_CHARS:
+            raise TemplateLimit(f"{name} would make a text of more than {MAX_CHARS} characters")
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            self.budget.spend(len(value) // CHARS_PER_WORK)
+            if len(value) > MAX_CHARS:
+                raise TemplateLimit(f"it made a text of more than {MAX_CHARS} characters")
+        elif isinstance(value, list | tuple | dict) and len(value) > MAX_ITEMS:
+            raise TemplateLimit(f"it made a list of more than {MAX_ITEMS} items")
+        return value
+
+    def _weighed(self, value: Any) -> Any:
+        if self._weight(value) > MAX_CHARS:
+            raise TemplateLimit(f"it made a value of more than {MAX_CHARS} characters")
+        return value
+
+    def _weight(self, value: Any) -> int:
+        """Characters and items in a value, however often it contains another. Values do not change: weighed once."""
+        if isinstance(value, str):
+            return len(value) + 1
+        if not isinstance(value, list | tuple | dict):
+            return 1
+        known = self.budget.weights.get(id(value))
+        if known is None:
+            self.budget.spend(len(value))
+            inner = value.values() if isinstance(value, dict) else value
+            known = self.budget.weights[id(value)] = (value, 1 + len(value) + sum(map(self._weight, inner)))
+        return known[1]
+
+    def _counted(self, iterable: Any, n_literal: int) -> "_Rounds":
+        """What a loop goes over; each round costs one and the literal text in the loop's body."""
+        return _Rounds(iterable, self.budget, 1 + max(n_literal, 0) // CHARS_PER_WORK)
+
+    def _written(self, value: Any) -> str:
+        """Every expression's value on its way into the output, a block or a macro."""
+        text = value if isinstance(value, str) else str(self._weighed(value))
+        self.budget.spend(len(text) // CHARS_PER_WORK)
+        return text
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Unlike Jinja's own, which escapes for HTML: models are trained on plain JSON."""
+        plain = self._weighed(value)
+        return dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Rounds:
+    """An iterable that is paid for round by round. It has a length if what it goes over has one.
+
+    Every attribute has an underscore: templates may hold one of these, and cannot read such names.
+    """
+
+    __slots__ = ("_budget", "_iterable", "_price")
+
+    def __init__(self, iterable: Any, budget: _Budget, price: int) -> None:
+        self._iterable = iterable
+        self._budget = budget
+        self._price = price
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            self._budget.spend(self._price)
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model wrote, for training. Here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _instrument(node: nodes.Node) -> None:
+    """Puts the counting filters where a template can loop or grow without a call."""
+    for field, child in node.iter_fields():
+        if isinstance(child, nodes.Node):
+            setattr(node, field, _instrumented(child))
+        elif isinstance(child, list):
+            child[:] = [_instrumented(item) if isinstance(item, nodes.Node) else item for item in child]
+    if isinstance(node, nodes.For):
+        n_literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        node.iter = _filtered(node.iter, "_counted", nodes.Const(n_literal))
+
+
+def _instrumented(node: nodes.Node) -> nodes.Node:
+    _instrument(node)
+    if isinstance(node, nodes.Concat):
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+    literal = isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+    constant = all(isinstance(child, nodes.Const) for child in node.find_all(nodes.Expr))
+    return _filtered(node, "_weighed") if literal and not constant else node
+
+
+def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
+        raise TemplateLimit(f"it formats a text with a width above {MAX_WIDTH}")
+    if operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_CHARS:
+                raise TemplateLimit(f"it makes a value of more than {MAX_CHARS} characters")
+    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TemplateLimit(f"it computes a number of more than {MAX_BITS} bits")
+
+
+def _joined_length(one: Any, other: Any = "", *_: Any) -> int:
+    """`join` is called on the separator as a method, on the pieces as a filter."""
+    separator, pieces = (one, other) if isinstance(one, str) else (other, one)
+    return _length(separator) * _length(pieces)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple | dict) else 1
+
+
+# How long a result can be when that is more than what went in.
+_GROWTH: dict[str, Callable[..., int]] = {
+    "replace": lambda text, old="", new="", *_: str(text).count(str(old)) * _length(new),
+    "join": _joined_length,
+    "indent": lambda text, width=4, *_: (
+        (str(text).count("\n") + 1) * (width if isinstance(width, int) else _length(width))
+    ),
+    "format": lambda text, *_: MAX_CHARS + 1 if _WIDE_FORMAT.search(str(text)) else 0,
+    "format_map": lambda text, *_: MAX_CHARS + 1 if _WIDE_FORMAT.search(str(text)) else 0,
+}
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateRefusal(str(message)[:1000])

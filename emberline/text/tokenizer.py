@@ -1,0 +1,171 @@
+"""Text to token ids, and a token's bytes. Made by gguf_tokenizer.py or hf_tokenizer.py."""
+
+import re
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Literal
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.tokens import pack
+from emberline.text import trie
+from emberline.text.words import Words
+from emberline.weights.errors import BadCheckpoint
+
+OFF_LOOP_BYTES = 16 << 10  # longer text is tokenised off the event loop, by the caller
+
+# Where the tokenizer puts a space before text by itself: nowhere, at the beginning, or after every special token too.
+PrefixSpace = Literal["never", "first", "always"]
+Spelling = Literal["bytelevel", "metaspace"]  # how vocabulary entries write bytes and spaces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a tokenizer is made of, whichever file it was read from."""
+
+    model: models.Model
+    normalizer: normalizers.Normalizer | None
+    pre_tokenizer: pre_tokenizers.PreTokenizer | None
+    added: dict[int, AddedToken]  # matched in text before the model sees it; by id, ascending
+    spelling: Spelling
+    vocab_size: int
+    bos_id: int | None
+    add_bos: bool  # sequences begin with bos_id
+    prefix_space: PrefixSpace
+    unspaced: normalizers.Normalizer | None = None  # `normalizer` without the prefix space
+    uncuttable: str | None = None  # see Words; None: word by word would not be exact
+
+
+class Tokenizer:
+    """Special tokens (control tokens, AddedToken.special) are parsed in text only when asked for."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.vocab_size = parts.vocab_size
+        self.bos_id = parts.bos_id
+        self.add_bos = parts.add_bos and parts.bos_id is not None
+        self.prefix_space = parts.prefix_space
+        self._parsing = _assemble(parts, parts.normalizer)
+        self._plain = _assemble(parts, parts.normalizer, special=False)
+        for token_id, token in parts.added.items():
+            if self._parsing.token_to_id(token.content) != token_id:
+                raise BadCheckpoint(f"added token {token.content!r} cannot have the id {token_id}: ids are left out")
+        self.special = {token.content: token_id for token_id, token in parts.added.items() if token.special}
+        self.special_ids = frozenset(self.special.values())
+        self._added_text = "\0".join(token.content for token in parts.added.values())
+        self.bound = cache(self._bound)
+        self.token_bytes = TokenBytes(self._parsing, parts, self.special_ids)
+        self._guarded = lru_cache(maxsize=4)(self._guard)
+        self._words = self._make_words()
+        pattern = trie.longest(self.special)
+        self.match_special = re.compile(pattern).match
+        self._split_special = re.compile(f"({pattern})").split
+        self._packed = {text: pack([token_id]) for text, token_id in self.special.items()}
+
+    def encode(self, text: str, *, special: bool) -> bytes:
+        """Ids of `text`, u32 little-endian, without a beginning-of-sequence token."""
+        if self._words is None or len(text) > OFF_LOOP_BYTES:
+            return _encode(self._parsing if special else self._plain, text)
+        if not special:
+            return self._encode_words(text, first=True)
+        pieces = self._split_special(text)
+        packed = self._packed
+        ids = [
+            packed[piece] if index % 2 else self._encode_words(piece, first=index == 0)
+            for index, piece in enumerate(pieces)
+        ]
+        return b"".join(ids)
+
+    def encode_marked(self, text: str, mark: str) -> bytes:
+        """As `encode` with special tokens, except that a special token with `mark` inside is ordinary text."""
+        return _encode(self._guarded(mark), text) if mark else self.encode(text, special=True)
+
+    def _bound(self, token_id: int) -> str | None:
+        """The text of a special token at which text may be cut and tokenised apart: one that neither looks at the
+        text before it nor stands inside another added token."""
+        token = self._parts.added.get(token_id)
+        if token is None or not token.special or token.lstrip or token.single_word:
+            return None
+        return token.content if self._added_text.count(token.content) == 1 else None
+
+    def _encode_words(self, text: str, *, first: bool) -> bytes:
+        assert self._words is not None
+        if not text:
+            return b""
+        spaced = self.prefix_space == "always" or (first and self.prefix_space == "first")
+        return self._words.encode(" " + text if spaced else text)
+
+    def _make_words(self) -> Words | None:
+        parts = self._parts
+        strip = any(token.lstrip or token.rstrip or token.single_word for token in parts.added.values())
+        if parts.uncuttable is None or strip:
+            return None
+        bare = _assemble(parts, parts.unspaced, special=False) if parts.prefix_space != "never" else self._plain
+        return Words(lambda text: _encode(bare, text), parts.uncuttable)
+
+    def _guard(self, mark: str) -> tokenizers.Tokenizer:
+        """Special tokens are found in the raw text, so a mark inside one hides it; then the marks are taken out."""
+        erase = normalizers.Replace(mark, "")
+        inner = self._parts.normalizer
+        return _assemble(self._parts, erase if inner is None else normalizers.Sequence([erase, inner]))
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that a token stands for, filled in as they are asked for. Special tokens stand for none."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, parts: Parts, special_ids: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(special_ids, b""))
+        self._tokenizer = tokenizer
+        self._bytelevel = parts.spelling == "bytelevel"
+        self._literal = frozenset(token.content for token in parts.added.values())
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = self.spell(token_id)
+        return value
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes of any token, special ones included."""
+        text = self._tokenizer.id_to_token(token_id)
+        if text is None:  # the model's table may be longer than the vocabulary
+            return b""
+        if text in self._literal:
+            return text.encode()
+        if self._bytelevel:
+            try:
+                return text.translate(_BYTE_OF).encode("latin-1")
+            except UnicodeEncodeError:  # an entry outside the byte alphabet is literal
+                return text.encode()
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
+
+
+def _assemble(parts: Parts, normalizer: normalizers.Normalizer | None, *, special: bool = True) -> tokenizers.Tokenizer:
+    """One view of the vocabulary. The views share the model's tables."""
+    tokenizer = tokenizers.Tokenizer(parts.model)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if parts.pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = parts.pre_tokenizer
+    tokenizer.add_tokens(list(parts.added.values()))
+    tokenizer.encode_special_tokens = not special
+    return tokenizer
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> bytes:
+    try:
+        return pack(tokenizer.encode(text, add_special_tokens=False).ids)
+    except (TypeError, UnicodeEncodeError):  # what the library says to it
+        raise BadInput("the text contains a lone surrogate (half of a UTF-16 pair), which is not Unicode") from None
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's alphabet: every byte as a printable character; here character → byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

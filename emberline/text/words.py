@@ -1,0 +1,49 @@
+"""Tokenising word by word from memory: the same ids as the whole text at once, an order of magnitude sooner.
+
+Text is cut only where no token can reach across: before a single space between two words, and after a single line
+break between two words.
+What lies between two cuts is tokenised once and remembered, already packed.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+MAX_WORDS = 1 << 15
+MAX_WORD_CHARS = 48  # longer ones (data, paths) hardly come again
+
+Encode = Callable[[str], bytes]
+
+
+class Words:
+    """`encode` tokenises one piece of ordinary text; `uncuttable` are characters that a token joins to a space."""
+
+    def __init__(self, encode: Encode, uncuttable: Iterable[str] = ()) -> None:
+        self._encode = encode
+        self._known: dict[str, bytes] = {}
+        self._cut = _cutter("".join(uncuttable)).findall
+
+    def encode(self, text: str) -> bytes:
+        known = self._known
+        words: list[str] = self._cut(text)
+        try:
+            return b"".join([known[word] for word in words])
+        except KeyError:
+            return b"".join([known.get(word) or self._learn(word) for word in words])
+
+    def _learn(self, word: str) -> bytes:
+        ids = self._encode(word)
+        if len(word) <= MAX_WORD_CHARS:
+            if len(self._known) >= MAX_WORDS:
+                self._known.clear()
+            self._known[word] = ids
+        return ids
+
+
+def _cutter(uncuttable: str) -> re.Pattern[str]:
+    """Finds words: an optional leading space, text, and on over any white space that is not a cut.
+
+    A cut lies before ` x` when what precedes is neither white space nor uncuttable, and in `x\\ny` before `y`.
+    """
+    no_cut = f"(?<=[{re.escape(uncuttable)}]) (?=\\S)|" if uncuttable else ""
+    gap = rf"(?:{no_cut}[^\S ]\s*| \s+| \Z)"
+    return re.compile(rf"(?: ?\S+|\s+(?:(?<!\S\n)\S+)?)(?:{gap}(?:(?<!\S\n)\S+)?)*")

@@ -1,0 +1,126 @@
+"""A Hugging Face folder as a checkpoint: config.json, and safetensors in one file or in shards."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from emberline.weights.checkpoint import Checkpoint
+from emberline.weights.config import ModelConfig
+from emberline.weights.errors import BadCheckpoint
+from emberline.weights.hf_config import read_config
+from emberline.weights.safetensors import KINDS, SafetensorsFile
+from emberline.weights.tensor import Weight
+
+MAX_JSON_BYTES = 64 << 20
+_INDEX = "model.safetensors.index.json"
+_TOP = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GEMMA_PARTS = _PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_LAYER = re.compile(r"layers\.(\d{1,4})\.([a-z_.]+)\.(weight|bias)")
+# Where the text model lies inside its file, longest first: multimodal Gemma 3 nests it, in one of two ways.
+_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+# Not part of the text model, or computed instead of read.
+_IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
+
+
+def folder_config(folder: Path) -> ModelConfig:
+    """The description alone, without the weights (which tell whether there are biases)."""
+    return read_config(_json(folder, "config.json"), _json(folder, "generation_config.json", optional=True))
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    config = folder_config(folder)
+    files = [SafetensorsFile.open(folder / name) for name in _shards(folder)]
+    weights: dict[str, Weight] = {}
+    for file in files:
+        for weight in _weights(file, config):
+            if weight.name in weights:
+                raise BadCheckpoint(f"tensor {weight.name!r} is in two files")
+            weights[weight.name] = weight
+    config = msgspec.structs.replace(config, qkv_bias="blk.0.attn_q.bias" in weights)
+
+    def close() -> None:
+        for file in files:
+            file.close()
+
+    return Checkpoint(config, weights, close)
+
+
+def _json(folder: Path, name: str, *, optional: bool = False) -> dict[str, object]:
+    path = folder / name
+    if not path.is_file():
+        if optional:
+            return {}
+        raise BadCheckpoint(f"{folder.name} has no {name}")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise BadCheckpoint(f"{name} is larger than {MAX_JSON_BYTES >> 20} MB")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{name} is not valid: {error}") from None
+
+
+def _shards(folder: Path) -> list[str]:
+    """The names of the safetensors files, which must lie in the folder itself."""
+    if not (folder / _INDEX).is_file():
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if len(names) != 1:
+            raise BadCheckpoint(f"{folder.name} has {len(names)} safetensors files and no {_INDEX}")
+        return names
+    weight_map = _json(folder, _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{_INDEX} has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise BadCheckpoint(f"{_INDEX} names {str(name)[:80]!r}, not a safetensors file of this folder")
+    return sorted(set(weight_map.values()))
+
+
+def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
+    weights = []
+    for key, tensor in file.tensors.items():
+        name = canonical(key, config)
+        if name is None:
+            continue
+        kind = KINDS.get(tensor.dtype)
+        if kind is None or not 1 <= len(tensor.shape) <= 2:
+            raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}: read are {', '.join(KINDS)}")
+        raw = file.bytes_of(tensor).reshape(tensor.shape[0], -1)
+        shift = 1.0 if config.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+        weights.append(Weight(name, tensor.shape, kind, raw, shift=shift))
+    return weights
+
+
+def canonical(key: str, config: ModelConfig) -> str | None:
+    """A Hugging Face tensor's canonical name; None where it is not needed, BadCheckpoint where unknown."""
+    if _IGNORED.match(key):
+        return None
+    if key in ("lm_head.weight", "language_model.lm_head.weight"):
+        return None if config.tie_embeddings else "output.weight"
+    inner = next((key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)), key)
+    layer = _LAYER.fullmatch(inner)
+    if layer is None:
+        name = _TOP.get(inner)
+    else:
+        part = (_GEMMA_PARTS if config.architecture == "gemma3" else _PARTS).get(layer[2])
+        name = part and f"blk.{int(layer[1])}.{part}.{layer[3]}"
+    if name is None:
+        raise BadCheckpoint(f"tensor {key[:120]!r} has no place in a {config.architecture} model")
+    return name

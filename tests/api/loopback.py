@@ -1,0 +1,46 @@
+"""The app on a real port, in a thread of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvloop
+
+from emberline.api.asgi import ASGIApp
+from emberline.api.server import serve
+
+
+class Loopback:
+    def __init__(self, app: ASGIApp, drain_s: float) -> None:
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=uvloop.run, args=(self._serve(app, drain_s),), daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    async def _serve(self, app: ASGIApp, drain_s: float) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        await serve(app, self.sock, drain_s=drain_s, stop=self._stop)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def on_loopback(app: ASGIApp, drain_s: float = 0.2) -> Iterator[Loopback]:
+    server = Loopback(app, drain_s)
+    try:
+        yield server
+    finally:
+        if server._thread.is_alive():
+            server.stop()
+        server.join()

@@ -1,0 +1,142 @@
+"""A service that answers from a script, and clients that reach the app without a socket."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.asgi import ASGIApp
+from emberline.api.ports import Events
+from emberline.catalog.card import ModelCard, PathSource
+from emberline.protocol.errors import MalformedModelId, ModelNotFound
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest
+from emberline.service.health import Health
+
+MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
+KEY = "correct-horse-battery-staple"
+Script = Callable[[GenerateRequest], AsyncIterator[TextEvent]]
+
+
+def card(model_id: str, author: str, **fields: Any) -> ModelCard:
+    return ModelCard(
+        id=model_id,
+        aliases=(model_id.rpartition("/")[2],),
+        description=f"{model_id}, for tests.",
+        author=author,
+        context_window=8192,
+        source=PathSource("/nowhere"),
+        created_at="2024-10-31 00:00:00.000",
+        **fields,
+    )
+
+
+CARDS = [card(MODEL, "huggingfacetb", license="apache-2.0"), card("@hf/acme/tiny", "acme")]
+USAGE = Usage(prompt_tokens=12, completion_tokens=3, cached_by_tier={"device": 8})
+
+
+async def hello(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+    """Every choice says "Hello!" in three pieces."""
+    yield Started(Usage(prompt_tokens=12, completion_tokens=1, cached_by_tier={"device": 8}))
+    for index in range(request.n):
+        for piece in ("Hel", "lo", "!"):
+            yield TextDelta(index, piece)
+        yield ChoiceDone(index, "stop")
+    yield Completed(Usage(prompt_tokens=12, completion_tokens=3 * request.n, cached_by_tier={"device": 8}))
+
+
+class ScriptedService:
+    def __init__(self, script: Script = hello) -> None:
+        self.script = script
+        self.requests: list[GenerateRequest] = []
+        self.principals: list[Principal] = []
+        self.open = 0  # event streams not closed yet
+        self.ok = True
+
+    async def generate(self, request: GenerateRequest, principal: Principal) -> Events:
+        self.resolve(request.model)
+        self.requests.append(request)
+        self.principals.append(principal)
+        self.open += 1
+        try:
+            async for event in self.script(request):
+                yield event
+        finally:
+            self.open -= 1
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
+        self.resolve(request.model)
+        self.requests.append(request)
+        return sum(len(message.content.split()) for message in request.messages or ())
+
+    def models(self) -> list[ModelCard]:
+        return CARDS
+
+    def resolve(self, model_id: str) -> ModelCard:
+        if not model_id.isascii() or not model_id.isprintable() or " " in model_id:
+            raise MalformedModelId("a model id is @source/author/name")
+        for known in CARDS:
+            if model_id in (known.id, *known.aliases):
+                return known
+        raise ModelNotFound(f"No such model {model_id} or task", param="model")
+
+    async def health(self) -> Health:
+        load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100}
+        load |= {"output_tokens": 7, "cached_tokens": 8}
+        engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
+        return Health(self.ok, {"engines": [engine]})
+
+    async def metrics(self) -> bytes:
+        return b"# TYPE emberline_requests counter\nemberline_requests_total 1.0\n"
+
+
+def app_of(service: ScriptedService, key: str | None = None, **settings: Any) -> ASGIApp:
+    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings))
+
+
+def client_of(service: ScriptedService, key: str | None = None, **settings: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app_of(service, key, **settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
+
+
+class Wire:
+    """One ASGI request driven by hand: what the server would see, piece by piece."""
+
+    def __init__(self, app: ASGIApp, path: str, body: bytes, method: str = "POST", **headers: str) -> None:
+        fields = {"host": "127.0.0.1:8686", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "scheme": "http",
+            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
+            "server": ("127.0.0.1", 8686),
+        }
+        self.inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.sent: list[dict[str, Any]] = []
+        self.progress = asyncio.Event()
+        self.task = asyncio.create_task(app(self.scope, self.inbox.get, self._send))  # type: ignore[arg-type]
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.progress.set()
+
+    def leave(self) -> None:
+        self.inbox.put_nowait({"type": "http.disconnect"})
+
+    async def until_sent(self, text: bytes) -> None:
+        while text not in self.body:
+            self.progress.clear()
+            await asyncio.wait_for(self.progress.wait(), 5)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)

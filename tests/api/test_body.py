@@ -1,0 +1,185 @@
+"""Whatever a body holds, the answer is a clear 4xx in the caller's dialect, and the next request is served."""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.api import body as bodies
+from emberline.api.openai_chat import ChatRequest
+from emberline.protocol.errors import BadInput
+
+from .scripted import MODEL, ScriptedService, Wire, app_of
+
+DOORS = {
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"model": MODEL, "prompt": "Hi"},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+    f"/client/v4/accounts/a/ai/run/{MODEL}": {"prompt": "Hi"},
+    "/client/v4/accounts/a/ai/run": {"model": MODEL, "input": {"prompt": "Hi"}},
+    "/client/v4/accounts/a/ai/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+}
+BROKEN = {
+    "empty": b"",
+    "no object": b"[1]",
+    "truncated": b'{"model":',
+    "text after": b"{} {}",
+    "NaN": b'{"temperature":NaN}',
+    "deep arrays": b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep objects": b'{"x":' * 200_000 + b"1" + b"}" * 200_000,
+    "invalid UTF-8": b'{"prompt":"\xff"}',
+    "invalid UTF-8 in a field nobody reads": b'{"nobody":"\xc3\x28"}',
+    "lone surrogate": b'{"model":"\\ud800"}',
+    "utf-16": '{"prompt":"Hi"}'.encode("utf-16"),
+    "wrong types": b'{"model":5,"messages":"x","prompt":{},"input":[]}',
+    "huge number": b'{"max_tokens":' + b"9" * 5000 + b',"input":{}}',
+}
+
+
+def message_of(answer: httpx.Response) -> str:
+    found = answer.json()
+    return found["errors"][0]["message"] if "errors" in found else found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_broken_bodies(client: httpx.AsyncClient, path: str, kind: str) -> None:
+    answer = await client.post(path, content=BROKEN[kind])
+    assert answer.status_code == 400, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert len(message_of(answer)) > 10
+    assert (await client.post(path, json=DOORS[path])).status_code == 200
+
+
+@pytest.mark.parametrize("path", DOORS)
+async def test_any_content_type_but_media(client: httpx.AsyncClient, path: str) -> None:
+    whole = json.dumps(DOORS[path])
+    for kind in ("application/json", "application/x-www-form-urlencoded", "text/plain; charset=utf-8", ""):
+        answer = await client.post(path, content=whole, headers={"content-type": kind} if kind else {})
+        assert answer.status_code == 200, kind
+    for kind in ("multipart/form-data; boundary=x", "audio/wav", "image/png", "Application/Octet-Stream"):
+        answer = await client.post(path, content=whole, headers={"content-type": kind})
+        assert answer.status_code == 400, kind
+    assert (await client.post(path, content=whole, headers={"content-encoding": "gzip"})).status_code == 400
+
+
+CHAT = DOORS["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": 1 << 40}, "max_tokens"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"lora": "x"}, "lora"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs"),
+    ],
+)
+async def test_the_field_is_named(
+    client: httpx.AsyncClient, service: ScriptedService, change: dict, param: str
+) -> None:
+    answer = await client.post("/v1/chat/completions", json=CHAT | change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [1 << 32]}, "prompt[0]"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 6}, "logprobs"),
+    ],
+)
+async def test_the_field_is_named_in_completions(client: httpx.AsyncClient, change: dict, param: str) -> None:
+    answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "Hi"} | change)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_too_large(client: httpx.AsyncClient, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1 << 20)
+    whole = json.dumps(CHAT | {"padding": "x" * (1 << 20)}).encode()
+
+    async def pieces():
+        yield whole[:500_000]
+        yield whole[500_000:]
+
+    for path, code in (("/v1/chat/completions", None), (f"/client/v4/accounts/a/ai/run/{MODEL}", 3006)):
+        answer = await client.post(path, content=whole if announced else pieces())
+        assert answer.status_code == 413
+        assert code is None or answer.json()["errors"][0]["code"] == code
+
+
+async def test_a_body_that_stops_arriving(service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "IDLE_S", 0.01)
+    wire = Wire(app_of(service), "/v1/completions", b"")
+    wire.inbox.get_nowait()
+    wire.inbox.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+    await asyncio.wait_for(wire.task, 5)
+    assert wire.sent[0]["status"] == 408
+
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(ChatRequest.__struct_fields__), _json | st.binary(max_size=20))
+def test_decoding_either_works_or_is_bad_input(field: str, value: object) -> None:
+    body = json.dumps(CHAT | {field: None if isinstance(value, bytes) else value}).encode()
+    raw = body.replace(b"null", value) if isinstance(value, bytes) else body
+    with suppress(BadInput):
+        assert isinstance(bodies.decode(raw, _decoder), ChatRequest)

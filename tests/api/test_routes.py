@@ -1,0 +1,76 @@
+"""Every route declares its policy, and means it."""
+
+import pytest
+
+from emberline.api.errors import CODES
+from emberline.api.route import Policy, Route
+from emberline.api.routes import ROUTES
+from emberline.protocol.errors import EmberlineError
+
+from .scripted import KEY, MODEL, ScriptedService, client_of
+
+OPEN = {"/", "/favicon.ico", "/health", "/openapi.json"}
+
+
+def url(route: Route) -> str:
+    return route.path.replace("{account}", "acme").replace("{model}", MODEL)
+
+
+def test_what_is_open() -> None:
+    """A new open route has to be written down here too."""
+    assert {route.path for route in ROUTES if route.policy is Policy.OPEN} == OPEN
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+async def test_the_policy_holds(service: ScriptedService, route: Route) -> None:
+    async with client_of(service, KEY) as client:
+        tries = [
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": KEY},
+            {"x-api-key": KEY[:-1]},
+            {"x-api-key": KEY + "x"},
+        ]
+        for headers in tries:
+            answer = await client.request(route.method, url(route), headers=headers, json={})
+            assert (answer.status_code == 401) == (route.policy is Policy.KEY), answer.text
+            assert MODEL not in answer.text
+        answer = await client.request(route.method, url(route), headers={"authorization": f"Bearer {KEY}"}, json={})
+        assert answer.status_code != 401
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+async def test_other_methods(service: ScriptedService, route: Route) -> None:
+    async with client_of(service) as client:
+        others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
+            r.method for r in ROUTES if r.path == route.path
+        }
+        for method in others:
+            answer = await client.request(method, url(route))
+            assert answer.status_code == 405, method
+            assert route.method in answer.headers["allow"]
+            native = answer.json().get("errors", [{}])[0].get("code")
+            assert (
+                native == 7001
+                if route.path.startswith("/client")
+                else answer.json()["error"]["code"] == "method_not_allowed"
+            )
+        if route.method == "GET":
+            assert (await client.head(url(route))).status_code in (200, 204, 400)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1", "/v1/", "/v1/nope", "/v1/models/", "/metrics/", "/health/x", "/api", "/docs", "/v1/chat"]
+)
+async def test_no_route(service: ScriptedService, path: str) -> None:
+    async with client_of(service) as client:
+        answer = await client.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "unknown_url"
+
+
+def test_every_kind_of_error_has_codes() -> None:
+    def kinds(cls: type[EmberlineError]) -> set[str]:
+        return {cls.kind}.union(*(kinds(sub) for sub in cls.__subclasses__()))
+
+    assert kinds(EmberlineError) <= set(CODES)

@@ -1,0 +1,135 @@
+"""A scripted engine inside the test's own event loop: real frames over a real socket, no model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.link import Link
+from emberline.protocol import tokens
+from emberline.protocol.errors import ErrorInfo, Unauthorized
+from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
+from emberline.protocol.frames import (
+    Abort,
+    EngineInfo,
+    EngineLoad,
+    Hello,
+    Refused,
+    Step,
+    Submit,
+    Welcome,
+    to_engine_decoder,
+)
+from emberline.protocol.request import EngineRequest
+
+EOS = 2
+Script = Callable[[EngineRequest], Sequence[int]]
+
+
+class FakeEngine:
+    """Answers every request with its script's token ids; `script = None` leaves it to the test to call `step`."""
+
+    def __init__(self, path: Path, script: Script | None = None, *, name: str = "e0", **info: object) -> None:
+        self.endpoint = Endpoint(name=name, address=f"unix:{path}", token="join")
+        self.script = script
+        self.cached = 0
+        self.burst = 1  # tokens a step
+        self.submitted: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.links: set[_Link] = set()
+        self.steps = 0
+        self.info = EngineInfo(
+            **{  # type: ignore[arg-type]
+                "model": "test",
+                "fingerprint": "f" * 32,
+                "context_len": 256,
+                "vocab_size": 512,
+                "eos_ids": (EOS,),
+                "max_running": 8,
+            }
+            | info
+        )
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> "FakeEngine":
+        path, host, port = self.endpoint.split()
+        loop = asyncio.get_running_loop()
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+            self._server = await loop.create_unix_server(lambda: _Link(self), path)
+        else:
+            self._server = await loop.create_server(lambda: _Link(self), host, port)
+        return self
+
+    async def die(self) -> None:
+        """What a crash looks like from outside: the socket is gone, connections are cut."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        links = list(self.links)
+        for link in links:
+            link.drop("killed")
+        await asyncio.gather(*(link.closed for link in links))
+
+    def step(self, *deltas: TokenDelta) -> None:
+        self.steps += 1
+        for link in self.links:
+            link.send(Step(list(deltas), EngineLoad(running=1, steps=self.steps, kv_used_blocks=1, kv_total_blocks=4)))
+
+    async def submission(self, n: int = 1) -> list[EngineRequest]:
+        """Wait until `n` requests have arrived."""
+        while len(self.submitted) < n:
+            await asyncio.sleep(0.001)
+        return self.submitted
+
+    async def play(self, request: EngineRequest) -> None:
+        assert self.script is not None
+        ids = list(self.script(request))
+        limit = request.sampling.max_tokens or len(ids)
+        usage = Usage(prompt_tokens=tokens.count(request.prompt_ids), cached_by_tier={"device": self.cached})
+        for start in range(0, min(limit, len(ids)), self.burst):
+            if request.id in self.aborted:
+                return
+            chunk = ids[start : min(start + self.burst, limit)]
+            last = start + len(chunk) >= min(limit, len(ids))
+            finish: FinishReason | None = ("stop" if chunk[-1] == EOS else "length") if last else None
+            logprobs = None
+            if request.sampling.logprobs is not None:
+                logprobs = [
+                    TokenLogprobs(i, -0.5, [(i, -0.5), (i + 1, -1.5)][: request.sampling.logprobs]) for i in chunk
+                ]
+            self.step(
+                TokenDelta(request.id, tokens.pack(chunk), finish, usage if start == 0 or last else None, logprobs)
+            )
+            await asyncio.sleep(0)
+
+
+class _Link(Link):
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_frame(self, payload: bytes) -> None:
+        engine, message = self._engine, to_engine_decoder.decode(payload)
+        if isinstance(message, Hello):
+            self._greet(message)
+        elif isinstance(message, Submit):
+            engine.submitted += message.requests
+            if engine.script is not None:
+                for request in message.requests:
+                    self._tasks.add(asyncio.ensure_future(engine.play(request)))
+        elif isinstance(message, Abort):
+            engine.aborted += message.ids
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.token == self._engine.endpoint.token:
+            self._engine.links.add(self)
+            self.send(Welcome(self._engine.info, EngineLoad()))
+        else:
+            self.send(Refused(ErrorInfo(Unauthorized.kind, "wrong token")))
+
+    def on_close(self, reason: str) -> None:
+        self._engine.links.discard(self)
+        for task in self._tasks:
+            task.cancel()

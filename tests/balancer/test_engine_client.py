@@ -1,0 +1,168 @@
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.engine_client import EngineClient
+from emberline.protocol import tokens
+from emberline.protocol.errors import Unavailable
+from emberline.protocol.events import TokenDelta
+from emberline.protocol.frames import EngineLoad, Step
+from emberline.protocol.request import EngineRequest, SamplingParams
+from tests.balancer.fake_engine import FakeEngine
+
+PATIENCE_S = 5.0
+
+
+def ask(sequence_id: str = "r1") -> EngineRequest:
+    return EngineRequest(id=sequence_id, prompt_ids=tokens.pack([1, 2, 3]), sampling=SamplingParams(max_tokens=8))
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[FakeEngine]:
+    engine = await FakeEngine(tmp_path / "e.sock").start()
+    yield engine
+    await engine.die()
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engine.endpoint)
+    client.start()
+    assert await client.wait_connected(PATIENCE_S)
+    yield client
+    await client.close()
+
+
+async def test_deltas_that_arrive_together_are_handed_over_together(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([ask()])
+    await engine.submission()
+    engine.step(TokenDelta("r1", tokens.pack([5])))
+    engine.step(TokenDelta("r1", tokens.pack([6])), TokenDelta("someone else", tokens.pack([9])))
+    engine.step(TokenDelta("r1", tokens.pack([7]), finish="length"))
+    await until(lambda: client.load.steps == 3)
+    deltas = await stream.next()
+    assert [tokens.unpack(delta.token_ids) for delta in deltas] == [[5], [6], [7]]
+    assert deltas[-1].finish == "length"
+    stream.close()
+    assert not engine.aborted
+
+
+async def test_a_waiting_consumer_wakes_for_each_step(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([ask()])
+    await engine.submission()
+    waiting = asyncio.ensure_future(stream.next())
+    await asyncio.sleep(0)
+    engine.step(TokenDelta("r1", tokens.pack([5])))
+    assert [tokens.unpack(delta.token_ids) for delta in await waiting] == [[5]]
+
+
+async def test_several_sequences_share_a_stream(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([ask("a")])
+    stream.submit([ask("b"), ask("c")])
+    await engine.submission(3)
+    engine.step(*(TokenDelta(name, tokens.pack([5]), finish="stop") for name in "abc"))
+    assert [delta.id for delta in await stream.next()] == ["a", "b", "c"]
+
+
+async def test_a_consumer_that_leaves_aborts_what_runs(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([ask("a"), ask("b"), ask("c")])
+    await engine.submission(3)
+    engine.step(TokenDelta("a", finish="stop"))
+    await stream.next()
+    stream.abort("b")
+    stream.close()
+    await until(lambda: len(engine.aborted) == 2)
+    assert sorted(engine.aborted) == ["b", "c"]
+    engine.step(TokenDelta("b", tokens.pack([1]), finish="cancelled"))  # late news of it is dropped
+    await until(lambda: client.load.steps == 2)
+
+
+async def test_a_dead_engine_fails_every_stream_after_what_it_sent(engine: FakeEngine, client: EngineClient) -> None:
+    first, second = client.stream([ask("a")]), client.stream([ask("b")])
+    await engine.submission(2)
+    engine.step(TokenDelta("a", tokens.pack([5])))
+    await until(lambda: client.load.steps == 1)
+    waiting = asyncio.ensure_future(second.next())
+    await engine.die()
+    with pytest.raises(Unavailable):
+        await waiting
+    assert len(await first.next()) == 1
+    with pytest.raises(Unavailable):
+        await first.next()
+    first.close()
+    with pytest.raises(Unavailable):
+        client.stream([ask("c")])
+    assert not client.connected
+
+
+async def test_reconnects_when_the_engine_is_back(engine: FakeEngine, client: EngineClient) -> None:
+    await engine.die()
+    await until(lambda: not client.connected)
+    await engine.start()
+    assert await client.wait_connected(PATIENCE_S)
+    client.stream([ask("again")])
+    await engine.submission()
+
+
+async def test_a_wrong_token_is_a_problem_that_is_told(engine: FakeEngine) -> None:
+    client = EngineClient(Endpoint(name="e0", address=engine.endpoint.address, token="guess"))
+    client.start()
+    await until(lambda: client.problem == "wrong token")
+    assert not client.connected
+    await client.close()
+
+
+async def test_a_peer_that_breaks_the_protocol_is_dropped(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([ask()])
+    await engine.submission()
+    for link in engine.links:
+        assert link._transport is not None
+        link._transport.write(b"\xff\xff\xff\xff and more")
+    with pytest.raises(Unavailable):
+        await stream.next()
+    await until(lambda: client.connected)  # and dialled again
+
+
+async def test_tcp_without_delay() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    engine = FakeEngine(Path("unused"))
+    engine.endpoint = Endpoint(name="e0", address=f"tcp:127.0.0.1:{port}", token="join")
+    await engine.start()
+    client = EngineClient(engine.endpoint)
+    client.start()
+    assert await client.wait_connected(PATIENCE_S)
+    assert client._link is not None
+    assert client._link._transport is not None
+    peer = client._link._transport.get_extra_info("socket")
+    assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await client.close()
+    await engine.die()
+
+
+async def test_load_and_progress_follow_the_steps(client: EngineClient) -> None:
+    before = client.progress_s
+    client.absorb(Step([], EngineLoad(running=3, steps=9)))
+    assert client.load.running == 3
+    assert client.progress_s > before
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "tcp:host", "tcp::1", "tcp:host:0", "tcp:host:70000", "http://x"])
+def test_bad_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="endpoint e0"):
+        Endpoint(name="e0", address=address).split()
+
+
+def test_addresses() -> None:
+    assert Endpoint(name="e", address="unix:/run/e:0.sock").split() == ("/run/e:0.sock", "", 0)
+    assert Endpoint(name="e", address="tcp:[::1]:90").split() == (None, "::1", 90)

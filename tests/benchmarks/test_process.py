@@ -1,0 +1,47 @@
+"""A server's process: its tree is weighed, timed and ended whole."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.process import Process, ServerDied, cpu_s
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; x = bytearray(40_000_000); time.sleep(60)"])
+while True: time.sleep(0.01)
+"""
+
+
+def test_weighs_and_ends_a_whole_tree(tmp_path: Path) -> None:
+    with Process([sys.executable, "-c", PARENT], tmp_path / "log") as server:
+        deadline = time.monotonic() + 20
+        while server.pss_bytes() < 45_000_000 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        tree = server.tree()
+        assert len(tree) == 2
+        assert server.pss_bytes() > 45_000_000
+        assert cpu_s(server.pid) >= 0.0
+        server.check()
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in tree) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_alive(pid) for pid in tree)
+
+
+def test_says_why_a_server_ended(tmp_path: Path) -> None:
+    with Process([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log") as server:
+        deadline = time.monotonic() + 20
+        while _alive(server.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(ServerDied, match="no such model"):
+            server.check()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,162 @@
+"""The workloads against a small server that counts words for tokens and remembers what it was asked."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import workloads
+from benchmarks.client import RequestFailed
+from benchmarks.contender import Setup
+from benchmarks.peers import llama_cpp, torch_peers, venv
+from benchmarks.prompts import Message, Prompts
+from benchmarks.workloads import Shape, Target
+
+SHAPE = Shape(
+    prompt=40, output=4, streams=3, prefill=100, sessions=2, turns=3, system=50, turn_prompt=20, turn_output=2
+)
+
+
+def count(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"].split()) for message in messages)
+
+
+def prompts(seed: str = "seed") -> Prompts:
+    return Prompts([" a", " b", " c"], count, seed)
+
+
+class WordServer:
+    """Streams `max_tokens` words. Its prompt cache: what one session sent before."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.running = 0
+        self.most_running = 0
+        self._known: dict[str, int] = {}
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines[1:] if line)}
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        self.asked.append((headers, body))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        for n in range(body["max_tokens"]):
+            await asyncio.sleep(0.005)
+            writer.write(_event(choices=[{"delta": {"content": f" r{n}"}, "finish_reason": None}]))
+        self.running -= 1
+        writer.write(_event(choices=[{"delta": {}, "finish_reason": "length"}]))
+        writer.write(_event(choices=[], usage=self._usage(headers, body)) + b"data: [DONE]\n\n")
+        writer.close()
+
+    def _usage(self, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        session = headers.get("x-session-affinity", "")
+        n_prompt = count(body["messages"])
+        cached = self._known.get(session, 0) if session else 0
+        self._known[session] = n_prompt
+        details = {"cached_tokens": cached}
+        return {"prompt_tokens": n_prompt, "completion_tokens": body["max_tokens"], "prompt_tokens_details": details}
+
+
+def _event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+@asynccontextmanager
+async def word_server() -> AsyncIterator[tuple[Target, WordServer]]:
+    server = WordServer()
+    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    async with listening:
+        yield Target(listening.sockets[0].getsockname()[1], "m"), server
+
+
+async def test_one_stream_counts_prefill_and_decode_apart() -> None:
+    async with word_server() as (target, server):
+        result = await workloads.one_stream(target, prompts(), SHAPE)
+    assert (result.prompt_tokens, result.output_tokens, result.notes) == (40, 4, [])
+    assert result.figures["prefill_tok_s"] == pytest.approx(40 / result.figures["ttft_s"])
+    assert 20 < result.figures["decode_tok_s"] < 250  # a word every 5 ms or more
+    body = server.asked[0][1]
+    assert body["ignore_eos"]
+    assert body["min_tokens"] == 4
+    assert body["temperature"] == 0
+
+
+async def test_streams_run_side_by_side() -> None:
+    async with word_server() as (target, server):
+        result = await workloads.streams_at_once(target, prompts(), SHAPE)
+    assert server.most_running == 3
+    assert result.output_tokens == 12
+    asked = {body["messages"][0]["content"] for _, body in server.asked}
+    assert len(asked) == 3
+
+
+async def test_a_replay_sends_each_session_whole_and_counts_what_was_cached() -> None:
+    async with word_server() as (target, server):
+        result = await workloads.agent_replay(target, prompts(), SHAPE)
+    assert server.most_running == 2
+    by_session: dict[str, list[list[Message]]] = {}
+    for headers, body in server.asked:
+        by_session.setdefault(headers["x-session-affinity"], []).append(body["messages"])
+    assert len(by_session) == 2
+    for turns in by_session.values():
+        assert [len(messages) for messages in turns] == [2, 4, 6]
+        for before, after in pairwise(turns):
+            assert after[: len(before)] == before
+            assert after[len(before)] == {"role": "assistant", "content": " r0 r1"}
+    systems = {turns[0][0]["content"] for turns in by_session.values()}
+    assert len(systems) == 1
+    # 50 of the system prompt; 20 each turn and 2 of each reply before it.
+    assert result.prompt_tokens == 2 * (70 + 92 + 114)
+    assert result.figures["cached_share"] == pytest.approx(2 * (70 + 92) / result.prompt_tokens)
+
+
+async def test_a_count_that_differs_is_remarked() -> None:
+    async with word_server() as (target, _):
+        short = Target(target.port, "m", lambda body: {**body, "max_tokens": 3})
+        result = await workloads.one_stream(short, prompts(), SHAPE)
+    assert result.notes == ["3 output tokens, 4 meant"]
+
+
+async def test_waiting_for_the_first_token_ends_when_the_server_has() -> None:
+    def dead() -> None:
+        raise RuntimeError("it ended")
+
+    with pytest.raises(RuntimeError, match="it ended"):
+        await workloads.first_token(Target(1, "m"), Prompts([" a"], count, ""), float("inf"), dead)
+    with pytest.raises(RequestFailed):
+        await workloads.first_token(Target(1, "m"), Prompts([" a"], count, ""), 0.0, lambda: None)
+
+
+def test_what_llama_cpp_says_of_its_build_is_cut_to_what_is_on() -> None:
+    said = "n_threads = 1 | CPU : AVX = 1 | AVX512 = 0 | AMX_INT8 = 1 |"
+    assert llama_cpp._enabled(said) == "AVX AMX_INT8"
+
+
+def test_transformers_gets_only_fields_it_knows() -> None:
+    body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True, "ignore_eos": True, "min_tokens": 5}
+    adapted = torch_peers._transformers_body(body)
+    assert set(adapted) == {"model", "messages", "max_tokens", "stream", "generation_config"}
+    assert json.loads(adapted["generation_config"])["max_new_tokens"] == 5
+
+
+def test_a_failed_set_up_step_says_what_it_printed(tmp_path: Path) -> None:
+    with pytest.raises(venv.SetupFailed, match="no compiler"):
+        venv.run(["sh", "-c", "echo no compiler; exit 3"], tmp_path / "log")
+    assert "no compiler" in (tmp_path / "log").read_text()
+
+
+def test_an_environment_is_made_once_for_its_pins(tmp_path: Path) -> None:
+    said: list[str] = []
+    setup = Setup(tmp_path / "m.gguf", tmp_path, said.append)
+    folder = tmp_path / "venv-x"
+    folder.mkdir()
+    (folder / "pins.txt").write_text("a==1")
+    assert venv.ensure_venv(setup, "x", ["a==1"]) == folder / "bin" / "python"
+    assert said == []

@@ -1,0 +1,58 @@
+"""The built-in shelf."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberline.catalog.card import ModelCard, WheelSource
+from emberline.catalog.cards import BUILT_IN, DEFAULT_MODEL, TASKS, authors, built_in, task
+from emberline.weights.checkpoint import open_checkpoint
+
+
+def test_names_lead_to_one_card_each() -> None:
+    names = [name for card in BUILT_IN for name in (card.id, *card.aliases)]
+    assert len(names) == len(set(names))
+    assert all(built_in(name) is not None for name in names)
+    assert built_in("SmolLM2") is built_in(DEFAULT_MODEL)
+    assert built_in("nothing") is None
+
+
+def test_ids_stay_the_same() -> None:
+    card = built_in("smollm2")
+    assert card is not None
+    assert card.uuid == "7b362890-e2d8-5c31-8829-f40fe14ee259"
+    assert len({row.id for row in TASKS} | {card.uuid for card in BUILT_IN}) == len(TASKS) + len(BUILT_IN)
+
+
+@pytest.mark.parametrize("card", BUILT_IN, ids=lambda card: card.aliases[0])
+def test_sources_are_pinned(card: ModelCard) -> None:
+    source = card.source
+    assert isinstance(source, WheelSource)
+    assert len(source.sha256) == 64
+    assert len(source.requirements) == len(source.members)
+    assert all("==" in requirement for requirement in source.requirements)
+
+
+def test_rows_for_the_search_endpoints() -> None:
+    assert [row.name for row in authors(BUILT_IN)] == ["google", "huggingfacetb"]
+    found = task("Text Generation")
+    assert found is not None
+    assert found in TASKS
+    assert task("Translation") is None
+
+
+def test_the_default_card_tells_the_truth(smollm2: Path) -> None:
+    card = built_in(DEFAULT_MODEL)
+    assert card is not None
+    config = open_checkpoint(smollm2).config
+    assert (card.context_window, card.architecture) == (config.context_len, config.architecture)
+    assert card.weight_bytes == smollm2.stat().st_size
+    assert card.properties["context_window"] == "8192"
+
+
+def test_the_catalog_is_free_of_torch() -> None:
+    modules = "emberline.catalog.pull, emberline.catalog.cards, emberline.weights.checkpoint"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

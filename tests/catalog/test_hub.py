@@ -1,0 +1,232 @@
+"""`hf:` against a stand-in hub."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emberline.catalog import hub
+from emberline.catalog.card import HubSource
+from emberline.catalog.errors import AccessDenied, HashMismatch, NoNetwork, NoSpace
+from emberline.catalog.hub import HubFile
+from emberline.catalog.progress import Progress
+from emberline.catalog.pull import pull
+from emberline.catalog.shelf import Shelf
+from emberline.protocol.errors import BadInput, ModelNotFound
+from emberline.weights.checkpoint import open_checkpoint
+
+from .standin import COMMIT, TOKEN, Handler, StandIn, standin
+from .tiny import CONFIG, folder_files, gguf_bytes
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
+    with standin(files=folder_files()) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr("time.sleep", lambda _: None)  # the hub client waits before it tries again
+        yield running
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "home")
+
+
+def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: Shelf) -> None:
+    seen: list[Progress] = []
+    card, path = pull("hf:org/tiny", shelf, seen.append)
+    assert card.id == "@hf/org/tiny"
+    assert card.source == HubSource("org/tiny", COMMIT)
+    assert sorted(item.name for item in path.iterdir()) == [
+        "card.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert open_checkpoint(path).fingerprint == card.fingerprint
+    assert seen[-1].done_bytes == seen[-1].total_bytes > 0
+
+
+def test_pickles_and_code_are_never_asked_for(server: StandIn, shelf: Shelf) -> None:
+    pull("hf:org/tiny", shelf)
+    asked = {path.rsplit("/", 1)[-1] for _, path, _ in server.requests}
+    assert not asked & {"pytorch_model.bin", "modeling_tiny.py", "README.md"}
+
+
+def test_a_second_pull_asks_nobody(server: StandIn, shelf: Shelf) -> None:
+    first = pull("hf:org/tiny", shelf)
+    server.requests.clear()
+    assert pull("hf:org/tiny", shelf) == first
+    assert server.requests == []
+
+
+def test_a_broken_transfer_resumes_where_it_broke(
+    server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)  # whole chunks are kept
+    server.cuts = 1
+    pull("hf:org/tiny", shelf)
+    first, second = server.fetched("model.safetensors")
+    assert first == ""
+    assert int(second.removeprefix("bytes=").removesuffix("-")) > 0
+
+
+def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(server: StandIn, shelf: Shelf) -> None:
+    server.cuts = 1000
+    with pytest.raises(NoNetwork, match="pull again"):
+        pull("hf:org/tiny", shelf)
+    assert shelf.entries() == []
+    server.cuts = 0
+    server.requests.clear()
+    pull("hf:org/tiny", shelf)
+    assert server.fetched("config.json") == []
+    assert len(server.fetched("model.safetensors")) == 1
+
+
+def test_a_gated_repository_wants_a_token(server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.gated = True
+    with pytest.raises(AccessDenied, match="HF_TOKEN"):
+        pull("hf:org/tiny", shelf)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert pull("hf:org/tiny", shelf).card.id == "@hf/org/tiny"
+
+
+def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, shelf: Shelf) -> None:
+    with pytest.raises(AccessDenied, match="the hub has no org/other"):
+        pull("hf:org/other", shelf)
+
+
+def test_one_gguf_of_several(server: StandIn, shelf: Shelf, tmp_path: Path) -> None:
+    server.files = {"tiny-Q8_0.gguf": gguf_bytes(tmp_path, 1), "sub/tiny-Q4_0.gguf": gguf_bytes(tmp_path, 2)}
+    chosen = pull("hf:org/tiny/sub/tiny-Q4_0.gguf", shelf)
+    assert chosen.card.id == "@hf/org/tiny-q4_0"
+    assert chosen.path.read_bytes() == server.files["sub/tiny-Q4_0.gguf"]
+    by_itself = pull("hf:org/tiny", shelf)
+    assert by_itself.path.name == "tiny-Q8_0.gguf"
+    with pytest.raises(ModelNotFound, match=r"no file none\.gguf"):
+        pull("hf:org/tiny/none.gguf", shelf)
+
+
+def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, shelf: Shelf) -> None:
+    server.files["config.json"] = json.dumps(CONFIG | {"model_type": "gpt2"}).encode()
+    with pytest.raises(BadInput, match="gpt2"):
+        pull("hf:org/tiny", shelf)
+    assert server.fetched("model.safetensors") == []
+    assert list(shelf.root.glob("*tiny*")) == []
+
+
+def test_a_file_that_is_not_what_the_hub_lists_is_refused(
+    server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Handler,
+        "lfs",
+        staticmethod(lambda name, content: {"sha256": "0" * 64, "size": len(content), "pointerSize": 1}),
+    )
+    with pytest.raises(HashMismatch):
+        pull("hf:org/tiny", shelf)
+    assert shelf.entries() == []
+
+
+def test_no_disk_space_is_said_up_front(server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
+        pull("hf:org/tiny", shelf)
+    assert server.fetched("model.safetensors") == []
+
+
+def test_no_network(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(NoNetwork, match="HF_ENDPOINT"):
+        pull("hf:org/tiny", shelf)
+
+
+@pytest.mark.parametrize(
+    "spec", ["hf:", "hf:tiny", "hf:org/../etc", "hf:a/b/c", "hf:a/b/../c.gguf", "hf:a/b@", "hf:/a/b"]
+)
+def test_a_malformed_name_is_refused(spec: str) -> None:
+    with pytest.raises(BadInput, match="hf:org/repo"):
+        hub.parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "source"),
+    [
+        ("hf:org/repo", HubSource("org/repo")),
+        ("hf:org/repo-1.5B@v2", HubSource("org/repo-1.5B", "v2")),
+        ("hf:org/repo/m.Q4_K_M.gguf", HubSource("org/repo", None, "m.Q4_K_M.gguf")),
+        ("hf:org/repo@abc/sub/m.gguf", HubSource("org/repo", "abc", "sub/m.gguf")),
+    ],
+)
+def test_names(spec: str, source: HubSource) -> None:
+    assert hub.parse(spec) == source
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["m-Q2_K.gguf", "m-Q8_0.gguf", "m-Q4_K_M.gguf"], ["m-Q4_K_M.gguf"]),
+        (["m.f16.gguf", "m.iq4_xs.gguf"], ["m.f16.gguf"]),
+        (["only.gguf"], ["only.gguf"]),
+        (["config.json", "consolidated.safetensors", "model-1.safetensors"], ["config.json", "model-1.safetensors"]),
+        (
+            ["tokenizer.json", "adapter.safetensors", "config.json"],
+            ["config.json", "tokenizer.json", "adapter.safetensors"],
+        ),
+    ],
+)
+def test_what_is_chosen(names: list[str], chosen: list[str]) -> None:
+    files = [HubFile(name, 1, None) for name in names]
+    assert [file.name for file in hub.choose(files, HubSource("org/repo"))] == chosen
+
+
+def test_nothing_to_choose_says_what_to_do() -> None:
+    with pytest.raises(ModelNotFound, match=r"FILE\.gguf"):
+        hub.choose([HubFile("pytorch_model.bin", 1, None)], HubSource("org/repo"))
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from emberline.catalog.pull import pull
+from emberline.catalog.shelf import Shelf
+print(pull("hf:org/tiny", Shelf(Path(sys.argv[1]))).path)
+"""
+
+
+def pulled(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A pull in a process of its own: the hub's client reads its environment once."""
+    clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(home)], env=clean | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_proxy_is_used(server: StandIn, tmp_path: Path) -> None:
+    done = pulled(tmp_path, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=server.url, HF_HUB_OFFLINE="0", NO_PROXY="")
+    assert done.returncode == 0, done.stderr
+    assert server.fetched("model.safetensors") == [""]
+
+
+def test_offline_takes_what_the_hubs_cache_has(server: StandIn, tmp_path: Path) -> None:
+    cache = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    missing = pulled(tmp_path / "one", **cache)
+    assert "HF_HUB_OFFLINE is set" in missing.stderr
+    snapshot = tmp_path / "hf/hub/models--org--tiny/snapshots" / COMMIT
+    (tmp_path / "hf/hub/models--org--tiny/refs").mkdir(parents=True)
+    (tmp_path / "hf/hub/models--org--tiny/refs/main").write_text(COMMIT)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (snapshot / name).write_bytes(server.files[name])
+    found = pulled(tmp_path / "two", **cache)
+    assert found.stdout.strip() == str(snapshot), found.stderr
+    assert server.requests == []

@@ -1,0 +1,144 @@
+"""The shelf: what is registered, found, resolved and removed."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from emberline.catalog.card import PathSource
+from emberline.catalog.pull import pull
+from emberline.catalog.shelf import CARD, Shelf
+from emberline.protocol.errors import BadInput, ModelNotFound
+
+from .tiny import folder_files, gguf_bytes
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "home")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "My Model.Q4.gguf"
+    path.write_bytes(gguf_bytes(tmp_path))
+    return path
+
+
+def test_an_empty_shelf(shelf: Shelf) -> None:
+    assert shelf.entries() == []
+    assert shelf.find("smollm2") is None
+
+
+def test_a_file_is_linked_not_copied(shelf: Shelf, model: Path) -> None:
+    card, path = pull(str(model), shelf)
+    assert path == model
+    assert card.id == "@local/models/my-model.q4"
+    assert card.source == PathSource(str(model))
+    assert card.context_window == 64
+    assert [item.name for item in shelf.folder(card.id).iterdir()] == [CARD]
+    assert shelf.entries() == [(card, path)]
+
+
+def test_a_folder_is_linked(shelf: Shelf, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(folder_files()[name])
+    assert pull(str(folder), shelf).path == folder
+
+
+@pytest.mark.parametrize("name", ["@local/models/my-model.q4", "my-model.q4", "My-Model.Q4"])
+def test_it_is_found_by_id_and_alias(shelf: Shelf, model: Path, name: str) -> None:
+    entry = pull(str(model), shelf)
+    assert shelf.find(name) == entry
+    assert shelf.resolve(name) == entry
+    assert Shelf(shelf.root.parent).find(name) == entry  # another process's view
+
+
+def test_a_path_resolves_without_being_registered(shelf: Shelf, model: Path) -> None:
+    card, path = shelf.resolve(str(model))
+    assert path == model
+    assert card.fingerprint
+    assert shelf.entries() == []
+
+
+def test_two_files_of_one_name_are_two_models(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere" / model.name
+    other.parent.mkdir()
+    other.write_bytes(gguf_bytes(tmp_path, seed=1))
+    first, second = pull(str(model), shelf), pull(str(other), shelf)
+    assert first.card.id != second.card.id
+    assert pull(str(model), shelf).card.id == first.card.id
+    assert len(shelf.entries()) == 2
+
+
+def test_a_file_cannot_take_a_built_in_name(shelf: Shelf, model: Path) -> None:
+    impostor = model.rename(model.with_name("smollm2.gguf"))
+    assert pull(str(impostor), shelf).card.id == "@local/models/smollm2"
+    assert shelf.find("smollm2") is None
+
+
+def test_what_is_not_a_model_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(10))
+    with pytest.raises(BadInput, match=r"bad\.gguf is not a model"):
+        pull(str(bad), shelf)
+    with pytest.raises(ModelNotFound, match="there is no file"):
+        pull(str(tmp_path / "none.gguf"), shelf)
+    assert shelf.entries() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("smollm2", "emberline pull smollm2"), ("hf:a/b", "emberline pull"), ("@cf/a/b", "emberline ls")],
+)
+def test_what_is_not_there_says_how_to_get_it(shelf: Shelf, name: str, advice: str) -> None:
+    with pytest.raises(ModelNotFound, match=advice):
+        shelf.resolve(name)
+
+
+def test_pulling_an_unknown_name_lists_the_known(shelf: Shelf) -> None:
+    with pytest.raises(ModelNotFound, match="smollm2"):
+        pull("no-such-model", shelf)
+
+
+def test_removing_forgets_the_link_and_keeps_the_file(shelf: Shelf, model: Path) -> None:
+    card = pull(str(model), shelf).card
+    assert shelf.remove(card.id) == card
+    assert model.exists()
+    assert shelf.entries() == []
+    with pytest.raises(ModelNotFound):
+        shelf.remove(card.id)
+
+
+def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(shelf: Shelf, model: Path) -> None:
+    card = pull(str(model), shelf).card
+    model.unlink()
+    assert shelf.entries() == []
+    shelf.remove(card.id)
+    assert list(shelf.root.glob("[!.]*")) == []
+
+
+def test_a_damaged_card_hides_its_model_only(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+    good = pull(str(model), shelf)
+    (shelf.root / "cf--other--model").mkdir()
+    (shelf.root / "cf--other--model" / CARD).write_text("{")
+    assert shelf.entries() == [good]
+
+
+def test_the_lock_lets_one_in_at_a_time(shelf: Shelf) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with Shelf(shelf.root.parent).lock():
+            order.append("second")
+
+    with shelf.lock():
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]

@@ -1,0 +1,125 @@
+"""The command line as a user meets it: as a process."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberline import __version__
+from emberline.cli.main import COMMANDS
+from tests.cli.console import emberline
+
+
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], []])
+def test_help_lists_every_command(tmp_path: Path, words: list[str]) -> None:
+    done = emberline(*words, home=tmp_path)
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f"\n  {command}" in done.stdout
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"worker"}))
+def test_each_command_has_help_and_none_imports_torch(tmp_path: Path, command: str) -> None:
+    script = (
+        "import sys\nfrom emberline.cli.main import main\n"
+        f"try: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: emberline {command}" in done.stdout
+
+
+def test_plain_help_imports_next_to_nothing() -> None:
+    script = (
+        "import sys\nfrom emberline.cli.main import main\nmain(['--help'])\n"
+        "heavy = {'torch', 'numpy', 'msgspec', 'rich', 'asyncio', 'uvicorn', 'tokenizers', 'http.client'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_typing_slip_is_understood(tmp_path: Path) -> None:
+    done = emberline("sevre", home=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean `emberline serve`?" in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    assert emberline("version", home=tmp_path).stdout == f"emberline {__version__}\n"
+    assert emberline("--version", home=tmp_path).stdout == f"emberline {__version__}\n"
+    assert json.loads(emberline("version", "--json", home=tmp_path).stdout) == {"version": __version__}
+
+
+def test_nothing_pulled_yet(tmp_path: Path) -> None:
+    assert "emberline pull" in emberline("ls", home=tmp_path).stdout
+    assert json.loads(emberline("ls", "--json", home=tmp_path).stdout) == []
+    done = emberline("rm", "smollm2", home=tmp_path)
+    assert done.returncode == 1
+    assert "not pulled" in done.stderr
+
+
+def test_an_unknown_model_is_refused_with_the_choices(tmp_path: Path) -> None:
+    done = emberline("pull", "no-such-model", home=tmp_path)
+    assert done.returncode == 1
+    assert "no-such-model" in done.stderr
+    assert "hf:org/repo" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    done = emberline("pull", str(tmp_path / "half.gguf"), home=tmp_path / "home")
+    assert done.returncode == 1
+    assert "half.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ps_without_a_server(tmp_path: Path, free_port: str) -> None:
+    done = emberline("ps", "--port", free_port, home=tmp_path)
+    assert done.returncode == 1
+    assert f"http://127.0.0.1:{free_port}" in done.stderr
+    assert "emberline serve" in done.stderr
+
+
+def test_run_with_an_empty_prompt(tmp_path: Path, free_port: str) -> None:
+    done = emberline("run", "--port", free_port, home=tmp_path, stdin="  \n")
+    assert done.returncode == 2
+    assert "the prompt is empty" in done.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_is_pulled(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = emberline("serve", "--port", str(port), home=tmp_path)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+    assert f"--port {port + 1}" in done.stderr
+    assert not (tmp_path / "models").exists()
+
+
+def test_serving_the_world_needs_a_key(tmp_path: Path) -> None:
+    done = emberline("serve", "--host", "0.0.0.0", home=tmp_path)
+    assert done.returncode == 1
+    assert "refusing to listen on 0.0.0.0 without a key" in done.stderr
+    assert "export EMBERLINE_AUTH_KEY=" in done.stderr
+
+
+def test_a_bad_setting_is_one_line(tmp_path: Path) -> None:
+    done = emberline("serve", "--port", "many", home=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("emberline: bad value 'many' for port in [server] (flag --port)")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,154 @@
+"""`emberline serve` as a whole: the real model in one process tree; the stand-in behind several doors."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.pull import pull
+from emberline.catalog.shelf import Entry, Shelf
+from emberline.cli import checks, client
+from emberline.cli.client import Address, Timing
+from emberline.cli.listen import bound
+from emberline.cli.serve import serve
+from emberline.cluster import local
+from emberline.cluster.child import ChildSpec
+from emberline.config import EngineConfig, resolve
+from tests.cli.console import emberline
+
+
+@pytest.fixture(scope="module")
+def home(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder where the default model is, without fetching it again."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "models").mkdir()
+    (folder / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
+    assert Shelf(folder).find(DEFAULT_MODEL) is not None
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ready(home: Path) -> Iterator[dict[str, Any]]:
+    """A running server's ready line, with its process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "64M"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "EMBERLINE_HOME": str(home)},
+    )
+    assert process.stdout is not None
+    yield {**json.loads(process.stdout.readline() or "{}"), "process": process}
+    process.kill()
+    process.communicate()
+
+
+def port_of(ready: dict[str, Any]) -> str:
+    return str(ready["url"].rpartition(":")[2])
+
+
+def test_the_ready_line_says_where_and_what(ready: dict[str, Any]) -> None:
+    assert ready["ready"] is True
+    assert ready["models"] == [DEFAULT_MODEL]
+    (worker,) = ready["workers"]
+    assert worker["device"] == "cpu"
+    assert 0 < worker["kv_bytes"] <= 64 << 20
+
+
+def test_the_core_does_not_load_torch(ready: dict[str, Any]) -> None:
+    assert "libtorch" not in Path(f"/proc/{ready['process'].pid}/maps").read_text()
+
+
+def test_run_uses_the_running_server(ready: dict[str, Any], tmp_path: Path) -> None:
+    done = emberline("run", "--port", port_of(ready), "--max-tokens", "8", "-v", "Hello", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "tokens at" in done.stderr
+    assert not (tmp_path / "models").exists()
+
+
+def test_ps_and_doctor_see_it(ready: dict[str, Any], home: Path) -> None:
+    report = json.loads(emberline("ps", "--json", "--port", port_of(ready), home=home).stdout)
+    assert [engine["model"] for engine in report["engines"]] == [DEFAULT_MODEL]
+    config = resolve({"server.port": port_of(ready)}, {}, home)
+    assert checks.port(config).detail.startswith("an Emberline server runs")
+    assert [check.status for check in checks.models(config)] == ["ok"]
+
+
+def test_a_second_server_on_its_port_is_told(ready: dict[str, Any], home: Path) -> None:
+    done = emberline("serve", "--port", port_of(ready), home=home)
+    assert done.returncode == 1
+    assert "is in use" in done.stderr
+
+
+def test_sigterm_lets_a_running_answer_finish(ready: dict[str, Any]) -> None:
+    host, _, port = ready["url"].removeprefix("http://").partition(":")
+    timing, process = Timing(), ready["process"]
+    body = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Count."}],
+        "max_tokens": 40,
+        "ignore_eos": True,
+    }
+    pieces = client.chat(Address(host, int(port)), body, timing)
+    next(pieces)
+    process.send_signal(signal.SIGTERM)
+    for _ in pieces:
+        pass
+    assert timing.output_tokens == 40
+    assert process.wait(30) == 0
+    assert not Path(f"/proc/{ready['workers'][0]['pid']}").exists()
+    logged = [json.loads(line) for line in process.stderr.read().splitlines()]
+    assert any(line["request_id"] and line["process"] == "core" for line in logged)
+    assert not [line for line in logged if line["level"] == "error"]
+
+
+def test_run_brings_its_own_server(home: Path) -> None:
+    done = emberline("run", "--port", "1", "--max-tokens", "4", "Hello", home=home)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+async def test_several_doors_answer_on_one_port(smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+        arguments = ("--socket", str(socket), "--name", plan.model)
+        env = {"EMBERLINE_WORKER_TOKEN": token}
+        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+
+    monkeypatch.setattr(local, "worker_spec", standin)
+    config = resolve({"server.port": 0, "server.doors": 2, "server.drain_s": 2}, {}, home)
+    entry = pull(DEFAULT_MODEL, Shelf(home))
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+        ready.set_result(address)
+
+    with bound(config.server) as listener:
+        serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
+        await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert ready.done(), serving
+        body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        timings = [Timing() for _ in range(8)]
+        chats = [client.chat(ready.result(), body, timing) for timing in timings]
+        await asyncio.gather(*(asyncio.to_thread(list, chat) for chat in chats))
+        assert [timing.output_tokens for timing in timings] == [3] * 8
+        stop.set()
+        await asyncio.wait_for(serving, 30)
+
+
+def test_a_model_that_cannot_load_ends_the_start_with_a_reason(tmp_path: Path, home: Path) -> None:
+    source = next((home / "models").glob("*/*.gguf"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(source.read_bytes()[:1000])
+    done = emberline("serve", "--port", "0", "--model", str(broken), home=tmp_path)
+    assert done.returncode == 1
+    assert "broken.gguf" in done.stderr
+    assert "Traceback" not in done.stderr

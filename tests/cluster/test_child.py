@@ -1,0 +1,170 @@
+"""A supervised process: ready, crash, restart, stop; with small scripts as the process."""
+
+import asyncio
+import logging
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emberline.cluster import child as child_module
+from emberline.cluster.child import Child, ChildFailed, ChildSpec
+
+READY = 'print(\'{"ready": true, "pid": %d}\' % os.getpid(), flush=True)'
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "ScriptMaker":
+    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 0.01)
+    return ScriptMaker(tmp_path)
+
+
+class ScriptMaker:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, body: str, *arguments: str, env: dict[str, str] | None = None) -> Child:
+        source = "import json, os, signal, sys, time\n" + textwrap.dedent(body)
+        (self.folder / "script.py").write_text(source)
+        spec = ChildSpec(
+            name="child", module="script", arguments=arguments, env={"PYTHONPATH": str(self.folder), **(env or {})}
+        )
+        return Child(spec)
+
+
+async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_ready_then_a_polite_end(script: ScriptMaker) -> None:
+    child = script(f"{READY}\ntime.sleep(60)", env={"X": "1"})
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    assert child.ready_line == {"ready": True, "pid": child.pid}
+    pid = child.pid
+    assert pid is not None
+    await child.stop(grace_s=5)
+    assert child.pid is None
+    assert not alive(pid)
+
+
+async def test_it_gets_its_arguments_and_environment_but_no_secrets(
+    script: ScriptMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERLINE_AUTH_KEY", "secret")
+    child = script(
+        """
+        print(json.dumps({"ready": True, "argv": sys.argv[1:], "x": os.environ["X"],
+                          "key": os.environ.get("EMBERLINE_AUTH_KEY")}), flush=True)
+        time.sleep(60)
+        """,
+        *("--a", "b"),
+        env={"X": "1"},
+    )
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    assert child.ready_line == {"ready": True, "argv": ["--a", "b"], "x": "1", "key": None}
+    await child.stop(grace_s=5)
+
+
+async def test_a_first_start_that_fails_says_why(script: ScriptMaker) -> None:
+    child = script("print('no such weights: x.gguf', file=sys.stderr); sys.exit(3)")
+    await child.start()
+    with pytest.raises(ChildFailed, match=r"child ended with status 3: no such weights: x\.gguf"):
+        await asyncio.wait_for(child.wait_ready(), 10)
+    assert child.n_restarts == 0
+    await child.stop(grace_s=1)
+
+
+async def test_the_error_of_a_ready_line_is_what_counts(script: ScriptMaker) -> None:
+    child = script("print(json.dumps({'ready': False, 'error': 'no such device'}), flush=True); sys.exit(1)")
+    await child.start()
+    with pytest.raises(ChildFailed, match="child ended with status 1: no such device"):
+        await asyncio.wait_for(child.wait_ready(), 10)
+    await child.stop(grace_s=1)
+
+
+async def test_a_failing_json_logger_is_quoted_by_its_message(script: ScriptMaker) -> None:
+    child = script("print(json.dumps({'level': 'error', 'message': 'out of memory'}), file=sys.stderr); os.abort()")
+    await child.start()
+    with pytest.raises(ChildFailed, match="child was ended by SIGABRT: out of memory"):
+        await asyncio.wait_for(child.wait_ready(), 10)
+    await child.stop(grace_s=1)
+
+
+async def test_a_crash_after_ready_is_followed_by_a_restart(script: ScriptMaker) -> None:
+    child = script(f"{READY}\ntime.sleep(60)")
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: child.ready_line.get("pid") != first and child.pid == child.ready_line["pid"])
+    assert child.n_restarts == 1
+    await child.stop(grace_s=5)
+
+
+async def test_stopping_between_two_runs_does_not_wait(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 30.0)
+    child = script(f"{READY}\nsys.exit(1)")
+    await child.start()
+    await until(lambda: child.ready_line and child.pid is None)
+    started_s = time.monotonic()
+    await child.stop(grace_s=30)
+    assert time.monotonic() - started_s < 5
+
+
+async def test_one_that_ignores_the_signal_is_killed_with_its_children(script: ScriptMaker) -> None:
+    child = script(
+        """
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        grandchild = subprocess.Popen(["sleep", "60"])
+        print(json.dumps({"ready": True, "grandchild": grandchild.pid}), flush=True)
+        time.sleep(60)
+        """
+    )
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    await child.stop(grace_s=0.1)
+    assert child.pid is None
+    await until(lambda: not alive(child.ready_line["grandchild"]))
+
+
+async def test_its_lines_go_on_to_our_log(script: ScriptMaker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    child = script(
+        f"""
+        print(json.dumps({{"level": "warning", "logger": "emberline.engine", "message": "low", "request_id": "r1",
+                          "blocks": 3, "process": "engine"}}), file=sys.stderr)
+        print("plain text", file=sys.stderr)
+        print("x" * (2 << 20), file=sys.stderr)
+        {READY}
+        time.sleep(60)
+        """
+    )
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    await until(lambda: len(caplog.records) >= 2)
+    await child.stop(grace_s=5)
+    by_message = {record.getMessage(): record for record in caplog.records}
+    assert by_message["low"].levelname == "WARNING"
+    assert by_message["low"].name == "emberline.engine"
+    assert vars(by_message["low"])["request_id"] == "r1"
+    assert vars(by_message["low"])["blocks"] == 3
+    assert vars(by_message["low"])["process_name"] == "child"
+    assert by_message["plain text"].levelname == "INFO"

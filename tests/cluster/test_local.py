@@ -1,0 +1,130 @@
+"""Which workers run for which machine, and running them, with the stand-in as the engine."""
+
+import asyncio
+import os
+import signal
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from emberline.balancer.engine_client import EngineClient
+from emberline.cluster import child as child_module
+from emberline.cluster import local, machine
+from emberline.cluster.child import ChildFailed, ChildSpec
+from emberline.cluster.local import LocalCluster, WorkerPlan, plan_workers, runtime_folder, worker_spec
+from emberline.config import EngineConfig
+from emberline.protocol.errors import BadInput
+
+MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.gguf")}
+
+
+def standin_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+    return ChildSpec(
+        name=plan.name,
+        module="emberline.engine.standin",
+        arguments=("--socket", str(socket), "--name", plan.model),
+        env={"EMBERLINE_WORKER_TOKEN": token},
+    )
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(local, "free_host_bytes", lambda: 16 << 30)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_on_a_cpu_the_workers_share_cores_and_memory() -> None:
+    (only,) = plan_workers(EngineConfig(), {"@cf/a/one": Path("/m.gguf")})
+    assert (only.name, only.device, only.gpu) == ("one-0", "cpu", None)
+    assert (only.threads, only.kv_bytes) == (8, 2 << 30)  # a quarter would be 4 GiB
+    plans = plan_workers(EngineConfig(replicas=2), MODELS)
+    assert [plan.name for plan in plans] == ["one-0", "one-1", "two-2", "two-3"]
+    assert {(plan.threads, plan.kv_bytes) for plan in plans} == {(2, 1 << 30)}
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_is_configured_is_taken() -> None:
+    (plan,) = plan_workers(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
+    assert (plan.threads, plan.kv_bytes) == (3, 123)
+
+
+def test_one_worker_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1"])
+    plans = plan_workers(EngineConfig(), {"m": Path("/m")})
+    assert [(plan.device, plan.gpu, plan.kv_bytes, plan.threads) for plan in plans] == [
+        ("cuda", "0", 0, 0),
+        ("cuda", "1", 0, 0),
+    ]
+    assert [plan.gpu for plan in plan_workers(EngineConfig(device="cpu"), {"m": Path("/m")})] == [None]
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", list)
+    with pytest.raises(BadInput, match="no CUDA device"):
+        plan_workers(EngineConfig(device="cuda"), MODELS)
+
+
+def test_the_workers_command_line() -> None:
+    plan = WorkerPlan(name="m-0", model="m", path=Path("/m.gguf"), device="cuda", gpu="3", kv_bytes=0, threads=0)
+    spec = worker_spec(plan, EngineConfig(max_running=8, deterministic=True), Path("/run/w.sock"), "token")
+    assert spec.arguments == (
+        *("--model", "/m.gguf", "--name", "m", "--socket", "/run/w.sock", "--device", "cuda"),
+        *("--max-running", "8", "--deterministic"),
+    )
+    assert spec.env == {"EMBERLINE_WORKER_TOKEN": "token", "CUDA_VISIBLE_DEVICES": "3"}
+
+
+def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = runtime_folder()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(str(folder / "core.sock")) < 100
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.usefixtures("cpu")
+async def test_workers_serve_come_back_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 0.01)
+    cluster = LocalCluster(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_spec)
+    await cluster.start()
+    await asyncio.wait_for(cluster.wait_ready(), 20)
+    (endpoint,) = cluster.endpoints["@cf/a/one"]
+    client = EngineClient(endpoint)
+    client.start()
+    assert await client.wait_connected(10)
+    assert client.info is not None
+    assert client.info.model == "@cf/a/one"
+
+    worker = cluster.workers[0]
+    first = worker.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    for _ in range(1000):
+        if client.connected and worker.pid not in (None, first):
+            break
+        await asyncio.sleep(0.01)
+    assert client.connected
+    assert worker.n_restarts == 1
+
+    await client.close()
+    await cluster.stop(grace_s=5)
+    assert [worker.pid for worker in cluster.workers] == [None, None]
+    assert not cluster.folder.exists()
+
+
+@pytest.mark.usefixtures("cpu")
+async def test_a_worker_without_weights_says_so(tmp_path: Path) -> None:
+    plans = plan_workers(EngineConfig(), {"m": tmp_path / "missing.gguf"})
+    cluster = LocalCluster(plans, EngineConfig())
+    await cluster.start()
+    with pytest.raises(ChildFailed, match=r"m-0 ended with status 1: .*missing\.gguf"):
+        await asyncio.wait_for(cluster.wait_ready(), 60)
+    await cluster.stop(grace_s=5)

@@ -1,0 +1,104 @@
+"""A plain blocking client of an engine, and engine processes to talk to."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+from emberline.protocol import frames
+from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
+from emberline.protocol.tokens import unpack
+
+
+class Client:
+    def __init__(self, address, token="secret", greet=True, version=frames.VERSION):
+        scheme, _, rest = address.partition(":")
+        if scheme == "unix":
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.connect(rest)
+        else:
+            host, _, port = rest.rpartition(":")
+            self.sock = socket.create_connection((host, int(port)))
+        self.sock.settimeout(20)
+        self._buffer = FrameBuffer()
+        self._messages = []
+        self.steps = []
+        self.deltas = {}
+        if greet:
+            self.send(Hello(token, version))
+            self.greeting = self.receive()
+
+    def send(self, message):
+        self.sock.sendall(frames.encode(message))
+
+    def submit(self, *requests):
+        self.send(Submit(list(requests)))
+
+    def abort(self, *ids):
+        self.send(Abort(list(ids)))
+
+    def receive(self):
+        """The next message; ConnectionError when the engine hung up."""
+        while not self._messages:
+            data = self.sock.recv(1 << 20)
+            if not data:
+                raise ConnectionError("closed")
+            self._messages += map(frames.from_engine_decoder.decode, self._buffer.feed(data))
+        return self._messages.pop(0)
+
+    def step(self):
+        message = self.receive()
+        assert isinstance(message, Step)
+        self.steps.append(message)
+        for delta in message.deltas:
+            self.deltas.setdefault(delta.id, []).append(delta)
+        return message
+
+    def finish(self, *ids):
+        """Receive until these requests have ended; the last delta of the last."""
+        while any(id not in self.deltas or self.deltas[id][-1].finish is None for id in ids):
+            self.step()
+        return self.deltas[ids[-1]][-1]
+
+    def tokens(self, id):
+        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
+
+    def close(self):
+        self.sock.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def start(module, *args, token="secret"):
+    """The process, and what its ready line says."""
+    env = {**os.environ, "EMBERLINE_WORKER_TOKEN": token, "EMBERLINE_LOG_FORMAT": "json"}
+    command = [sys.executable, "-m", module, *map(str, args)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    return process, json.loads(line or "{}")
+
+
+@contextmanager
+def engine(module, *args, token="secret"):
+    """A running engine process: (process, address)."""
+    process, ready = start(module, *args, token=token)
+    try:
+        assert ready.get("ready"), process.communicate()[1]
+        yield process, ready["address"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(true, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

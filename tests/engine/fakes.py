@@ -1,0 +1,148 @@
+"""A model in pure Python whose every token depends on all the KV it can see, read back from the blocks.
+
+Paging, prefix cache, windows and preemption that are wrong in any way show as wrong tokens.
+"""
+
+from dataclasses import dataclass, field
+
+from emberline.engine.limits import Limits
+from emberline.engine.plan import StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.kv.cache import KVCache
+from emberline.kv.pool import NULL_BLOCK
+from emberline.protocol.layout import KVGroup
+from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.tokens import pack, unpack
+
+FULL = KVGroup("full", (0,), 1, 1, "float32")
+EOS = 0
+VOCAB = 7
+
+
+def window_group(window):
+    return KVGroup(f"window{window}", (1,), 1, 1, "float32", window=window)
+
+
+@dataclass
+class Drawn:
+    token_id: int
+    logprob: float | None = -1.0
+    top: list = field(default_factory=list)
+
+
+@dataclass
+class Handle:
+    sampled: list
+
+    def result(self):
+        if isinstance(self.sampled, Exception):
+            raise self.sampled
+        return self.sampled
+
+
+def mix(state, token):
+    return (state * 1_000_003 + token + 17) % (1 << 61)
+
+
+def next_token(views, vocab=VOCAB):
+    """`views`: per group, the visible (token, state) pairs."""
+    total = 0
+    for view in views:
+        for token, state in view:
+            total = mix(total, token * 31 + state)
+    return total % vocab
+
+
+def expected(prompt_ids, sampling, layouts, context_len, vocab=VOCAB, salt=b""):
+    """What a fake model answers, computed without blocks. (ids, finish)"""
+    stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else (EOS,))}
+    room = context_len - len(prompt_ids)
+    limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    entries, state = [], len(salt)  # a salted chain: another tenant's KV is wrong KV
+    for token in prompt_ids:
+        state = mix(state, token)
+        entries.append((token, state))
+    output = []
+    while True:
+        token = next_token([entries if g.window is None else entries[-g.window :] for g in layouts], vocab)
+        if len(output) < sampling.min_tokens and token in stops:
+            token = next(t for t in range(vocab) if t not in stops)
+        output.append(token)
+        if token in stops:
+            return output, "stop"
+        if len(output) >= limit:
+            return output, "length"
+        state = mix(state, token)
+        entries.append((token, state))
+
+
+class FakeRunner:
+    """Blocks are lists of 16 (token, state) pairs; the state is a chain over the whole prefix, read from the blocks."""
+
+    def __init__(self, cache: KVCache, vocab=VOCAB):
+        self.layouts = [group.layout for group in cache.groups]
+        self.blocks = [[[None] * 16 for _ in range(group.pool.n_total + 1)] for group in cache.groups]
+        self.tables = {}
+        self.vocab = vocab
+        self.fail_next = None
+        self.nan_ids = set()  # requests whose next token is not a number
+        self.requests = {}
+        self.plans = []
+
+    def launch(self, plan: StepPlan):
+        self.plans.append(plan)
+        for admission in plan.admissions:
+            self.tables[admission.slot] = [list(blocks) for blocks in admission.blocks]
+            self.requests[admission.slot] = admission.request
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            return Handle(error)
+        return Handle([drawn for row in plan.rows if (drawn := self._row(row)) is not None])
+
+    def _row(self, row):
+        tables = self.tables[row.slot]
+        for table, new, n_passed in zip(tables, row.blocks or [[]] * len(tables), row.passed):
+            table.extend(new)
+            table[:n_passed] = [NULL_BLOCK] * n_passed
+        for position, token in enumerate(unpack(row.token_ids), row.start):
+            for g, table in enumerate(tables):
+                assert len(table) == -(-row.end // 16)
+                before = self._entry(g, table, position - 1)[1] if position else len(self.requests[row.slot].salt)
+                state = mix(before, token)
+                self.blocks[g][table[position // 16]][position % 16] = (token, state)
+                assert table[position // 16] != NULL_BLOCK
+        if not row.samples:
+            return None
+        if self.requests[row.slot].id in self.nan_ids:
+            return Drawn(-1)
+        views = []
+        for g, table in enumerate(tables):
+            first = 0 if self.layouts[g].window is None else max(0, row.end - self.layouts[g].window)
+            views.append([self._entry(g, table, position) for position in range(first, row.end)])
+        token = next_token(views, self.vocab)
+        if token in row.banned:
+            token = next(t for t in range(self.vocab) if t not in row.banned)
+        return Drawn(token)
+
+    def _entry(self, g, table, position):
+        assert table[position // 16] != NULL_BLOCK, "a visible token's block was given back"
+        return self.blocks[g][table[position // 16]][position % 16]
+
+
+def scheduler_of(layouts=(FULL,), n_blocks=64, context_len=512, max_running=4, token_budget=32, listener=None):
+    sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
+    cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
+    limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget)
+    return Scheduler(cache, limits, "fake"), cache
+
+
+def request(id, prompt_ids, priority=1, salt=b"", deadline_s=None, session=None, **sampling):
+    return EngineRequest(
+        id=id,
+        prompt_ids=pack(prompt_ids),
+        sampling=SamplingParams(**{"ignore_eos": True, "max_tokens": 4, "seed": 1, **sampling}),
+        priority=priority,
+        salt=salt,
+        deadline_s=deadline_s,
+        session=session,
+    )

@@ -1,0 +1,372 @@
+import pytest
+
+from emberline.engine.loop import StepLoop
+from emberline.engine.plan import StepPlan
+from emberline.protocol.errors import BadInput, ContextExceeded
+from emberline.protocol.events import TokenDelta
+from emberline.protocol.tokens import unpack
+
+from .fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
+
+A = [n * n % VOCAB for n in range(200)]
+B = [(n * n + n + 1) % VOCAB for n in range(200)]
+
+
+class Bench:
+    """A scheduler, a fake model, and what came out so far."""
+
+    def __init__(self, **setup):
+        self.scheduler, self.cache = scheduler_of(**setup)
+        self.runner = FakeRunner(self.cache)
+        self.loop = StepLoop(self.scheduler, self.runner)
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def submit(self, *args, **kwargs):
+        self.scheduler.submit(request(*args, **kwargs), 0.0)
+
+    def step(self, now=0.0) -> StepPlan | None:
+        n = len(self.runner.plans)
+        self.take(self.loop.step(now))
+        return self.runner.plans[n] if len(self.runner.plans) > n else None
+
+    def take(self, deltas):
+        for delta in deltas:
+            self.deltas.setdefault(delta.id, []).append(delta)
+
+    def finish(self):
+        for _ in range(1000):
+            if not self.loop.busy:
+                return self
+            self.step()
+        raise AssertionError("it never ends")
+
+    def tokens(self, id):
+        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
+
+    def order(self):
+        return list(self.deltas)
+
+
+def sizes(plan):
+    return [row.end - row.start for row in plan.rows]
+
+
+# --- the shape of a step ------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_first():
+    bench = Bench(token_budget=32)
+    bench.submit("a", A[:10], max_tokens=9)
+    assert sizes(bench.step()) == [10]
+    bench.submit("b", B[:70])
+    assert sizes(bench.step()) == [1, 31]
+    assert sizes(bench.step()) == [1, 31]
+    plan = bench.step()
+    assert sizes(plan) == [1, 8]
+    assert [row.samples for row in plan.rows] == [True, True]
+    assert "b" in bench.deltas
+
+
+def test_only_the_last_chunk_samples():
+    bench = Bench(token_budget=32)
+    bench.submit("a", A[:40])
+    assert [row.samples for row in bench.step().rows] == [False]
+    assert "a" not in bench.deltas
+    assert [row.samples for row in bench.step().rows] == [True]
+
+
+def test_waiting_goes_by_class_then_arrival():
+    bench = Bench(max_running=1, n_blocks=64)
+    bench.submit("late", A[:5], priority=3)
+    bench.submit("first", A[:6], priority=1)
+    bench.submit("second", A[:7], priority=1)
+    bench.submit("urgent", A[:8], priority=0)
+    bench.finish()
+    assert bench.order() == ["urgent", "first", "second", "late"]
+
+
+def test_a_better_class_takes_the_place_of_a_worse_one_and_an_equal_one_waits():
+    bench = Bench(max_running=1)
+    bench.submit("batch", A[:40], priority=3, max_tokens=20)
+    bench.step(), bench.step(), bench.step()
+    bench.submit("equal", B[:5], priority=3)
+    bench.step()
+    assert bench.scheduler.load().preemptions == 0
+    bench.submit("sync", B[:5], priority=1)
+    bench.step()
+    assert bench.scheduler.load().preemptions == 1
+    assert "sync" in bench.deltas
+    bench.finish()
+    assert bench.order() == ["batch", "sync", "equal"]
+    assert bench.tokens("batch") == expected(A[:40], request("x", A, max_tokens=20).sampling, [FULL], 512)[0]
+
+
+def test_a_prefill_of_a_worse_class_does_not_hold_up_a_better_one():
+    bench = Bench(token_budget=16)
+    bench.submit("batch", A[:160], priority=3)
+    bench.step()
+    bench.submit("sync", B[:20], priority=0)
+    plan = bench.step()
+    assert sizes(plan) == [16]
+    assert plan.admissions[0].request.id == "sync"
+
+
+def test_nobody_overtakes_a_request_that_does_not_fit_yet():
+    bench = Bench(n_blocks=9, token_budget=64)
+    bench.submit("running", A[:60], max_tokens=6)
+    bench.step()
+    bench.submit("big", B[:100])
+    bench.submit("small", B[100:105])
+    bench.step()
+    assert "small" not in bench.deltas
+    bench.finish()
+    assert bench.order() == ["running", "big", "small"]
+    assert bench.scheduler.load().preemptions == 0
+
+
+def test_when_blocks_run_out_the_last_in_rank_is_computed_again():
+    bench = Bench(n_blocks=8, token_budget=100)  # 7 usable
+    bench.submit("a", A[:20], max_tokens=50)  # 2 blocks, and a third with its 13th token
+    bench.submit("b", B[:62], max_tokens=50)  # 4 blocks, and a fifth with its 3rd token
+    bench.finish()
+    assert bench.scheduler.load().preemptions > 0
+    for id, prompt in (("a", A[:20]), ("b", B[:62])):
+        assert bench.tokens(id) == expected(prompt, request("x", A, max_tokens=50).sampling, [FULL], 112)[0]
+        assert [delta.usage is not None for delta in bench.deltas[id]] == [True] + [False] * 48 + [True]
+    assert len(bench.deltas["a"]) == 50
+    rows_of_a = [any(row.number == 0 for row in plan.rows) for plan in bench.runner.plans]
+    assert rows_of_a == [True] * 50 + [False] * (len(rows_of_a) - 50), "the first in rank never gives way"
+
+
+def test_a_window_lets_a_long_sequence_run_in_a_small_pool():
+    layouts = (window_group(20),)
+    bench = Bench(layouts=layouts, n_blocks=6, token_budget=16, context_len=400)
+    bench.submit("a", A[:90], max_tokens=120)
+    bench.finish()
+    assert bench.tokens("a") == expected(A[:90], request("x", A, max_tokens=120).sampling, layouts, 400)[0]
+
+
+# --- the prefix cache ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_hits_the_prompt_and_the_reply():
+    bench = Bench(token_budget=64)
+    bench.submit("one", A[:40], max_tokens=30)
+    bench.finish()
+    turn = A[:40] + bench.tokens("one") + B[:7]
+    bench.submit("two", turn)
+    bench.finish()
+    usage = bench.deltas["two"][0].usage
+    assert usage.cached_by_tier == {"device": 64}  # 69 of 70 tokens have KV: 4 full blocks
+    assert usage.prompt_tokens == 77
+    assert bench.deltas["two"][-1].usage.cached_by_tier == {"device": 64}
+    assert bench.tokens("two") == expected(turn, request("x", A).sampling, [FULL], 512)[0]
+    assert bench.scheduler.load().cached_tokens == 64
+
+
+def test_one_token_at_least_is_computed():
+    bench = Bench(token_budget=64)
+    for id in ("one", "two"):
+        bench.submit(id, A[:32])
+        bench.finish()
+    assert bench.deltas["two"][0].usage.cached_tokens == 16
+    assert bench.tokens("one") == bench.tokens("two")
+
+
+def test_another_tenant_does_not_hit():
+    bench = Bench(token_budget=64)
+    bench.submit("one", A[:40], salt=b"a")
+    bench.finish()
+    bench.submit("two", A[:40], salt=b"b")
+    bench.finish()
+    assert bench.deltas["one"][0].usage.cached_tokens == bench.deltas["two"][0].usage.cached_tokens == 0
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    bench = Bench(n_blocks=8, token_budget=64)
+    bench.submit("a", A[:30], max_tokens=50)
+    bench.submit("b", B[:30], max_tokens=50)
+    bench.finish()
+    assert bench.scheduler.load().preemptions > 0
+    assert bench.deltas["b"][-1].usage.cached_by_tier == {"device": 0}
+
+
+def test_a_prompt_that_another_is_computing_waits_a_step_and_hits():
+    bench = Bench(token_budget=100)
+    bench.submit("a", A[:40])
+    bench.submit("b", [*A[:33], 1, 2])
+    bench.submit("c", B[:20])
+    assert sizes(bench.step()) == [40, 20]
+    bench.step()
+    assert bench.deltas["b"][0].usage.cached_tokens == 32
+
+
+def test_a_failed_computation_is_not_cached():
+    bench = Bench(token_budget=64)
+    bench.runner.nan_ids.add("bad")
+    bench.submit("bad", A[:40])
+    bench.submit("good", B[:40])
+    bench.finish()
+    assert bench.deltas["bad"][-1].error.kind == "internal"
+    assert bench.deltas["good"][-1].finish == "length"
+    bench.submit("again", A[:40])
+    bench.finish()
+    assert bench.deltas["again"][0].usage.cached_tokens == 0
+    assert bench.cache.n_used == 0
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def run_tokens(drawn, **sampling):
+    """What the client gets when the model draws these tokens."""
+    scheduler, _ = scheduler_of(context_len=32)
+    scheduler.submit(request("a", [1, 2], **sampling), 0.0)
+    deltas, banned = [], []
+    for token in drawn:
+        if not scheduler.busy:
+            break
+        plan = scheduler.plan()
+        banned.append(plan.rows[0].banned)
+        deltas += scheduler.absorb(plan, [Drawn(token)])
+    return deltas, banned
+
+
+def test_an_end_token_ends_and_is_included():
+    deltas, _ = run_tokens([3, 4, EOS], ignore_eos=False, max_tokens=9)
+    assert [unpack(delta.token_ids) for delta in deltas] == [[3], [4], [EOS]]
+    assert [delta.finish for delta in deltas] == [None, None, "stop"]
+    assert deltas[-1].usage.completion_tokens == 3
+
+
+def test_stop_ids_end_even_when_end_tokens_are_ignored():
+    deltas, _ = run_tokens([EOS, 5], ignore_eos=True, stop_ids=(5,), max_tokens=9)
+    assert [delta.finish for delta in deltas] == [None, "stop"]
+
+
+def test_max_tokens_and_the_context_are_lengths():
+    assert len(run_tokens([3] * 9, max_tokens=3)[0]) == 3
+    deltas, _ = run_tokens([3] * 99, max_tokens=None)
+    assert len(deltas) == 30
+    assert deltas[-1].finish == "length"
+    assert len(run_tokens([3] * 99, max_tokens=1000)[0]) == 30
+
+
+def test_min_tokens_bans_what_would_end_it():
+    _, banned = run_tokens([3, 3, 3, 3], min_tokens=2, ignore_eos=False, stop_ids=(5,), max_tokens=4)
+    assert [set(ids) for ids in banned] == [{EOS, 5}, {EOS, 5}, set(), set()]
+
+
+def test_logprobs_only_when_asked_for():
+    assert run_tokens([3], max_tokens=1)[0][0].logprobs is None
+    [logprob] = run_tokens([3], max_tokens=1, logprobs=0)[0][0].logprobs
+    assert (logprob.token_id, logprob.logprob) == (3, -1.0)
+
+
+def test_abort_waiting_and_running():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20])
+    bench.submit("b", A[:20])
+    bench.step()
+    for id in ("a", "b"):
+        delta = bench.scheduler.abort(id)
+        assert delta.finish == "cancelled"
+        assert delta.usage.prompt_tokens == 20
+    assert bench.scheduler.abort("a") is None
+    assert not bench.loop.busy
+    assert bench.cache.n_used == 0
+
+
+def test_deadlines_end_running_and_waiting():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20], deadline_s=5, max_tokens=None)
+    bench.submit("b", A[:20], deadline_s=3)
+    bench.submit("c", A[:20])
+    bench.step(2.9)
+    assert list(bench.deltas) == ["a"]
+    bench.step(3)
+    assert bench.deltas["b"][-1].error.kind == "deadline_exceeded"
+    bench.step(5)
+    assert bench.deltas["a"][-1].error.kind == "deadline_exceeded"
+    bench.finish()
+    assert bench.deltas["c"][-1].finish == "length"
+
+
+def test_an_error_of_a_step_is_that_of_its_requests_alone():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20])
+    bench.submit("b", A[:20])
+    bench.runner.fail_next = RuntimeError("out of luck")
+    bench.finish()
+    assert [delta.finish for delta in bench.deltas["a"]] == ["error"]
+    assert bench.deltas["a"][0].error.kind == "internal"
+    assert "luck" not in bench.deltas["a"][0].error.message
+    assert bench.deltas["b"][-1].finish == "length"
+
+
+def test_seeds():
+    scheduler, _ = scheduler_of(max_running=3)
+    for id, seed in (("a", -1), ("b", 7), ("c", None)):
+        scheduler.submit(request(id, [1], seed=seed), 0.0)
+    seeds = [admission.seed for admission in scheduler.plan().admissions]
+    assert seeds[:2] == [(1 << 64) - 1, 7]
+    assert 0 <= seeds[2] < 1 << 64
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "param"),
+    [
+        (request("a", [1] * 64), ContextExceeded, "prompt"),
+        (request("a", []), BadInput, "prompt"),
+        (request("a", [VOCAB]), BadInput, "prompt"),
+        (request("a", [1], max_tokens=0), BadInput, "max_tokens"),
+        (request("a", [1], temperature=float("nan")), BadInput, "temperature"),
+        (request("a", [1], top_p=1.5), BadInput, "top_p"),
+        (request("a", [1], repetition_penalty=0.0), BadInput, "repetition_penalty"),
+        (request("a", [1], stop_ids=(VOCAB,)), BadInput, "stop_ids"),
+        (request("a", [1], logit_bias={-1: 1.0}), BadInput, "logit_bias"),
+        (request("a", [1], logit_bias={1: float("inf")}), BadInput, "logit_bias"),
+        (request("a", [1], logprobs=21), BadInput, "logprobs"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(wanted, error, param):
+    scheduler, _ = scheduler_of(context_len=64)
+    with pytest.raises(error) as caught:
+        scheduler.submit(wanted, 0.0)
+    assert caught.value.param == param
+    assert not scheduler.busy
+
+
+def test_the_pool_bounds_the_context():
+    bench = Bench(n_blocks=5, context_len=512)
+    assert bench.scheduler.limits.context_len == 64
+    with pytest.raises(ContextExceeded, match="64"):
+        bench.submit("a", A[:64])
+    bench.submit("b", A[:63], max_tokens=None)
+    bench.finish()
+    assert len(bench.tokens("b")) == 1
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    bench = Bench()
+    bench.submit("a", A[:5])
+    with pytest.raises(BadInput, match="in use"):
+        bench.submit("a", A[:6])
+    bench.finish()
+    bench.submit("a", A[:5])
+    bench.finish()
+
+
+def test_load_tells_what_is_queued():
+    bench = Bench(max_running=1, token_budget=16)
+    bench.submit("a", A[:40])
+    bench.submit("b", B[:30])
+    bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.waiting) == (1, 1)
+    assert load.waiting_tokens == 23 + 30
+    assert load.kv_used_blocks == 1
+    assert (load.steps, load.prompt_tokens) == (1, 16)

@@ -1,0 +1,30 @@
+import pytest
+
+from emberline.engine.script import Script, countable, of_request, parse
+from emberline.protocol.errors import BadInput
+
+from .fakes import request
+
+
+def test_scripts_stack():
+    base = parse("say=count,itl_ms=2.5")
+    assert base == Script(say="count", itl_ms=2.5)
+    assert of_request(request("a", [1]), base) is base
+    special = of_request(request("a", [1], session="acme/standin:die_after=3,refuse=true"), base)
+    assert special == Script(say="count", itl_ms=2.5, die_after=3, refuse=True)
+
+
+@pytest.mark.parametrize("text", ["say=shout", "say=", "nonsense=1", "itl_ms=soon", "say=1.x"])
+def test_a_wrong_script_is_named(text):
+    with pytest.raises(BadInput, match="not a script"):
+        parse(text)
+
+
+def test_words():
+    assert parse("").words([5, 2, 6], (2,)) == [5, 6]
+    assert parse("say=17.4.9").words([5], (2,)) == [17, 4, 9]
+    assert parse("say=count").words([5], (2,)) == []
+
+
+def test_counting_leaves_out_end_tokens():
+    assert [countable(n, 6, (2, 3)) for n in range(6)] == [0, 1, 4, 5, 0, 1]

@@ -1,0 +1,210 @@
+"""The stand-in as a process: the protocol, its scripts and its faults. And what every engine process does."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from emberline.protocol.frames import Drain
+
+from .client import Client, engine, start, wait_until
+from .fakes import request
+
+STANDIN = "emberline.engine.standin"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    with engine(STANDIN, "--socket", tmp_path_factory.mktemp("standin") / "a.sock", "--eos-ids", 2) as (_, address):
+        yield address
+
+
+def test_it_needs_no_torch():
+    check = f"import sys, {STANDIN}; assert not {{'torch', 'numpy.testing'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_it_speaks_as_scripted(address):
+    with Client(address) as client:
+        client.submit(
+            request("echo", [7, 2, 8], max_tokens=9, ignore_eos=False),
+            request("count", [7], max_tokens=4, session="standin:say=count"),
+            request("ids", [7], max_tokens=9, ignore_eos=False, session="standin:say=40.41"),
+        )
+        client.finish("echo", "count", "ids")
+        assert client.tokens("echo") == [7, 8, 2]
+        assert client.tokens("count") == [0, 1, 3, 4]
+        assert client.tokens("ids") == [40, 41, 2]
+        assert client.deltas["echo"][-1].finish == "stop"
+
+
+def test_it_counts_cached_tokens_like_a_real_engine(address):
+    with Client(address) as client:
+        prompt = list(range(100, 150))
+        client.submit(request("one", prompt, max_tokens=20))
+        client.finish("one")
+        client.submit(request("two", prompt + client.tokens("one") + [9], max_tokens=2))
+        client.finish("two")
+        assert client.deltas["two"][0].usage.cached_by_tier == {"device": 64}
+
+
+def test_delays(address):
+    with Client(address) as client:
+        began = time.monotonic()
+        client.submit(request("a", [1, 3, 4], max_tokens=3, session="standin:ttft_ms=80,itl_ms=30"))
+        client.step()
+        first = time.monotonic()
+        client.finish("a")
+        assert first - began >= 0.08
+        assert time.monotonic() - first >= 0.055
+
+
+def test_faults_of_one_request(address):
+    with Client(address) as client:
+        client.submit(
+            request("error", [1, 3, 4], session="standin:error_after=2"),
+            request("refused", [1], session="standin:refuse=1"),
+            request("wrong", [1], session="standin:nonsense=1"),
+            request("fine", [1, 3, 4, 5]),
+        )
+        assert client.finish("error").error.kind == "internal"
+        assert client.tokens("error") == [1, 3]
+        assert client.finish("refused").error.kind == "overloaded"
+        assert client.deltas["refused"][-1].error.retry_after_s == 1
+        assert client.finish("wrong").error.kind == "bad_input"
+        assert client.finish("fine").finish == "length"
+
+
+def test_a_dropped_connection_is_that_client_s_alone(address):
+    with Client(address) as client, Client(address) as other:
+        client.submit(request("a", [1, 3, 4], session="standin:drop_after=2"))
+        with pytest.raises(ConnectionError):
+            client.finish("a")
+        assert client.tokens("a") == [1, 3]
+        other.submit(request("b", [1, 3, 4]))
+        assert other.finish("b").finish == "length"
+
+
+def test_death_after_some_tokens(tmp_path):
+    with engine(STANDIN, "--socket", tmp_path / "a.sock", "--script", "die_after=2") as (process, address):
+        with Client(address) as client:
+            client.submit(request("a", [1, 3, 4, 5]))
+            with pytest.raises(ConnectionError):
+                client.finish("a")
+            assert client.tokens("a") == [1, 3]
+        assert process.wait(5) == 1
+
+
+def test_a_hang_goes_on_until_it_is_killed(tmp_path):
+    with engine(STANDIN, "--socket", tmp_path / "a.sock") as (process, address), Client(address) as client:
+        client.submit(request("a", [1, 3, 4, 5], session="standin:hang_after=1"))
+        client.step()
+        client.sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.step()
+        process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+
+
+# --- what every engine process does -------------------------------------------------------------------------------
+
+
+def test_tcp_on_a_port_of_its_own(monkeypatch):
+    with engine(STANDIN, "--socket", "tcp:127.0.0.1:0") as (_, address), Client(address) as client:
+        assert not address.endswith(":0")
+        client.submit(request("a", [1, 3]))
+        assert client.finish("a").usage.completion_tokens == 4
+
+
+def test_sigterm_drains_and_exits_zero(tmp_path):
+    path = tmp_path / "a.sock"
+    with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
+        client.submit(request("a", list(range(3, 30)), max_tokens=20))
+        client.step()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        client.submit(request("b", [1]))
+        assert client.finish("b").error.kind == "unavailable"
+        assert client.finish("a").finish == "length"
+        assert process.wait(5) == 0
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert any(line["request_id"] == "a" and line["message"] == "finished: length" for line in lines)
+    assert not path.exists()
+
+
+def test_an_idle_engine_stops_at_once_and_a_second_signal_does_not_wait(tmp_path):
+    with engine(STANDIN, "--socket", tmp_path / "a.sock") as (process, address), Client(address) as client:
+        client.send(Drain(30))
+        assert process.wait(5) == 0
+    slow = engine(STANDIN, "--socket", tmp_path / "a.sock", "--script", "itl_ms=20")
+    with slow as (process, address), Client(address) as client:
+        client.submit(request("a", list(range(3, 30)), max_tokens=2000))
+        client.step()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert client.finish("a").error.kind == "unavailable"
+        assert process.wait(5) == 0
+
+
+def test_idle_costs_no_cpu(tmp_path):
+    with engine(STANDIN, "--socket", tmp_path / "a.sock") as (process, address), Client(address) as client:
+        client.submit(request("a", [1]))
+        client.finish("a")
+
+        def ticks():
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+
+        def switches():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+        time.sleep(0.2)
+        before = ticks(), switches()
+        time.sleep(0.5)
+        assert (ticks(), switches()) == before
+
+
+def test_no_orphan_outlives_its_parent(tmp_path):
+    path = tmp_path / "a.sock"
+    code = (
+        "import subprocess, sys, os\n"
+        f"child = subprocess.Popen([sys.executable, '-m', '{STANDIN}', '--socket', {str(path)!r}])\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+        "os._exit(9)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert json.loads(parent.stdout.readline())["ready"]
+    parent.stdin.close()
+    parent.wait(5)
+    parent.stdout.close()
+    wait_until(lambda: _gone(pid))
+    wait_until(lambda: not path.exists())
+
+
+def _gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    process, ready = start(STANDIN, "--socket", "tcp:127.0.0.1:0", token="")
+    assert ready == {"ready": False, "error": ready["error"]}
+    assert "EMBERLINE_WORKER_TOKEN" in ready["error"]
+    assert process.wait(5) == 1
+    process.communicate()
+    (tmp_path / "file").write_text("not a socket")
+    process, ready = start(STANDIN, "--socket", tmp_path / "file")
+    assert ready["ready"] is False
+    assert (tmp_path / "file").read_text() == "not a socket"
+    process.communicate()

@@ -1,0 +1,132 @@
+"""The real worker process on the real model: the same tokens alone, in a batch, from the cache and after preemption."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from emberline.protocol.tokens import unpack
+from emberline.text.model import TextModel
+
+from .client import Client, engine, start
+from .fakes import request
+
+WORKER = "emberline.engine.worker"
+TEXTS = (
+    "The tides are caused by the gravity of the moon. At high tide the water",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time there was a lighthouse keeper who lived alone on a small island. Every evening he climbed",
+)
+
+
+@pytest.fixture(scope="module")
+def text(smollm2):
+    return TextModel.load(smollm2)
+
+
+@pytest.fixture(scope="module")
+def worker(smollm2, tmp_path_factory):
+    path = tmp_path_factory.mktemp("worker") / "a.sock"
+    flags = ("--name", "tiny", "--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8)
+    with engine(WORKER, "--model", smollm2, "--socket", path, "--kv-bytes", 6 << 20, *flags) as (process, address):
+        yield process, address
+
+
+def ask(id, ids, **sampling):
+    return request(id, ids, **{"max_tokens": 40, "temperature": 0.0, **sampling})
+
+
+def test_it_says_what_it_serves(worker):
+    with Client(worker[1]) as client:
+        info, load = client.greeting.info, client.greeting.load
+    assert (info.model, info.vocab_size, info.device) == ("tiny", 49_152, "cpu")
+    assert info.kv_tokens == 16 * load.kv_total_blocks
+    assert sum(group.block_bytes for group in info.kv_groups) * (load.kv_total_blocks + 1) <= 6 << 20
+    assert info.context_len == info.kv_tokens < 8192, "the pool bounds the context"
+
+
+def test_greedy_text_is_sensible(worker, text):
+    with Client(worker[1]) as client:
+        client.submit(ask("count", unpack(text.encode(TEXTS[1], False)), max_tokens=6))
+        client.finish("count")
+        assert text.decode(client.tokens("count")).startswith(" 22,")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_tokens_alone_cached_in_a_batch_and_after_preemption(worker, text, temperature):
+    prompts = [unpack(text.encode(each, False)) for each in TEXTS]
+    salt = f"{temperature}".encode()
+    with Client(worker[1]) as client:
+        alone = []
+        for n, ids in enumerate(prompts):
+            client.submit(ask(f"alone{n}", ids, temperature=temperature, salt=salt, max_tokens=40))
+            assert client.finish(f"alone{n}").usage.cached_tokens == 0
+            alone.append(client.tokens(f"alone{n}"))
+        before = client.steps[-1].load.preemptions
+        again = [ask(f"again{n}", ids, temperature=temperature, max_tokens=40) for n, ids in enumerate(prompts)]
+        client.submit(*again)
+        client.finish(*(each.id for each in again))
+        assert client.steps[-1].load.preemptions > before
+        assert [client.tokens(each.id) for each in again] == alone
+        turn = prompts[3] + alone[3]
+        client.submit(ask("before", prompts[3], temperature=temperature, salt=salt, max_tokens=40))
+        client.finish("before")
+        client.submit(ask("turn", turn, temperature=temperature, salt=salt, max_tokens=8))
+        client.finish("turn")
+        cold = ask("cold", turn, temperature=temperature, salt=b"another tenant", max_tokens=8)
+        client.submit(cold)
+        client.finish("cold")
+        assert client.deltas["turn"][0].usage.cached_tokens == (len(turn) - 1) // 16 * 16
+        assert client.deltas["cold"][0].usage.cached_tokens == 0
+        assert client.tokens("turn") == client.tokens("cold")
+
+
+def test_logprobs_bias_and_bans(worker, text):
+    ids = unpack(text.encode(TEXTS[0], False))
+    with Client(worker[1]) as client:
+        client.submit(
+            ask("plain", ids, logprobs=3, max_tokens=2),
+            ask("biased", ids, logit_bias={100: 1000.0}, max_tokens=2),
+            ask("repeats", ids, logit_bias={100: 1000.0}, presence_penalty=2000.0, max_tokens=2),
+        )
+        client.finish("plain", "biased", "repeats")
+        [chosen] = client.deltas["plain"][0].logprobs
+        assert chosen.token_id == client.tokens("plain")[0] == chosen.top[0][0]
+        assert len(chosen.top) == 3
+        assert chosen.logprob == pytest.approx(chosen.top[0][1])
+        assert client.tokens("biased") == [100, 100]
+        assert client.tokens("repeats")[0] == 100 != client.tokens("repeats")[1]
+
+
+def test_idle_costs_no_cpu(worker):
+    process, address = worker
+    with Client(address) as client:
+        client.submit(ask("a", [1, 2, 3], max_tokens=3))
+        client.finish("a")
+
+        def cpu_ticks():
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+
+        time.sleep(0.5)
+        before = cpu_ticks()
+        time.sleep(0.5)
+        assert cpu_ticks() == before
+
+
+@pytest.mark.parametrize("flags", [("--kv-bytes", 1000), ("--token-budget", 4), ("--device", "abacus")])
+def test_a_start_that_fails_says_why(smollm2, tmp_path, flags):
+    process, ready = start(WORKER, "--model", smollm2, "--socket", tmp_path / "a.sock", *flags)
+    assert ready["ready"] is False
+    assert ready["error"]
+    assert process.wait(5) == 1
+    assert any(json.loads(line)["level"] == "error" for line in process.stderr.read().splitlines())
+    process.communicate()
+
+
+def test_a_missing_model_is_named(tmp_path):
+    process, ready = start(WORKER, "--model", tmp_path / "nothing.gguf", "--socket", tmp_path / "a.sock")
+    assert "nothing.gguf" in ready["error"]
+    process.communicate()

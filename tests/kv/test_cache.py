@@ -1,0 +1,173 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.kv.cache import KVCache
+from emberline.kv.pool import NULL_BLOCK
+from emberline.kv.prefix import first_visible
+from emberline.protocol import blockhash
+from emberline.protocol.layout import KVGroup
+from emberline.protocol.tokens import pack
+
+FULL = KVGroup("full", (0,), 1, 1, "float16")
+WINDOW = KVGroup("window", (1,), 1, 1, "float16", window=24)
+
+
+class Record:
+    def __init__(self):
+        self.keys = {}
+
+    def stored(self, group, key, block):
+        assert (group.name, key) not in self.keys
+        self.keys[group.name, key] = block
+
+    def evicted(self, group, key, block):
+        assert self.keys.pop((group.name, key)) == block
+
+
+def keys_of(ids, salt=b""):
+    keys = []
+    blockhash.extend(keys, blockhash.root("model", salt), pack(ids))
+    return keys
+
+
+def fill(cache, ids, chunk=16):
+    """Compute a sequence to its end, as a scheduler would, and return its table."""
+    keys, table = keys_of(ids), cache.table()
+    n_hit = cache.match(keys, (len(ids) - 1) // 16)
+    cache.take_hit(table, keys, n_hit)
+    for start in range(16 * n_hit, len(ids), chunk):
+        end = min(start + chunk, len(ids))
+        assert cache.grow(table, start, end)
+        cache.publish(table, keys, end // 16)
+    return table
+
+
+def test_a_second_sequence_shares_the_full_blocks_of_the_first():
+    cache = KVCache([FULL], [20], chunk=16)
+    first = fill(cache, range(40))
+    assert cache.n_used == 3
+    second = fill(cache, [*range(32), 99, 98])
+    assert first.groups[0].blocks[:2] == second.groups[0].blocks[:2]
+    assert cache.n_used == 4
+    cache.release(first)
+    assert cache.n_used == 3
+    cache.release(second)
+    assert cache.n_used == 0
+
+
+def test_a_hit_leaves_at_least_one_token_to_compute():
+    cache = KVCache([FULL], [20], chunk=16)
+    cache.release(fill(cache, range(32)))
+    assert cache.match(keys_of(range(32)), (32 - 1) // 16) == 1
+    assert cache.match(keys_of(range(33)), (33 - 1) // 16) == 2
+
+
+def test_another_salt_never_hits():
+    cache = KVCache([FULL], [20], chunk=16)
+    cache.release(fill(cache, range(33)))
+    assert cache.match(keys_of(range(33), b"other"), 2) == 0
+
+
+def test_tails_are_evicted_before_beginnings_and_listeners_hear_it():
+    record = Record()
+    cache = KVCache([FULL], [5], chunk=64, listener=record)
+    cache.release(fill(cache, range(64), chunk=64))
+    assert len(record.keys) == 4
+    other = fill(cache, range(100, 132))
+    assert cache.match(keys_of(range(64)), 4) == 2
+    assert {key for _, key in record.keys} == {*keys_of(range(64))[:2], *keys_of(range(100, 132))}
+    cache.release(other)
+
+
+def test_running_sequences_are_never_evicted():
+    cache = KVCache([FULL], [5], chunk=64)
+    running = fill(cache, range(40))
+    table = cache.table()
+    assert not cache.grow(table, 0, 40)
+    assert table.groups[0].blocks == []
+    assert cache.grow(table, 0, 16)
+    assert not set(table.groups[0].blocks) & set(running.groups[0].blocks)
+
+
+def test_blocks_that_leave_the_window_come_back_while_the_sequence_runs():
+    cache = KVCache([WINDOW], [6], chunk=16)
+    table = fill(cache, range(200))
+    held = table.groups[0]
+    assert len(held.blocks) == 13
+    assert held.blocks[: held.n_passed] == [NULL_BLOCK] * held.n_passed
+    assert held.n_passed == first_visible(192, 24) == 10
+    assert cache.n_used == 3
+
+
+def test_a_window_group_needs_only_the_last_blocks_of_a_hit():
+    cache = KVCache([FULL, WINDOW], [20, 6], chunk=16)
+    cache.release(fill(cache, range(128)))
+    keys = keys_of([*range(128), 1])
+    window = cache.groups[1].index
+    assert window.leading(keys, 8) == 0, "the first blocks are evicted in the window group"
+    assert cache.match(keys, 8) == 8
+    table = cache.table()
+    cache.take_hit(table, keys, 8)
+    assert [held.n_passed for held in table.groups] == [0, first_visible(128, 24)]
+    assert cache.match(keys, 3) == 0, "no shorter prefix has its window left"
+
+
+def test_discarded_content_is_not_found_again():
+    cache = KVCache([FULL], [20], chunk=16)
+    shared = fill(cache, range(33))
+    other = fill(cache, range(33))
+    cache.discard(other)
+    assert cache.match(keys_of(range(33)), 2) == 0
+    cache.release(shared)
+    assert cache.n_used == 0
+
+
+def test_fits_counts_shared_blocks_once_and_free_hits_as_taken():
+    cache = KVCache([FULL], [6], chunk=64)  # 5 usable
+    table = fill(cache, range(33))  # 3 blocks
+    keys = keys_of([*range(32), *range(90, 122)])  # 64 tokens, 2 blocks shared
+    assert cache.fits(keys, 2, 64, [0])
+    assert not cache.fits(keys, 2, 64, [1])
+    assert not cache.fits(keys, 0, 64, [0])
+    cache.release(table)
+    assert cache.fits(keys, 2, 64, [1])
+    assert not cache.fits(keys, 2, 64, [2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.booleans()), min_size=1, max_size=20),
+    st.sampled_from([[FULL], [WINDOW], [FULL, WINDOW]]),
+    st.integers(7, 16),
+)
+def test_every_block_comes_back_and_hits_are_genuine(requests, layouts, n_blocks):
+    """Random sequences with common beginnings, some kept running: references add up, hits have the right content."""
+    record = Record()
+    cache = KVCache(layouts, [n_blocks] * len(layouts), chunk=16, listener=record)
+    content = {}  # (group, block) -> key that was computed there
+    running = []
+    for variant, length, stay in requests:
+        ids = [*range(32), *range(100 * variant, 100 * variant + 90)][:length]
+        keys = keys_of(ids)
+        if not cache.fits(keys, cache.match(keys, (length - 1) // 16), length, [0] * len(layouts)):
+            continue
+        table = fill(cache, ids)
+        for g, held in enumerate(table.groups):
+            for j, block in enumerate(held.blocks):
+                if block == NULL_BLOCK or j >= len(keys):
+                    continue
+                if cache.groups[g].index.key(block) is not None:
+                    assert cache.groups[g].index.key(block) == keys[j]
+                assert content.get((g, block), keys[j]) == keys[j] or cache.groups[g].pool.refs[block] == 1
+                content[g, block] = keys[j]
+        running.append(table)
+        if not stay:
+            cache.release(running.pop())
+        for g, group in enumerate(cache.groups):
+            held_blocks = [b for t in running for b in t.groups[g].blocks if b != NULL_BLOCK]
+            assert sum(group.pool.refs) == len(held_blocks)
+            assert group.pool.n_total - group.pool.n_free == len(set(held_blocks))
+        assert {key for _, key in record.keys} == {k for g in cache.groups for k in g.index._blocks}
+    for table in running:
+        cache.release(table)
+    assert cache.n_used == 0

@@ -1,0 +1,71 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.kv.pool import NULL_BLOCK, BlockPool
+
+
+def test_hands_out_every_block_but_the_null_block():
+    pool = BlockPool(4)
+    assert sorted(pool.take() for _ in range(3)) == [1, 2, 3]
+    assert pool.n_free == 0
+    with pytest.raises(AssertionError):
+        pool.take()
+
+
+def test_worthless_blocks_are_reused_first_and_cached_ones_oldest_first():
+    pool = BlockPool(6)
+    a, b, c, d, e = (pool.take() for _ in range(5))
+    pool.drop(b, worth_keeping=True)
+    pool.drop(d, worth_keeping=True)
+    pool.drop(a, worth_keeping=False)
+    assert pool.free_blocks() == [a, b, d]
+    assert [pool.take(), pool.take()] == [a, b]
+    assert pool.refs[c] == pool.refs[e] == 1
+
+
+def test_holding_a_free_block_takes_it_off_the_list():
+    pool = BlockPool(4)
+    blocks = [pool.take() for _ in range(3)]
+    for block in blocks:
+        pool.drop(block, worth_keeping=True)
+    pool.hold(blocks[1])
+    pool.hold(blocks[1])
+    assert pool.free_blocks() == [blocks[0], blocks[2]]
+    pool.drop(blocks[1], worth_keeping=True)
+    assert pool.n_free == 2
+    pool.drop(blocks[1], worth_keeping=True)
+    assert pool.free_blocks() == [blocks[0], blocks[2], blocks[1]]
+
+
+def test_a_drop_too_many_is_our_bug():
+    pool = BlockPool(3)
+    block = pool.take()
+    pool.drop(block, worth_keeping=False)
+    with pytest.raises(AssertionError):
+        pool.drop(block, worth_keeping=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "hold", "keep", "lose"]), st.integers(0, 99)), max_size=80))
+def test_the_list_always_holds_exactly_the_unreferenced_blocks(operations):
+    pool = BlockPool(8)
+    refs = dict.fromkeys(range(1, 8), 0)
+    for operation, choice in operations:
+        held = [block for block in refs if refs[block]]
+        if operation == "take" and pool.n_free:
+            block = pool.take()
+            assert refs[block] == 0
+            refs[block] = 1
+        elif operation == "hold":
+            block = choice % 7 + 1
+            pool.hold(block)
+            refs[block] += 1
+        elif held:
+            block = held[choice % len(held)]
+            pool.drop(block, worth_keeping=operation == "keep")
+            refs[block] -= 1
+        free = pool.free_blocks()
+        assert sorted(free) == [block for block in refs if not refs[block]]
+        assert pool.n_free == len(free)
+        assert pool.refs[1:] == list(refs.values())
+        assert NULL_BLOCK not in free

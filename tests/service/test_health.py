@@ -1,0 +1,59 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from emberline.protocol import tokens
+from emberline.protocol.events import TokenDelta
+from emberline.service import Service
+from tests.balancer.fake_engine import EOS, FakeEngine
+from tests.service.conftest import PATIENCE_S, Opener
+from tests.service.test_service import ask, events_of
+
+
+async def test_a_connected_idle_engine_is_healthy(service: Service) -> None:
+    health = await service.health()
+    assert health.ok
+    (engine,) = health.detail["engines"]
+    assert (engine["name"], engine["ok"], engine["problem"], engine["in_flight"]) == ("e0", True, "", 0)
+    assert engine["context_len"] == 256
+
+
+async def test_an_engine_that_takes_no_step_is_not(
+    service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.05)
+    await asyncio.sleep(0.06)
+    assert (await service.health()).ok  # idle for longer than that
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask()))
+    (sent,) = await engine.submission()
+    assert (await service.health()).ok
+    await asyncio.sleep(0.06)
+    health = await service.health()
+    assert not health.ok
+    assert "no step" in health.detail["engines"][0]["problem"]
+    engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
+    await task
+    assert (await service.health()).ok
+
+
+async def test_no_engine_no_health(service: Service, engine: FakeEngine) -> None:
+    await engine.die()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await service.health()).ok:
+            await asyncio.sleep(0.001)
+    health = await service.health()
+    assert health.detail["models_down"] == ["@cf/test/bytes"]
+    assert health.detail["engines"][0]["problem"]
+
+
+async def test_one_of_two_engines_is_enough(tmp_path: Path, open_one: Opener) -> None:
+    engines = [await FakeEngine(tmp_path / f"{name}.sock", name=name).start() for name in ("a", "b")]
+    service = await open_one(*engines)
+    await engines[0].die()
+    await asyncio.sleep(0.05)
+    health = await service.health()
+    assert health.ok
+    assert sorted(engine["ok"] for engine in health.detail["engines"]) == [False, True]
+    await engines[1].die()

@@ -1,0 +1,574 @@
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from emberline.accounts.ledger import Ledger
+from emberline.accounts.usage import UsageRow
+from emberline.protocol import tokens
+from emberline.protocol.errors import (
+    BadInput,
+    ContextExceeded,
+    DeadlineExceeded,
+    EmberlineError,
+    ErrorInfo,
+    Internal,
+    MalformedModelId,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+)
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TokenDelta, Usage
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest, Message, Priority, SamplingParams
+from emberline.service import Service
+from emberline.service.core import LocalCore
+from emberline.text.model import TextModel
+from tests.balancer.fake_engine import EOS, FakeEngine, Script
+from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
+
+_ids = itertools.count()
+
+
+def ask(content: str = "hi", **fields: Any) -> GenerateRequest:
+    sampling = SamplingParams(**fields.pop("sampling", {}))
+    if not {"prompt", "prompt_ids", "messages"} & fields.keys():
+        fields["messages"] = (Message("user", content),)
+    return GenerateRequest(id=f"req-{next(_ids)}", **({"model": MODEL, "sampling": sampling} | fields))
+
+
+async def events_of(service: Service, request: GenerateRequest, principal: Principal = ALICE) -> list[TextEvent]:
+    async with aclosing(service.generate(request, principal)) as events:
+        return [event async for event in events]
+
+
+def text_of(events: list[TextEvent], index: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta) and event.index == index)
+
+
+def ledger_of(service: Service) -> Ledger:
+    assert isinstance(service.core, LocalCore)
+    return service.core._ledger
+
+
+async def row_of(service: Service, request: GenerateRequest) -> UsageRow:
+    """The request's usage row; it may still be on its way to the disk."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (row := await ledger_of(service).find(request.id)) is None:
+            await asyncio.sleep(0.002)
+    return row
+
+
+async def rows(service: Service) -> int:
+    ((n,),) = await ledger_of(service)._store.read("SELECT count(*) FROM usage")
+    assert isinstance(n, int)
+    return n
+
+
+def in_flight(service: Service) -> int:
+    assert isinstance(service.core, LocalCore)
+    return sum(member.in_flight for member in service.core.fleet)
+
+
+async def settled(service: Service) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while service._settling or service._running:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_request_from_beginning_to_end(service: Service, engine: FakeEngine) -> None:
+    engine.cached = 4
+    request = ask("hi", priority=Priority.FLEX)
+    events = await events_of(service, request)
+    assert isinstance(events[0], Started)
+    assert events[0].usage.cached_tokens == 4
+    assert text_of(events) == "Hello!"
+    assert events[-2] == ChoiceDone(0, "stop")
+    n_prompt = len("<|start|>user\nhi<|end|>\n<|start|>assistant\n") - len("<|start|><|end|><|start|>") + 3
+    usage = Usage(prompt_tokens=n_prompt, completion_tokens=7, cached_by_tier={"device": 4})
+    assert events[-1] == Completed(usage)
+    (sent,) = engine.submitted
+    assert sent.salt == ALICE.salt
+    assert sent.sampling.max_tokens == 256 - n_prompt
+    row = await row_of(service, request)
+    assert row.created_us <= (row.first_token_us or 0) <= row.finished_us
+    assert row == UsageRow(
+        id=request.id,
+        account="alice",
+        model=MODEL,
+        model_version="f" * 32,
+        priority="flex",
+        input_tokens=n_prompt,
+        cached_by_tier={"device": 4},
+        output_tokens=7,
+        status="finished",
+        created_us=row.created_us,
+        first_token_us=row.first_token_us,
+        finished_us=row.finished_us,
+    )
+    assert in_flight(service) == 0
+
+
+async def test_the_row_is_durable_before_completed(service: Service) -> None:
+    request = ask()
+    async with aclosing(service.generate(request, ALICE)) as events:
+        async for event in events:
+            if isinstance(event, Completed):
+                assert await ledger_of(service).find(request.id) is not None
+                return
+    pytest.fail("never completed")
+
+
+async def test_tokens_that_wait_together_become_one_delta(service: Service, engine: FakeEngine) -> None:
+    engine.burst = 100
+    events = await events_of(service, ask())
+    assert [event.text for event in events if isinstance(event, TextDelta)] == ["Hello!"]
+    engine.burst, engine.script = 1, None
+    async with aclosing(service.generate(ask(), ALICE)) as stream:
+        started = asyncio.ensure_future(anext(stream))
+        request = (await engine.submission(2))[-1]
+        for number, letter in enumerate(b"abc"):
+            await asyncio.sleep(0)
+            engine.step(TokenDelta(request.id, tokens.pack([letter - 33 + 3]), "length" if number == 2 else None))
+        await asyncio.sleep(0.05)
+        await started
+        rest = [event async for event in stream]
+    assert text_of(rest) == "abc"
+    assert len([event for event in rest if isinstance(event, TextDelta)]) <= 2
+
+
+async def test_raw_prompts_and_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:
+    await events_of(service, ask(prompt="plain <|end|> text"))
+    assert text_model.decode(engine.submitted[0].prompt_ids) == "plain <|end|> text"
+    ids = tokens.pack([5, 6, 7])
+    await events_of(service, ask(prompt_ids=ids))
+    assert engine.submitted[1].prompt_ids == ids
+
+
+async def test_length(service: Service) -> None:
+    events = await events_of(service, ask(sampling={"max_tokens": 3}))
+    assert text_of(events) == "Hel"
+    assert events[-2] == ChoiceDone(0, "length")
+
+
+async def test_a_long_prompt_leaves_what_it_leaves(service: Service, engine: FakeEngine) -> None:
+    await events_of(service, ask(prompt="x" * 255, sampling={"max_tokens": 100, "min_tokens": 50}))
+    assert (engine.submitted[0].sampling.max_tokens, engine.submitted[0].sampling.min_tokens) == (1, 1)
+    with pytest.raises(ContextExceeded, match=r"256 tokens.*context of 256.*255"):
+        await events_of(service, ask(prompt="x" * 256))
+    with pytest.raises(ContextExceeded):
+        await events_of(service, ask(prompt="x" * 40_000))  # through the thread pool
+    assert await rows(service) == 1
+
+
+async def test_a_stop_string_ends_the_text_and_the_work(
+    service: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    engine.script = say("one, two, three" * 10)
+    request = ask(sampling={"stop": (", tw", "zzz")})
+    events = await events_of(service, request)
+    assert text_of(events) == "one"
+    assert events[-2] == ChoiceDone(0, "stop", ", tw")
+    await asyncio.sleep(0.01)
+    assert engine.aborted == [request.id]
+    assert (await row_of(service, request)).output_tokens >= len("one, tw")
+    engine.script = say("ends like a sto")
+    events = await events_of(service, ask(sampling={"stop": ("stop",)}))
+    assert text_of(events) == "ends like a sto"  # what was held back comes out
+    assert events[-2] == ChoiceDone(0, "stop")
+
+
+async def test_stop_strings_wait_for_min_tokens(
+    service: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    engine.script = say("aXbXc")
+    events = await events_of(service, ask(sampling={"stop": ("X",), "min_tokens": 2}))
+    assert text_of(events) == "aXb"
+
+
+async def test_a_character_cut_in_two_waits_for_its_end(
+    service: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    engine.script = say("né€🙂")
+    events = await events_of(service, ask())
+    deltas = [event.text for event in events if isinstance(event, TextDelta)]
+    assert "".join(deltas) == "né€🙂"
+    assert "" not in deltas
+    engine.script = say("🙂")
+    assert text_of(await events_of(service, ask(sampling={"max_tokens": 2}))) == "\ufffd"
+
+
+async def test_logprobs_come_with_their_text(service: Service, engine: FakeEngine, say: Callable[..., Script]) -> None:
+    engine.script = say("aé")
+    events = await events_of(service, ask(sampling={"logprobs": 2}))
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    assert "".join(delta.text for delta in deltas) == "aé"
+    assert all(delta.text and delta.logprobs for delta in deltas)
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [entry.bytes for entry in entries] == [[97], [0xC3], [0xA9]]  # and not the end token's
+    assert (entries[0].token, entries[0].logprob) == ("a", -0.5)
+    assert [entry.token for entry in entries[0].top] == ["a", "b"]
+
+
+async def test_several_choices(service: Service, engine: FakeEngine, text_model: TextModel) -> None:
+    def script(request: Any) -> list[int]:
+        return [*tokens.unpack(text_model.encode(f"seed {request.sampling.seed % 100}", special=False)), EOS]
+
+    engine.script = script
+    request = ask(n=3, sampling={"seed": -1})
+    events = await events_of(service, request)
+    assert [text_of(events, index) for index in range(3)] == ["seed 15", "seed 0", "seed 1"]
+    assert sorted(event.index for event in events if isinstance(event, ChoiceDone)) == [0, 1, 2]
+    assert [type(event) for event in events].count(Started) == 1
+    assert isinstance(events[-1], Completed)
+    assert events[-1].usage.completion_tokens == 8 + 7 + 7
+    assert events[-1].usage.prompt_tokens == len(engine.submitted[0].prompt_ids) // 4
+    assert engine.submitted[0].sampling.seed == 2**64 - 1
+    assert await rows(service) == 1
+    assert in_flight(service) == 0
+
+
+async def test_the_other_choices_follow_the_first_token(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    async with aclosing(service.generate(ask(n=2), ALICE)) as events:
+        started = asyncio.ensure_future(anext(events))
+        (first,) = await engine.submission()
+        await asyncio.sleep(0.01)
+        assert len(engine.submitted) == 1
+        engine.step(TokenDelta(first.id, tokens.pack([70])))
+        await started
+        assert len(await engine.submission(2)) == 2
+
+
+async def test_turn_two_reuses_turn_one_whole(
+    service: Service, engine: FakeEngine, say: Callable[..., Script], text_model: TextModel
+) -> None:
+    """The reply's ids here are not what tokenising its text would give, and still come back unchanged."""
+    odd = [*tokens.unpack(text_model.encode("Hi ", special=False)), 0x20, EOS]
+    engine.script = lambda request: odd
+    first = ask("hello")
+    reply = text_of(await events_of(service, first))
+    history = (*(first.messages or ()), Message("assistant", reply), Message("user", "and?"))
+    await events_of(service, ask(messages=history))
+    one, two = engine.submitted
+    assert two.prompt_ids.startswith(one.prompt_ids + tokens.pack(odd[:-1]))
+    await events_of(service, ask(messages=history), Principal("bob"))
+    assert text_model.decode(engine.submitted[2].prompt_ids) == text_model.decode(two.prompt_ids)
+
+
+async def test_aclose_cancels_the_work(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask()
+    events = service.generate(request, ALICE)
+    started = asyncio.ensure_future(anext(events))
+    await engine.submission()
+    engine.step(TokenDelta(request.id, tokens.pack([70]), usage=Usage(prompt_tokens=9)))
+    await started
+    await events.aclose()
+    await asyncio.sleep(0.01)
+    assert engine.aborted == [request.id]
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens) == ("cancelled", 1)
+    assert in_flight(service) == 0
+
+
+async def test_a_cancelled_task_cancels_the_work(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens, row.first_token_us) == ("cancelled", 0, None)
+    assert engine.aborted == [request.id]
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "param"),
+    [
+        (ask(model="@cf/no/such"), ModelNotFound, "model"),
+        (ask(model="a b"), MalformedModelId, "model"),
+        (ask(model=""), MalformedModelId, "model"),
+        (ask(model="../../etc"), MalformedModelId, "model"),
+        (ask(model="x" * 300), MalformedModelId, "model"),
+        (ask(messages=()), BadInput, "messages"),
+        (ask(prompt=""), BadInput, "prompt"),
+        (ask(sampling={"temperature": float("nan")}), BadInput, "temperature"),
+        (ask(n=17), BadInput, "n"),
+    ],
+)
+async def test_what_is_refused_leaves_no_row(
+    service: Service, request_: GenerateRequest, error: type[EmberlineError], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await events_of(service, request_)
+    assert refused.value.param == param
+    assert await rows(service) == 0
+    assert f'emberline_requests_refused_total{{error="{error.kind}"}} 1.0' in (await service.metrics()).decode()
+    assert text_of(await events_of(service, ask())) == "Hello!"
+
+
+async def test_aliases_in_any_case(service: Service) -> None:
+    assert service.resolve("BYTES").id == service.resolve("@CF/test/bytes").id == MODEL
+    assert [card.id for card in service.models()] == [MODEL]
+    assert text_of(await events_of(service, ask(model="Bytes"))) == "Hello!"
+
+
+async def test_an_engine_error_is_that_request_s(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    engine.step(TokenDelta(request.id, finish="error", error=ErrorInfo("internal", "invalid numbers")))
+    with pytest.raises(Internal, match="invalid numbers"):
+        await task
+    assert (await row_of(service, request)).status == "failed"
+
+
+async def test_the_engine_dies_before_the_first_token_and_comes_back(service: Service, engine: FakeEngine) -> None:
+    script, engine.script = engine.script, None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    await engine.die()
+    engine.script = script
+    await engine.start()
+    assert text_of(await task) == "Hello!"
+    assert len({sent.id for sent in engine.submitted}) == 2
+    assert (await row_of(service, request)).status == "finished"
+    assert await rows(service) == 1
+    assert in_flight(service) == 0
+
+
+async def test_another_engine_takes_over_once(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
+    engines = [await FakeEngine(tmp_path / f"{name}.sock", name=name).start() for name in ("a", "b")]
+    service = await open_one(*engines)
+    task = asyncio.create_task(events_of(service, ask()))
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(engine.submitted for engine in engines):
+            await asyncio.sleep(0.001)
+    first, second = engines if engines[0].submitted else reversed(engines)
+    second.script = say("from the other")
+    await first.die()
+    assert text_of(await task) == "from the other"
+    second.script = None
+    last = asyncio.create_task(events_of(service, ask()))
+    await second.submission(2)
+    await second.die()
+    await first.start()
+    await first.submission(2)
+    await first.die()
+    with pytest.raises(Unavailable):  # twice is enough
+        await last
+    await settled(service)
+    assert in_flight(service) == 0
+
+
+async def test_the_engine_dies_in_the_middle(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask()
+    events: list[TextEvent] = []
+
+    async def consume() -> None:
+        async for event in service.generate(request, ALICE):
+            events.append(event)
+
+    task = asyncio.create_task(consume())
+    await engine.submission()
+    engine.step(TokenDelta(request.id, tokens.pack([70])))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(events) < 2:
+            await asyncio.sleep(0.001)
+    await engine.die()
+    with pytest.raises(Unavailable, match="went away"):
+        await task
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens) == ("failed", 1)
+    with pytest.raises(Unavailable) as refused:
+        await events_of(service, ask())
+    assert refused.value.retry_after_s
+    assert await rows(service) == 1
+
+
+async def test_admission_has_a_bound(tmp_path: Path, open_one: Opener) -> None:
+    engine = await FakeEngine(tmp_path / "e.sock", max_running=1).start()
+    service = await open_one(engine, max_waiting=2)
+    tasks = [asyncio.create_task(events_of(service, ask())) for _ in range(3)]
+    await engine.submission(3)
+    with pytest.raises(Overloaded) as refused:
+        await events_of(service, ask())
+    assert refused.value.retry_after_s
+    for sent in engine.submitted:
+        engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
+    await asyncio.gather(*tasks)
+    assert await rows(service) == 3
+    await engine.die()
+
+
+async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.service.run.DEADLINE_GRACE_S", 0.0)
+    engine.script = None  # it never answers
+    request = ask(deadline_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        await events_of(service, request)
+    assert 0 < (engine.submitted[0].deadline_s or 0) <= 0.05
+    assert (await row_of(service, request)).status == "failed"
+    assert engine.aborted == [request.id]
+
+
+async def test_a_full_disk_fails_the_request_and_not_the_server(service: Service) -> None:
+    store = ledger_of(service)._store
+    ((pages,),) = await store.write("PRAGMA page_count")
+    await store.write(f"PRAGMA max_page_count = {pages}")
+    rounds = asyncio.gather(*(events_of(service, ask("x" * 100)) for _ in range(50)))
+    with pytest.raises(Unavailable, match="disk is full"):
+        await rounds
+    await settled(service)
+    await store.write("PRAGMA max_page_count = 100000")
+    await events_of(service, ask())
+    assert in_flight(service) == 0
+
+
+async def test_count_tokens(service: Service, engine: FakeEngine) -> None:
+    request = ask("how many?")
+    n = await service.count_tokens(request, ALICE)
+    events = await events_of(service, request)
+    assert isinstance(events[-1], Completed)
+    assert n == events[-1].usage.prompt_tokens
+    with pytest.raises(BadInput):
+        await service.count_tokens(ask(messages=()), ALICE)
+    await engine.die()
+    assert await service.count_tokens(ask("how many?"), ALICE) == n
+
+
+async def test_drain(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask()))
+    (sent,) = await engine.submission()
+    draining = asyncio.create_task(service.drain(PATIENCE_S))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="shutting down"):
+        await events_of(service, ask())
+    assert not (await service.health()).ok
+    assert not draining.done()
+    engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
+    await task
+    await draining
+
+
+async def test_drain_gives_up_in_time(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask()))
+    await engine.submission()
+    await service.drain(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_close_settles_what_was_cancelled(
+    service: Service, engine: FakeEngine, tmp_path: Path, open_one: Opener
+) -> None:
+    engine.script = None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    task.cancel()
+    await asyncio.wait([task])
+    await service.close()
+    assert (await row_of(await open_one(engine), request)).status == "cancelled"
+
+
+async def test_one_log_line_per_request(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "emberline.request"):
+        request = ask()
+        await events_of(service, request)
+        await settled(service)
+        with pytest.raises(BadInput):
+            await events_of(service, ask(n=0))
+    done, refused = (vars(record) for record in caplog.records if record.name == "emberline.request")
+    assert (done["request_id"], done["account"], done["engine"]) == (request.id, "alice", "e0")
+    assert done["completion_tokens"] == 7
+    assert done["ttft_ms"] <= done["duration_ms"]
+    assert refused["error"] == "bad_input"
+
+
+async def test_every_request_ends_once_whatever_happens(
+    tmp_path: Path, open_one: Opener, say: Callable[..., Script]
+) -> None:
+    """Clients leave, engines die and return, at (seeded) random moments; the books balance."""
+    import random
+
+    dice = random.Random(7)
+    engines = [await FakeEngine(tmp_path / f"{i}.sock", say("some words to say"), name=f"e{i}").start() for i in (0, 1)]
+    service = await open_one(*engines)
+    admitted: list[str] = []
+    admit = service.core.admit
+
+    async def noting(ask: Any) -> str:
+        engine = await admit(ask)
+        admitted.append(ask.id)
+        return engine
+
+    service.core.admit = noting  # type: ignore[method-assign]
+
+    async def client() -> str:
+        request = ask("x" * dice.randrange(60), n=dice.choice([1, 1, 2]))
+        patience = dice.choice([None, dice.randrange(6)])
+        try:
+            async with aclosing(service.generate(request, ALICE)) as events:
+                seen = 0
+                async for _ in events:
+                    seen += 1
+                    if seen == patience:
+                        break
+        except (Unavailable, Overloaded):
+            return "failed"
+        return "done"
+
+    async def chaos() -> None:
+        for _ in range(6):
+            await asyncio.sleep(0.01)
+            victim = dice.choice(engines)
+            await victim.die()
+            await asyncio.sleep(0.005)
+            await victim.start()
+
+    disturbing = asyncio.create_task(chaos())
+    outcomes = []
+    for _ in range(12):
+        outcomes += await asyncio.gather(*(client() for _ in range(10)))
+    await disturbing
+    await settled(service)
+    assert "done" in outcomes
+    assert in_flight(service) == 0
+    assert await rows(service) == len(set(admitted))
+    assert not any(engine_client._streams for engine_client in service._engines.values())
+    for engine in engines:
+        await engine.die()
+
+
+async def test_settlement_survives_msgpack(service: Service) -> None:
+    """What a door sends to the core is the same on the other side."""
+    from emberline.service.core import Settlement
+
+    seen: list[Settlement] = []
+    settle = service.core.settle
+
+    async def noting(settlement: Settlement) -> None:
+        seen.append(settlement)
+        await settle(settlement)
+
+    service.core.settle = noting  # type: ignore[method-assign]
+    await events_of(service, ask())
+    (settlement,) = seen
+    assert len(settlement.memories) == 2
+    raw = msgspec.msgpack.encode(settlement)
+    assert msgspec.msgpack.decode(raw, type=Settlement) == settlement

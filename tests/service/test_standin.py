@@ -1,0 +1,144 @@
+"""The pipeline against a real engine process: our scheduler, prefix cache and socket, without a model."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.protocol import tokens
+from emberline.protocol.errors import Internal, Overloaded, Unavailable
+from emberline.protocol.events import Completed, TextDelta
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import Message
+from emberline.service import Served, Service, open_service
+from emberline.text.model import TextModel
+from tests.service.conftest import ALICE, PATIENCE_S, offer
+from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
+
+TOKEN = "a-token-to-join"
+
+
+class Standin:
+    def __init__(self, path: Path) -> None:
+        self.endpoint = Endpoint(name="e0", address=f"unix:{path}", token=TOKEN)
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "emberline.engine.standin", "--socket", self.endpoint.address),
+                *("--vocab-size", "259", "--eos-ids", "2", "--context-len", "4096"),
+            ],
+            env={**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        assert b'"ready": true' in self._process.stdout.readline()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
+    """Shared: a test that stops it starts it again."""
+    standin = Standin(tmp_path_factory.mktemp("standin") / "engine.sock")
+    yield standin
+    standin.stop()
+
+
+@pytest.fixture
+async def service(standin: Standin, text_model: TextModel, tmp_path: Path) -> AsyncIterator[Service]:
+    served = Served(offer(text_model).card, text_model, (standin.endpoint,))
+    service = await open_service([served], data_dir=tmp_path / "data")
+    assert await service.ready(PATIENCE_S)
+    yield service
+    await service.close()
+
+
+def usage_of(events: list[object]) -> Completed:
+    assert isinstance(events[-1], Completed)
+    return events[-1]
+
+
+async def test_a_conversation_finds_its_beginning_in_the_cache(service: Service, text_model: TextModel) -> None:
+    prompt = "say something long enough to fill several blocks of sixteen tokens"
+    said = tokens.unpack(text_model.encode("a reply of more than sixteen tokens, too", special=False))
+    first = ask(prompt, session=f"standin:say={'.'.join(map(str, said))}")
+    reply = text_of(await events_of(service, first))
+    assert reply == "a reply of more than sixteen tokens, too"
+    turns = (*(first.messages or ()), Message("assistant", reply), Message("user", "go on"))
+    usage = usage_of(list(await events_of(service, ask(messages=turns, session="s1")))).usage
+    n_first = await service.count_tokens(first, ALICE)
+    assert usage.cached_tokens == (n_first + len(reply)) // 16 * 16
+    other = usage_of(list(await events_of(service, ask(messages=turns, session="s1"), Principal("bob", "", b"b" * 16))))
+    assert other.usage.cached_tokens == 0
+    assert other.usage.prompt_tokens == usage.prompt_tokens
+
+
+async def test_eight_streams_at_once(service: Service) -> None:
+    script = "standin:say=count,itl_ms=1"
+    requests = [ask(f"stream {n}", session=script, sampling={"max_tokens": 100}) for n in range(8)]
+    for events in await asyncio.gather(*(events_of(service, request) for request in requests)):
+        assert usage_of(list(events)).usage.completion_tokens == 100
+    assert await rows(service) == 8
+
+
+async def test_a_client_that_leaves_frees_the_engine(service: Service) -> None:
+    request = ask(session="standin:say=count,itl_ms=5", sampling={"max_tokens": 2000})
+    async with aclosing(service.generate(request, ALICE)) as events:
+        async for event in events:
+            if isinstance(event, TextDelta):
+                break
+    assert (await row_of(service, request)).status == "cancelled"
+    await events_of(service, ask(session="standin:say=count", sampling={"max_tokens": 2}))
+    (engine,) = (await service.health()).detail["engines"]
+    assert engine["load"]["running"] + engine["load"]["waiting"] <= 1
+    assert engine["in_flight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("error_after=2", Internal), ("drop_after=2", Unavailable), ("refuse=true", Overloaded)]
+)
+async def test_faults_are_the_request_s_own(service: Service, fault: str, error: type[Exception]) -> None:
+    request = ask(session=f"standin:say=count,{fault}", sampling={"max_tokens": 9})
+    with pytest.raises(error):
+        await events_of(service, request)
+    assert (await row_of(service, request)).status == "failed"
+    assert await service.ready(PATIENCE_S)
+    assert text_of(await events_of(service, ask("still here?")))
+    await settled(service)
+    assert in_flight(service) == 0
+
+
+async def test_an_engine_that_died_early_is_replaced(service: Service, standin: Standin) -> None:
+    slow = ask("patience", session="standin:say=echo,ttft_ms=400")
+    waiting = asyncio.create_task(events_of(service, slow))
+    await asyncio.sleep(0.1)
+    standin.stop()
+    await asyncio.to_thread(standin.start)
+    assert "patience" in text_of(await waiting)
+    assert (await row_of(service, slow)).status == "finished"
+
+
+async def test_an_engine_that_hangs_is_not_healthy(
+    service: Service, standin: Standin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.2)
+    task = asyncio.create_task(events_of(service, ask(session="standin:say=count,hang_after=1")))
+    await asyncio.sleep(0.1)
+    assert (await service.health()).ok
+    await asyncio.sleep(0.4)
+    assert not (await service.health()).ok
+    standin.stop()
+    with pytest.raises(Unavailable):
+        await task
+    await asyncio.to_thread(standin.start)

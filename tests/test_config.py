@@ -1,0 +1,134 @@
+"""How a configuration comes together, and what a wrong one says."""
+
+from pathlib import Path
+
+import pytest
+
+from emberline.config import ConfigError, is_loopback, parse_size, resolve
+
+
+def write(home: Path, text: str) -> Path:
+    path = home / "emberline.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_defaults_need_nothing(tmp_path: Path) -> None:
+    config = resolve(environ={"EMBERLINE_HOME": str(tmp_path)})
+    assert config.home == tmp_path
+    assert (config.server.host, config.server.port, config.server.doors) == ("127.0.0.1", 8686, 1)
+    assert config.engine.models == ()
+    assert config.auth.key is None
+
+
+def test_home_falls_back_to_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve(environ={}).home == tmp_path / ".emberline"
+    assert resolve(environ={"EMBERLINE_HOME": "~/elsewhere"}).home == tmp_path / "elsewhere"
+
+
+def test_file_then_environment_then_flags(tmp_path: Path) -> None:
+    write(
+        tmp_path, '[server]\nport = 1\ndrain_s = 5\ncors_origins = ["http://a", "http://b"]\n[log]\nlevel = "debug"\n'
+    )
+    environ = {"EMBERLINE_HOME": str(tmp_path), "EMBERLINE_PORT": "2", "EMBERLINE_LOG_LEVEL": "error"}
+    assert resolve(environ={"EMBERLINE_HOME": str(tmp_path)}).server.port == 1
+    config = resolve(environ=environ)
+    assert (config.server.port, config.log.level, config.server.drain_s) == (2, "error", 5.0)
+    assert config.server.cors_origins == ("http://a", "http://b")
+    config = resolve({"server.port": 3, "log.level": None}, environ)
+    assert (config.server.port, config.log.level) == (3, "error")
+
+
+def test_the_full_name_wins_over_the_short_one(tmp_path: Path) -> None:
+    environ = {"EMBERLINE_SERVER_PORT": "5", "EMBERLINE_PORT": "4"}
+    assert resolve(environ=environ, home=tmp_path).server.port == 5
+
+
+def test_text_values_take_their_types(tmp_path: Path) -> None:
+    environ = {
+        "EMBERLINE_ENGINE_KV_BYTES": "512M",
+        "EMBERLINE_ENGINE_DETERMINISTIC": "true",
+        "EMBERLINE_ENGINE_MODELS": "a, hf:b/c",
+        "EMBERLINE_SERVER_ALLOWED_HOSTS": "ember.local",
+        "EMBERLINE_SECRET": "not a section",
+        "UNRELATED": "x",
+    }
+    config = resolve(environ=environ, home=tmp_path)
+    assert config.engine.kv_bytes == 512 << 20
+    assert config.engine.deterministic is True
+    assert config.engine.models == ("a", "hf:b/c")
+    assert config.server.allowed_hosts == ("ember.local",)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[server]\nprot = 1\n", ["'prot'", "[server]", "emberline.toml", "port"]),
+        ("[sever]\nport = 1\n", ["[sever]", "emberline.toml", "server"]),
+        ("server = 1\n", ["server", "[server]"]),
+        ("[server]\nport = 70000\n", ["port", "70000", "65535"]),
+        ('[server]\nport = "many"\n', ["port", "'many'"]),
+        ("[engine]\nmodels = [1]\n", ["models"]),
+        ('[engine]\ndevice = "tpu"\n', ["device", "tpu"]),
+        ('[engine]\nkv_bytes = "2 bananas"\n', ["kv_bytes", "2 bananas", "2G"]),
+        ('[store]\nurl = "postgresql://x"\n', ["[store] url", "SQLite"]),
+        ("[server\n", ["emberline.toml", "not valid TOML"]),
+        ("[server]\ndrain_s = nan\n", ["drain_s"]),
+    ],
+)
+def test_a_wrong_file_names_the_key_and_the_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+    write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(environ={}, home=tmp_path)
+    for part in parts:
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["EMBERLINE_SERVER_PROT", "EMBERLINE_ENGINE_THREADS"])
+def test_a_wrong_variable_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        resolve(environ={name: "-1"}, home=tmp_path)
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "emberline.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"emberline\.toml"):
+        resolve(environ={}, home=tmp_path)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_beyond_loopback_a_key_is_needed(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"server.host": host}, {}, tmp_path)
+    assert host in caught.value.message
+    assert "export EMBERLINE_AUTH_KEY=" in caught.value.message
+    with pytest.raises(ConfigError, match="at least 16"):
+        resolve({"server.host": host}, {"EMBERLINE_AUTH_KEY": "short"}, tmp_path)
+    assert resolve({"server.host": host}, {"EMBERLINE_AUTH_KEY": "k" * 16}, tmp_path).server.host == host
+
+
+def test_the_key_is_never_shown(tmp_path: Path) -> None:
+    config = resolve(environ={"EMBERLINE_AUTH_KEY": "very-secret-indeed"}, home=tmp_path)
+    assert "very-secret" not in repr(config)
+    with pytest.raises(ConfigError) as caught:
+        resolve(environ={"EMBERLINE_AUTH_KEY": "very-secret with spaces"}, home=tmp_path)
+    assert "very-secret" not in caught.value.message
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""]))
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("7", "2G", "1.5k", "512 MiB", "1TB")] == [
+        7,
+        2 << 30,
+        1536,
+        512 << 20,
+        1 << 40,
+    ]
+    for text in ("", "G", "-1", "2X"):
+        with pytest.raises(ValueError, match="not a size"):
+            parse_size(text)

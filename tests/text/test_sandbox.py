@@ -1,0 +1,175 @@
+import pytest
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from emberline.protocol.errors import BadInput
+from emberline.text import sandbox
+from emberline.text.template import ChatTemplate
+from emberline.weights.errors import BadCheckpoint
+
+GROW = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
+
+
+def _grow(start, step):
+    return GROW.replace("START", start).replace("STEP", step)
+
+
+ENDLESS = {
+    "silent nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "rounds that a test drops": "{% for i in range(99999) %}{% for j in range(99999) if false %}x{% endfor %}"
+    "{% endfor %}",
+    "recursive loop": "{% for i in range(9) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "wide recursive loop": "{% for i in range(99999) recursive %}{% if loop.depth0 < 1 %}{{ loop(range(99999)) }}"
+    "{% endif %}{% endfor %}",
+    "doubling macro": "{% macro m(n) %}{% if n > 0 %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "endless macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "slow comparisons": "{% set a = 'a' * 9000000 %}{% set b = 'a' * 9000000 %}"
+    "{% for i in range(99999) %}{% if a == b %}{% endif %}{% endfor %}",
+    "a counter set back": "{% for i in range(99999)|_counted(-99999999) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}",
+}
+HUGE = {
+    "literal text": "{% for i in range(99999) %}" + "x" * 10000 + "{% endfor %}",
+    "constant text": "{% for i in range(99999) %}{{ '" + "x" * 10000 + "' }}{% endfor %}",
+    "text of a macro": "{% macro m() %}"
+    + "x" * 10000
+    + "{% endmacro %}{% for i in range(99999) %}{% set x = m() %}{% endfor %}",
+    "padding": "{% for i in range(99999) %}{{ 'x'|center(9000) }}{% endfor %}",
+    "doubled by +": _grow("'a'", "ns.x + ns.x"),
+    "doubled by ~": _grow("'a'", "ns.x ~ ns.x"),
+    "doubled by a block": "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
+    "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
+    "nested lists": _grow("['lol']", "[ns.x, ns.x]"),
+    "nested tuples": _grow("['lol']", "(ns.x, ns.x)"),
+    "nested dicts": _grow("{'a': 'lol'}", "{'a': ns.x, 'b': ns.x}"),
+    "nested dicts by a function": _grow("{'a': 'lol'}", "dict(a=ns.x, b=ns.x)"),
+    "nested lists by a filter": _grow("['lol']", "[1]|batch(3, ns.x)|list"),
+    "long lists": _grow("[1]", "ns.x + ns.x"),
+    "repeated": "{{ 'a' * 10**9 }}",
+    "repeated list": "{{ [0] * 10**9 }}",
+    "power": "{{ (9**999)**999 }}",
+    "product": _grow("99999", "ns.x * ns.x"),
+    "center": "{{ 'a'|center(10**9) }}",
+    "center method": "{{ 'a'.center(10**9) }}",
+    "format": "{{ '%1000000000d' % 1 }}",
+    "format with *": "{{ '%*d' % (1000000000, 1) }}",
+    "format filter": "{{ '%1000000000d'|format(1) }}",
+    "format method": "{{ '{:1000000000}'.format(1) }}",
+    "nested format": "{{ '{:{w}}'.format(1, w=1000000000) }}",
+    "replace": "{% set b = 'a' * 10**6 %}{{ b|replace('a', b) }}",
+    "replace method": "{% set b = 'a' * 10**6 %}{{ b.replace('a', b) }}",
+    "join": "{% set b = 'a' * 10**6 %}{{ b|list|join(b) }}",
+    "join method": "{% set b = 'a' * 10**6 %}{{ b.join(b) }}",
+    "indent": "{% set b = '\n' * 10**6 %}{{ b|indent(9999, true, true) }}",
+    "indented JSON": "{{ [1, [2]]|tojson(indent=10**9) }}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "list of characters": "{{ ('ab' * 4000000)|list|sort }}",
+}
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ raise_exception.__globals__['re'].x }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ '{0.__class__.__mro__}'.format(1).x.y }}",
+    "{{ (range(3)|_counted(0))._budget.begin() }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{{ (''|attr('__class__')).__mro__ }}",
+    "{% include 'x' %}",
+    "{% import 'os' as os %}",
+]
+
+
+def _render(source):
+    template = ChatTemplate(source)
+    return template.render([{"role": "user", "content": "hi"}], {}, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_goes_on_for_ever_ends(name, monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+    with pytest.raises(BadInput, match=r"chat template was stopped: it (ran|did|went)"):
+        _render(ENDLESS[name])
+
+
+def test_steps_are_counted_apart_from_time(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_WORK", 10_000)
+    with pytest.raises(BadInput, match="more than 10000 steps"):
+        _render(ENDLESS["silent nested loops"])
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_template_that_grows_for_ever_ends(name, monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
+    with pytest.raises(BadInput, match=r"chat template (was stopped|cannot)"):
+        _render(HUGE[name])
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_cannot_reach_out(source):
+    with pytest.raises(BadInput, match="chat template cannot"):
+        _render(source)
+
+
+def test_each_rendering_has_a_budget_of_its_own(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_WORK", 1_000)
+    for _ in range(5):
+        assert _render("{% for i in range(900) %}{% endfor %}done") == "done"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for x in %}", "{{ " + "(" * 2000, "{% for a in b %}" * 30 + "{% endfor %}" * 30]
+)
+def test_a_template_that_does_not_compile_is_named(source):
+    with pytest.raises(BadCheckpoint, match="chat template does not compile"):
+        ChatTemplate(source)
+
+
+def test_a_template_too_long_is_named():
+    with pytest.raises(BadCheckpoint, match="longer"):
+        ChatTemplate("x" * (1 << 21))
+
+
+SAME = [
+    "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.revindex0 }}{{ m }}{% endfor %}",
+    "{% for m in messages if m.role == 'user' %}{{ loop.index0 }}{{ m['content'] }}{% else %}none{% endfor %}",
+    "{% for m in messages %}{{ loop.previtem.role if loop.previtem is defined }}"
+    "{{ loop.nextitem is defined }}{% endfor %}",
+    "{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b }}{{ loop.cycle('x', 'y') }}{% endfor %}",
+    "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% else %}{% continue %}{% endif %}x{% endfor %}",
+    "{% for k, v in {'a': 1, 'b': [1, {'c': none}]}.items() %}{{ k }}={{ v|tojson }}{% endfor %}",
+    "{% set ns = namespace(n=0, xs=[]) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% set ns.xs = ns.xs + [m] %}"
+    "{% endfor %}{{ ns.n }}{{ ns.xs|length }}",
+    "{%- macro turn(m, sep='\n') -%}{{ m.role ~ sep ~ m.content|trim }}{%- endmacro -%}"
+    "{{ turn(messages[0]) }}{{ turn(messages[1], sep=': ') }}",
+    "{% set text %}{% for m in messages %}{{ m.content }}|{% endfor %}{% endset %}"
+    "{{ text.strip().split('|')|join(' ') }}",
+    "{{ messages[::-1]|map(attribute='role')|list }}{{ messages[1:]|selectattr('role', 'equalto', 'user')|first }}",
+    "{{ messages|tojson }}{{ messages[0]|tojson(indent=2) }}{{ '<&é>'|tojson }}{{ [1.5, true, none]|tojson }}",
+    "{{ 7 // 2 }}{{ 2 ** 8 }}{{ 'a' * 3 }}{{ '%s-%05d' % ('x', 42) }}{{ '{:>5}|{}'.format('a', 123456) }}{{ 10 % 3 }}",
+    "{{ missing }}{{ missing is defined }}{{ none }}{{ (1, 2) }}{{ [] }}{{ {} }}{{ 'a' in ['a', 'b'] }}",
+    "  {% if true %}\n    x\n  {% endif %}\n  {{- ' y ' -}}  \n",
+    "{{ 'abcabc'.replace('a', 'xyz') }}{{ 'a,b'.split(',') }}{{ 'Ab'|upper }}{{ 3|string ~ 4 }}{{ 'x'|default('y') }}",
+    "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+    "{% call(x) run() %}<{{ x }}>{% endcall %}",
+]
+
+
+@pytest.mark.parametrize("source", SAME)
+def test_counting_changes_nothing_else(source):
+    """Against Jinja's sandbox as transformers sets it up."""
+    if source.startswith("{% call"):
+        source = "{% macro run() %}{{ caller('in') }}{% endmacro %}" + source
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    plain.filters["tojson"] = sandbox.BoundedEnvironment()._tojson
+    turns = [{"role": "system", "content": " a "}, {"role": "user", "content": "b\n"}, {"role": "user", "content": "é"}]
+    assert ChatTemplate(source).render(turns, {}, add_generation_prompt=True) == plain.from_string(source).render(
+        messages=turns
+    )
+
+
+def test_generation_tags_are_their_body():
+    assert _render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "ahib"
+
+
+def test_the_date_is_there():
+    assert _render("{{ strftime_now('%Y')|length }}") == "4"

@@ -1,0 +1,49 @@
+from hypothesis import given
+
+from emberline.text.words import MAX_WORD_CHARS, MAX_WORDS, Words
+from tests.text.strategies import snippets
+
+
+def _words(**kwargs):
+    asked = []
+
+    def encode(text):
+        asked.append(text)
+        return text.encode()
+
+    return Words(encode, **kwargs), asked
+
+
+@given(snippets)
+def test_words_are_the_whole_text(text):
+    words, asked = _words()
+    assert words.encode(text) == text.encode()
+    assert all(asked)
+
+
+def test_cuts_before_single_spaces_and_after_single_line_breaks():
+    words, asked = _words()
+    words.encode("one two\nthree  four\n\nfive\n six")
+    assert asked == ["one", " two\n", "three  four\n\nfive\n six"]
+
+
+def test_no_cut_after_an_uncuttable_character():
+    words, asked = _words(uncuttable=">")
+    words.encode("<b> </b> x")
+    assert asked == ["<b> </b> x"]
+
+
+def test_a_word_is_tokenised_once():
+    words, asked = _words()
+    for _ in range(3):
+        words.encode("again and again")
+    assert asked == ["again", " and", " again"]
+
+
+def test_memory_is_bounded():
+    words, _ = _words()
+    for number in range(2 * MAX_WORDS):
+        words.encode(str(number))
+        assert len(words._known) <= MAX_WORDS
+    words.encode("x" * (MAX_WORD_CHARS + 1))
+    assert "x" * (MAX_WORD_CHARS + 1) not in words._known

@@ -1,0 +1,80 @@
+"""Rope scaling against transformers: theta ** (-2i / dim) / divisor is its inverse frequency."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from emberline.weights import rope
+from emberline.weights.errors import BadCheckpoint
+from emberline.weights.fields import Fields
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn with its own numbers": {
+        "type": "yarn",
+        "factor": 16.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "attention_factor": 0.9,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("theta", "dim"), [(500_000.0, 64), (1_000_000.0, 128), (10_000.0, 16)])
+def test_divisors_are_those_of_transformers(name: str, theta: float, dim: int) -> None:
+    scaling = SCALINGS[name]
+    kind = str(scaling.get("rope_type", scaling.get("type")))
+    config = LlamaConfig(
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=131_072,
+        rope_parameters=scaling | {"rope_theta": theta, "rope_type": kind},
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    divisors, scale = rope.from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
+    assert divisors is not None
+    np.testing.assert_allclose(rope.frequencies(theta, dim) / np.array(divisors), inverse.numpy(), rtol=2e-6)
+    assert scale == pytest.approx(factor)
+
+
+def test_gguf_says_the_same_as_hugging_face() -> None:
+    fields = Fields(
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32768}, "gguf"
+    )
+    theirs = rope.from_hf(Fields(SCALINGS["yarn"], "rope"), 1e6, 128, 131_072)
+    assert rope.from_gguf(fields, 1e6, 128, 131_072) == theirs
+
+
+def test_no_scaling_is_none() -> None:
+    assert rope.from_hf(Fields({"rope_type": "default", "rope_theta": 1e4}, "rope"), 1e4, 64, 4096) == (None, 1.0)
+    assert rope.from_gguf(Fields({}, "gguf"), 1e4, 64, 4096) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "longrope", "factor": 2.0},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": "two"},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"rope_type": 3},
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(scaling: dict[str, object]) -> None:
+    with pytest.raises(BadCheckpoint):
+        rope.from_hf(Fields(scaling, "rope"), 1e4, 64, 4096)
