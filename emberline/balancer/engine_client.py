@@ -36,6 +36,7 @@ class EngineClient:
         self.load = EngineLoad()
         self.progress_s = 0.0  # monotonic time of the last step or welcome
         self.problem = "not connected yet"  # empty while connected
+        self.closing = False
         self._link: _EngineLink | None = None
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._ready = asyncio.Event()
@@ -64,6 +65,7 @@ class EngineClient:
         return True
 
     async def close(self) -> None:
+        self.closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

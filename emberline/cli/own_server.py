@@ -23,7 +23,7 @@ def own_server(config: Config, model: str | None) -> Iterator[tuple[Address, str
     replace = msgspec.structs.replace
     config = replace(
         config,
-        server=replace(config.server, host="127.0.0.1", port=0, doors=1, drain_s=0.0),
+        server=replace(config.server, host="127.0.0.1", port=0, doors=1, drain_s=1.0),
         engine=replace(config.engine, models=(model,) if model else config.engine.models),
     )
     logs.setup("own", "error", config.log.format)

@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", help="model id, path or hf:org/repo (default: what the server has)")
     parser.add_argument("-s", "--system", help="system prompt")
     parser.add_argument("--max-tokens", type=int, help="longest answer")
-    parser.add_argument("--temperature", type=float, help="0: always the likeliest token")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.6,
+        help="0: always the likeliest token (default 0.6)",
+    )
     parser.add_argument("--seed", type=int, help="make the answer repeatable")
     parser.add_argument("-v", "--verbose", action="store_true", help="print tokens and rates after each answer")
     common.add_address(parser)

@@ -60,21 +60,26 @@ class Choice:
         """What a client sees of this delta: at most one TextDelta, and ChoiceDone at the end."""
         assert self.done is None
         ids = tokens.unpack(delta.token_ids)
+        n_free = self._min_tokens - self.n_tokens  # of these, so many are not searched for stop strings
         self.output_ids += delta.token_ids
         self._measure(len(ids))
         if delta.finish == "stop" and ids and ids[-1] in self._end_ids:
             ids.pop()
-        text = self._detokenizer.push(ids)
-        if delta.finish is not None:
-            text += self._detokenizer.finish()
         if delta.logprobs is not None:
             self._logprobs += [self._text_logprob(entry) for entry in delta.logprobs[: len(ids)]]
-        stop: str | None = None
-        if self._stops is not None and self.n_tokens > self._min_tokens:
-            text, stop = self._stops.push(text)
-            if delta.finish is not None and stop is None:
-                text += self._stops.finish()
-        return self._events(text, "stop" if stop is not None else delta.finish, stop)
+        if self._stops is None:
+            return self._events(self._detokenise(ids, delta.finish), delta.finish, None)
+        free = self._detokenizer.push(ids[:n_free]) if n_free > 0 else ""
+        text, stop = self._stops.push(self._detokenise(ids[max(0, n_free) :], delta.finish))
+        if stop is not None:
+            return self._events(free + text, "stop", stop)
+        if delta.finish is not None:
+            text += self._stops.finish()
+        return self._events(free + text, delta.finish, None)
+
+    def _detokenise(self, ids: list[int], finish: str | None) -> str:
+        text = self._detokenizer.push(ids)
+        return text if finish is None else text + self._detokenizer.finish()
 
     def _events(self, text: str, finish: str | None, stop: str | None) -> list[TextEvent]:
         events: list[TextEvent] = []

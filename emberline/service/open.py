@@ -1,7 +1,6 @@
 """Putting a service together: in the core process, and in a door process."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 from emberline.accounts.ledger import Ledger
@@ -16,17 +15,16 @@ from emberline.service.sessions import Sessions
 from emberline.store import Store
 
 DATABASE = "emberline.db"
+CORE_WAIT_S = 5.0
 
 
 async def open_service(served: Sequence[Served], *, data_dir: Path, max_waiting: int = MAX_WAITING) -> Service:
     """The core process's service. Opens the store in `data_dir` and connects to the engines in the background."""
-    async with AsyncExitStack() as owned:
-        store = await Store.open(data_dir / DATABASE)
-        owned.push_async_callback(store.close)
-        engines = _connect(served, owned)
-        by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
-        core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions())
-        return Service(core, served, engines, owned.pop_all())
+    engines = _engines(served)
+    by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
+    store = await Store.open(data_dir / DATABASE)
+    core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions())
+    return Service(core, served, engines, close_core=store.close)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -38,19 +36,16 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
 
 
 async def open_door(served: Sequence[Served], *, core_socket: Path) -> Service:
-    """A door process's service. While the core is gone it answers Unavailable."""
-    async with AsyncExitStack() as owned:
-        engines = _connect(served, owned)
-        core = RemoteCore(core_socket, list(engines.values()))
-        owned.push_async_callback(core.close)
-        return Service(core, served, engines, owned.pop_all())
+    """A door process's service. Waits a moment for the core; while that is gone, it answers Unavailable."""
+    engines = _engines(served)
+    core = RemoteCore(core_socket, list(engines.values()))
+    await core.wait_connected(CORE_WAIT_S)
+    return Service(core, served, engines, close_core=core.close)
 
 
-def _connect(served: Sequence[Served], owned: AsyncExitStack) -> dict[str, EngineClient]:
-    engines: dict[str, EngineClient] = {}
-    for endpoint in (endpoint for item in served for endpoint in item.endpoints):
-        assert endpoint.name not in engines, f"two endpoints are called {endpoint.name}"
-        engines[endpoint.name] = client = EngineClient(endpoint)
-        owned.push_async_callback(client.close)
-        client.start()
+def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:
+    """By endpoint name. The service starts them."""
+    endpoints = [endpoint for item in served for endpoint in item.endpoints]
+    engines = {endpoint.name: EngineClient(endpoint) for endpoint in endpoints}
+    assert len(engines) == len(endpoints), "endpoint names are unique"
     return engines

@@ -40,9 +40,18 @@ class RemoteCore:
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
         self._engines = engines
         self._refused: Counter[str] = Counter()  # since the last notice
+        self._noticed_s = 0.0  # when the last notice went out
         self._link: _CoreLink | None = None
+        self._linked = asyncio.Event()
         self._numbers = itertools.count()
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._send_notices())]
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._linked.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
@@ -88,6 +97,7 @@ class RemoteCore:
             link = _CoreLink()
             try:
                 self._link = await dial(link, self._endpoint)
+                self._linked.set()
                 delays = retry_delays()
                 await link.closed
                 log.warning("the core process went away")
@@ -95,6 +105,7 @@ class RemoteCore:
                 log.debug("the core process is not reachable: %s", error)
             finally:
                 self._link = None
+                self._linked.clear()
                 link.drop("the door is closing")
             await asyncio.sleep(next(delays))
 
@@ -104,14 +115,14 @@ class RemoteCore:
             self._send_notice()
 
     def _send_notice(self) -> None:
-        if self._link is None:
-            return
+        """What is new since the last one; nothing while the door is idle."""
         now_s = time.monotonic()
-        seen = [
-            Seen(client.name, client.load, now_s - client.progress_s) for client in self._engines if client.connected
-        ]
-        refused, self._refused = self._refused, Counter()
-        self._link.send(Notice(seen, dict(refused)))
+        news = [client for client in self._engines if client.progress_s > self._noticed_s]
+        if self._link is None or not (news or self._refused):
+            return
+        refused, self._refused = dict(self._refused), Counter()
+        self._noticed_s = now_s
+        self._link.send(Notice([Seen(client.name, client.load, now_s - client.progress_s) for client in news], refused))
 
 
 class _CoreLink(Link):
@@ -120,6 +131,8 @@ class _CoreLink(Link):
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
 
     async def call(self, seq: int, call: Call) -> Answer:
+        if self.closed.done():
+            raise Unavailable("the core process went away", retry_after_s=1)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[seq] = answer
         self.send(call)

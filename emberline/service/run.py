@@ -35,6 +35,7 @@ class Run:
         self.lost_engine: EngineClient | None = None  # the one that died before the first token
         self.first_token_us: int | None = None
         self.settling: asyncio.Task[None] | None = None  # the service's, once the request has ended
+        self._n_open = len(self.choices)
         self._cached_by_tier: dict[str, int] = {}
         self._admit = admit
         self._by_id: dict[str, Choice] = {}
@@ -43,7 +44,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        return all(choice.done is not None for choice in self.choices)
+        return self._n_open == 0
 
     @property
     def usage(self) -> Usage:
@@ -69,7 +70,8 @@ class Run:
                 self._stream = await self._open()
             return self._absorb(await self._stream.next())
         except Unavailable:
-            if self.first_token_us is not None or self.lost_engine is not None:
+            assert self.engine is not None
+            if self.first_token_us is not None or self.lost_engine is not None or self.engine.closing:
                 raise
         self.close()
         self.lost_engine = self.engine
@@ -166,16 +168,18 @@ class Run:
         assert self._stream is not None
         events: list[TextEvent] = []
         for delta in deltas if len(deltas) == 1 else _merged(deltas):
+            choice = self._by_id[delta.id]
             if delta.finish == "error" or delta.finish == "cancelled":
-                raise (
-                    from_info(delta.error) if delta.error is not None else Unavailable("the engine gave the request up")
-                )
+                choice.output_ids += delta.token_ids  # computed, so counted
+                error = delta.error
+                raise from_info(error) if error is not None else Unavailable("the engine gave the request up")
             if self.first_token_us is None:
                 events.append(self._start(delta))
-            choice = self._by_id[delta.id]
             events += choice.push(delta)
-            if choice.done is not None and delta.finish is None:  # a stop string: the engine does not know
-                self._stream.abort(delta.id)
+            if choice.done is not None:
+                self._n_open -= 1
+                if delta.finish is None:  # a stop string: the engine does not know
+                    self._stream.abort(delta.id)
         return events
 
     def _start(self, delta: TokenDelta) -> Started:

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from emberline.accounts.usage import Status, UsageRow
 from emberline.balancer.engine_client import EngineClient
@@ -22,27 +21,34 @@ from emberline.service.run import Run
 
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
 _MODEL_ID_CHARS = 256
+CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 log = logging.getLogger("emberline.request")
 
 
 class Service:
-    """Serves models out of engines. `owned` is closed with it: connections, and what the core stands on."""
+    """Serves models out of engines, whose connections it owns. Made by `open_service` and `open_door`."""
 
     def __init__(
-        self, core: Core, served: Sequence[Served], engines: Mapping[str, EngineClient], owned: AsyncExitStack
+        self,
+        core: Core,
+        served: Sequence[Served],
+        engines: Mapping[str, EngineClient],
+        close_core: Callable[[], Awaitable[None]],
     ) -> None:
         self.core = core
         self._served = {item.card.id: item for item in served}
         self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
         self._engines = engines  # by endpoint name
-        self._owned = owned
+        self._close_core = close_core
         self._preparer = Preparer(core)
         self._running = 0
         self._settling: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        for engine in engines.values():
+            engine.start()
 
     # --- what doors ask ----------------------------------------------------------------------------------------------
 
@@ -81,12 +87,14 @@ class Service:
             log.warning("%d requests still run after %g s", self._running, limit_s)
 
     async def close(self) -> None:
-        """Settle what is being settled, then close connections and, in the core, the store."""
+        """Cut the connections to the engines, settle what that ends, then close the core."""
         self._draining = True
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        await self.drain(CLOSE_WAIT_S)
         while self._settling:
             await asyncio.gather(*self._settling, return_exceptions=True)
         self._preparer.close()
-        await self._owned.aclose()
+        await self._close_core()
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
@@ -102,7 +110,7 @@ class Service:
                     yield event
             await self._finish(run)
         except (asyncio.CancelledError, GeneratorExit):
-            self._end(run, "cancelled")
+            self._end(run, "finished" if run.done else "cancelled")
             raise
         except EmberlineError as error:
             self._end(run, "failed", error)
@@ -198,11 +206,13 @@ def _log_end(run: Run, row: UsageRow, error: Exception | None, settling: "asynci
     problem = error or unsettled
     first_us = row.first_token_us
     log.log(
-        logging.INFO if problem is None else logging.ERROR if unsettled is not None else logging.WARNING,
-        "%s" if problem is None else "%s: %s",
-        *((row.status,) if problem is None else (row.status, problem)),
+        logging.ERROR if unsettled is not None else logging.WARNING if problem is not None else logging.INFO,
+        "%s",
+        row.status if problem is None else f"{row.status}: {problem}",
         extra={
             "request_id": row.id,
+            "status": row.status,
+            "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
             "account": row.account,
             "model": row.model,
             "engine": run.engine.name if run.engine is not None else "",

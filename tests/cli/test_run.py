@@ -16,7 +16,7 @@ def test_one_prompt_from_arguments(tmp_path: Path, scripted: Scripted) -> None:
     (asked,) = scripted.asked
     assert asked["messages"] == [{"role": "user", "content": "say hello"}]
     assert (asked["model"], asked["seed"], asked["stream"]) == (MODEL, 7, True)
-    assert "temperature" not in asked
+    assert "max_tokens" not in asked
 
 
 def test_a_prompt_and_a_document_on_stdin(tmp_path: Path, scripted: Scripted) -> None:

@@ -36,7 +36,6 @@ async def server(service: Service, tmp_path: Path) -> AsyncIterator[CoreServer]:
 async def door(server: CoreServer, engine: FakeEngine, text_model: TextModel, tmp_path: Path) -> AsyncIterator[Service]:
     door = await open_door([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     assert await door.ready(PATIENCE_S)
-    await until(lambda: remote(door)._link is not None)
     yield door
     await door.close()
 

@@ -188,8 +188,9 @@ async def test_stop_strings_wait_for_min_tokens(
     service: Service, engine: FakeEngine, say: Callable[..., Script]
 ) -> None:
     engine.script = say("aXbXc")
-    events = await events_of(service, ask(sampling={"stop": ("X",), "min_tokens": 2}))
-    assert text_of(events) == "aXb"
+    for engine.burst in (1, 2, 3, 9):
+        events = await events_of(service, ask(sampling={"stop": ("X",), "min_tokens": 2}))
+        assert text_of(events) == "aXb"
 
 
 async def test_a_character_cut_in_two_waits_for_its_end(
@@ -484,6 +485,30 @@ async def test_close_settles_what_was_cancelled(
     await asyncio.wait([task])
     await service.close()
     assert (await row_of(await open_one(engine), request)).status == "cancelled"
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_close_ends_what_runs(service: Service, engine: FakeEngine, open_one: Opener, started: bool) -> None:
+    engine.script = None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    if started:
+        engine.step(TokenDelta(request.id, tokens.pack([70])))
+        await asyncio.sleep(0.02)
+    await service.close()
+    with pytest.raises(Unavailable):
+        await task
+    assert (await row_of(await open_one(engine), request)).status == "failed"
+
+
+async def test_leaving_after_the_last_token_is_no_cancellation(service: Service) -> None:
+    request = ask()
+    async with aclosing(service.generate(request, ALICE)) as events:
+        async for event in events:
+            if isinstance(event, ChoiceDone):
+                break
+    assert (await row_of(service, request)).status == "finished"
 
 
 async def test_one_log_line_per_request(service: Service, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,6 +89,7 @@ def test_what_is_larger_than_all_room_is_not_kept() -> None:
     assert sessions.find("a", "m", _digests("y")) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.integers(0, 3), min_size=1, max_size=3)), max_size=12))
 def test_bytes_are_counted_once_and_given_back(turns: list[tuple[str, list[int]]]) -> None:
     sessions = Sessions()

@@ -217,6 +217,8 @@ def test_a_reply_that_ends_inside_a_character_is_not_kept():
     model = family("chatml")
     ids = model.encode("the \U000e0001", special=False)[:-4]
     assert _reply_entry(model, "the \ufffd", ids) is None
+    ids += model.encode("(", special=False)
+    assert _reply_entry(model, model.decode(ids), ids) is None
 
 
 def test_a_reply_that_spells_a_special_token_is_kept_as_the_text_it_is():
@@ -255,16 +257,14 @@ def test_prompts_without_messages():
     assert turn_entries(model, GenerateRequest(id="r", model="m", prompt="x"), raw, []) == []
 
 
-def test_a_lying_cut_is_not_used():
+def test_ids_of_another_text_are_not_used():
     model = family("chatml")
     request = _request([Message("user", "hi")])
     prompt = build_prompt(model, request)
-    entry = prompt_entry(model, prompt)
-    for cut in (
-        Cut(3, entry.text_len, b"\0" * 16),
-        Cut(3, 1 << 40, entry.text_digest),
-    ):
-        assert build_prompt(model, request, Known(entry.ids, (cut,))) == prompt
+    other = prompt_entry(model, build_prompt(model, _request([Message("user", "ho")])))
+    n_ids = len(other.ids) // 4
+    for cut in (Cut(n_ids, other.text_len, other.text_digest), Cut(n_ids, 1 << 40, other.text_digest)):
+        assert build_prompt(model, request, Known(other.ids, (cut,))) == prompt
 
 
 def test_text_is_not_continued_between_ordinary_tokens():

@@ -10,6 +10,8 @@
 #define QUERY_TILE 16 // tokens of a sequence that share one conversion of a block to floats
 #define MAX_HEAD_DIM 256
 #define MAX_GROUP 16 // query heads per kv head
+#define QUERIES (QUERY_TILE * MAX_GROUP)
+#define SPAN 4 // blocks between two looks at the running maximum of a softmax
 #define TILE_ROWS 4 // queries computed together, in registers
 #if defined(__AVX512F__)
 #define CHAINS 4 // partial sums of a score: enough independent additions to hide their latency
@@ -44,6 +46,8 @@ typedef struct {
     float scale, eps;
     const float *q_norm, *k_norm; // or null
 } attention;
+
+typedef float span_row[SPAN * BLOCK]; // a query's scores, then weights
 
 INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
     int64_t i = 0;
@@ -81,7 +85,7 @@ static void prepare_token(const attention *at, const step *st, const cache *kv, 
         for (int64_t i = 0; i < dim; i++) to[slot * dim + i] = float_to_half(v[i]);
 }
 
-INLINE void scores(const int n, const float *const *q, const float *keys, int64_t dim, float (*out)[BLOCK]) {
+INLINE void scores(const int n, const float *const *q, const float *keys, int64_t dim, span_row *out, int64_t at) {
     vec total[TILE_ROWS][CHAINS][PARTS];
     for (int i = 0; i < n; i++)
         for (int c = 0; c < CHAINS; c++)
@@ -95,17 +99,17 @@ INLINE void scores(const int n, const float *const *q, const float *keys, int64_
     for (int i = 0; i < n; i++)
         for (int p = 0; p < PARTS; p++) {
             for (int c = 1; c < CHAINS; c++) total[i][0][p] += total[i][c][p];
-            store(out[i] + p * WIDTH, total[i][0][p]);
+            store(out[i] + at + p * WIDTH, total[i][0][p]);
         }
 }
 
-INLINE void weigh_columns(const int n, const int columns, float (*p)[BLOCK], const float *rescale, const float *values,
-                          int64_t dim, float (*out)[MAX_HEAD_DIM], int64_t from) {
+INLINE void weigh_columns(const int n, const int columns, span_row *p, const float *rescale, const float *values,
+                          int64_t length, int64_t dim, float (*out)[MAX_HEAD_DIM], int64_t from) {
     vec total[TILE_ROWS][COLUMNS];
     for (int i = 0; i < n; i++)
         for (int c = 0; c < columns; c++) total[i][c] = load(out[i] + from + c * WIDTH) * rescale[i];
 #pragma GCC unroll 1 // unrolled whole, the compiler hoists loads until it spills
-    for (int t = 0; t < BLOCK; t++)
+    for (int64_t t = 0; t < length; t++)
         for (int c = 0; c < columns; c++) {
             vec v = load(values + t * dim + from + c * WIDTH);
             for (int i = 0; i < n; i++) total[i][c] += v * p[i][t];
@@ -114,39 +118,66 @@ INLINE void weigh_columns(const int n, const int columns, float (*p)[BLOCK], con
         for (int c = 0; c < columns; c++) store(out[i] + from + c * WIDTH, total[i][c]);
 }
 
-// out = rescale * out + p V for n queries.
-INLINE void weigh(const int n, float (*p)[BLOCK], const float *rescale, const float *values, int64_t dim,
+// out = rescale * out + p V for n queries and `length` tokens.
+INLINE void weigh(const int n, span_row *p, const float *rescale, const float *values, int64_t length, int64_t dim,
                   float (*out)[MAX_HEAD_DIM]) {
     int64_t at = 0;
     for (; at + COLUMNS * WIDTH <= dim; at += COLUMNS * WIDTH)
-        weigh_columns(n, COLUMNS, p, rescale, values, dim, out, at);
-    for (; at < dim; at += WIDTH) weigh_columns(n, 1, p, rescale, values, dim, out, at);
+        weigh_columns(n, COLUMNS, p, rescale, values, length, dim, out, at);
+    for (; at < dim; at += WIDTH) weigh_columns(n, 1, p, rescale, values, length, dim, out, at);
 }
 
-// The part of a softmax that one block adds: scores in, weights out; returns what earlier sums are to be scaled by.
-INLINE float soften(float *p, int64_t position, int32_t from, int32_t to, float *best, float *total) {
+// The part of a softmax that a span adds: scores in, weights out; returns what earlier sums are to be scaled by.
+INLINE float soften(float *p, int64_t position, int64_t length, int32_t from, int32_t to, float *best, float *total) {
     veci lane;
     for (int i = 0; i < WIDTH; i++) lane[i] = i;
-    vec s[PARTS], top = splat(-INFINITY), added = {0};
-    for (int i = 0; i < PARTS; i++) {
-        veci where = lane + (int32_t)(position + i * WIDTH);
-        s[i] = pick((where <= to) & (where >= from), load(p + i * WIDTH), splat(-INFINITY));
-        top = larger(top, s[i]);
+    vec top = splat(-INFINITY), added = {0};
+    for (int64_t i = 0; i < length; i += WIDTH) {
+        vec s = load(p + i);
+        if (position < from || position + length > to + 1) { // only the first and the last span of a query
+            veci where = lane + (int32_t)(position + i);
+            s = pick((where <= to) & (where >= from), s, splat(-INFINITY));
+            store(p + i, s);
+        }
+        top = larger(top, s);
     }
     float peak = largest_of(top);
     peak = peak > *best ? peak : *best;
     float rescale = peak == *best ? 1.f : expf(*best - peak);
-    for (int i = 0; i < PARTS; i++) {
-        s[i] = exponential(s[i] - peak);
-        added += s[i];
-        store(p + i * WIDTH, s[i]);
+    for (int64_t i = 0; i < length; i += WIDTH) {
+        vec s = exponential(load(p + i) - peak);
+        added += s;
+        store(p + i, s);
     }
     *best = peak;
     *total = *total * rescale + sum(added);
     return rescale;
 }
 
-#define BY_ROWS(n, CALL) switch (n) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; default: CALL(4); }
+// One block of the cache as floats; the same block of the span to come is called into the cache meanwhile.
+static void open_block(const attention *at, const cache *kv, const int32_t *table, int64_t j, int64_t last, int kv_head,
+                       float *keys, float *values) {
+    const int64_t size = at->head_dim * BLOCK, head = at->layer_offset + kv_head * size;
+    const uint16_t *k = kv->pool + table[j] * kv->block_stride + head;
+    const uint16_t *soon = kv->pool + table[j + SPAN <= last ? j + SPAN : j] * kv->block_stride + head;
+    const int64_t v = at->kv_heads * size; // from K to V
+    for (int64_t i = 0; i < size; i += 2 * LANES) { // a cache line of each
+        __builtin_prefetch(soon + i);
+        __builtin_prefetch(soon + v + i);
+        for (int64_t c = i; c < i + 2 * LANES; c += WIDTH) {
+            store(keys + c, load_half(k + c));
+            store(values + c, load_half(k + v + c));
+        }
+    }
+}
+
+#define BY_ROWS(n, CALL)                                                                                               \
+    switch (n) {                                                                                                       \
+    case 1: CALL(1); break;                                                                                            \
+    case 2: CALL(2); break;                                                                                            \
+    case 3: CALL(3); break;                                                                                            \
+    default: CALL(4);                                                                                                  \
+    }
 
 // One kv head of up to QUERY_TILE consecutive tokens of one sequence, all its query heads.
 static void attend_tile(const attention *at, const step *st, const cache *kv, const float *qkv, float *out,
@@ -154,12 +185,13 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
     const int64_t dim = at->head_dim, stride = (at->heads + 2 * at->kv_heads) * dim;
     const int share = at->heads / at->kv_heads, n = (int)(last - first) * share;
     if (n <= 0) return;
-    const float *q[QUERY_TILE * MAX_GROUP];
-    int32_t seen_from[QUERY_TILE * MAX_GROUP], seen_to[QUERY_TILE * MAX_GROUP]; // first and last visible position
-    float best[QUERY_TILE * MAX_GROUP], total[QUERY_TILE * MAX_GROUP];
-    static _Thread_local float sums[QUERY_TILE * MAX_GROUP][MAX_HEAD_DIM] __attribute__((aligned(64)));
-    static _Thread_local float keys[MAX_HEAD_DIM * BLOCK] __attribute__((aligned(64)));
-    static _Thread_local float values[MAX_HEAD_DIM * BLOCK] __attribute__((aligned(64)));
+    const float *q[QUERIES];
+    int32_t seen_from[QUERIES], seen_to[QUERIES]; // first and last visible position
+    float best[QUERIES], total[QUERIES], rescale[QUERIES];
+    static _Thread_local float sums[QUERIES][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    static _Thread_local float keys[SPAN * BLOCK * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    static _Thread_local float values[SPAN * BLOCK * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    static _Thread_local span_row p[QUERIES] __attribute__((aligned(64)));
     for (int i = 0; i < n; i++) {
         int64_t token = first + i / share, position = st->positions[token];
         q[i] = qkv + token * stride + (kv_head * share + i % share) * dim;
@@ -169,30 +201,24 @@ static void attend_tile(const attention *at, const step *st, const cache *kv, co
         total[i] = 0.f;
         memset(sums[i], 0, dim * sizeof(float));
     }
-    for (int64_t j = seen_from[0] / BLOCK; j <= seen_to[n - 1] / BLOCK; j++) {
-        const uint16_t *block = kv->pool + kv->block_table[row * kv->table_stride + j] * kv->block_stride;
-        const uint16_t *k = block + at->layer_offset + kv_head * dim * BLOCK;
-        const uint16_t *v = k + at->kv_heads * dim * BLOCK;
-        const int64_t next = j < seen_to[n - 1] / BLOCK ? kv->block_table[row * kv->table_stride + j + 1] : 0;
-        const int64_t ahead = (kv->pool + next * kv->block_stride) - block; // from this block to the one after it
-        for (int64_t i = 0; i < dim * BLOCK; i += 2 * LANES) { // a cache line of each
-            __builtin_prefetch(k + ahead + i);
-            __builtin_prefetch(v + ahead + i);
-            for (int64_t c = i; c < i + 2 * LANES; c += WIDTH) {
-                store(keys + c, load_half(k + c));
-                store(values + c, load_half(v + c));
-            }
+    const int32_t *table = kv->block_table + row * kv->table_stride;
+    const int64_t last_block = seen_to[n - 1] / BLOCK;
+    for (int64_t j = seen_from[0] / BLOCK, end; j <= last_block; j = end) {
+        end = (j / SPAN + 1) * SPAN; // spans begin at fixed positions, whatever the query
+        if (end > last_block + 1) end = last_block + 1;
+        const int64_t length = (end - j) * BLOCK;
+        for (int64_t b = 0; b < end - j; b++) {
+            float *k = keys + b * dim * BLOCK;
+            open_block(at, kv, table, j + b, last_block, kv_head, k, values + b * dim * BLOCK);
+#define SCORES(N) scores(N, q + i, k, dim, p + i, b * BLOCK)
+            for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, SCORES)
         }
-        // Behind the last token the block holds what its last owner left there: a weight of zero does not undo a NaN.
-        const int64_t unseen = (j + 1) * BLOCK - 1 - seen_to[n - 1];
-        if (unseen > 0) memset(values + (BLOCK - unseen) * dim, 0, unseen * dim * sizeof(float));
-        float p[QUERY_TILE * MAX_GROUP][BLOCK] __attribute__((aligned(64)));
-        float rescale[QUERY_TILE * MAX_GROUP];
-#define SCORES(N) scores(N, q + i, keys, dim, p + i)
-        for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, SCORES)
+        // Behind the last token its block holds what another sequence left: a weight of zero does not undo a NaN.
+        const int64_t seen = seen_to[n - 1] + 1 - j * BLOCK;
+        if (seen < length) memset(values + seen * dim, 0, (length - seen) * dim * sizeof(float));
         for (int i = 0; i < n; i++)
-            rescale[i] = soften(p[i], j * BLOCK, seen_from[i], seen_to[i], &best[i], &total[i]);
-#define WEIGH(N) weigh(N, p + i, rescale + i, values, dim, sums + i)
+            rescale[i] = soften(p[i], j * BLOCK, length, seen_from[i], seen_to[i], &best[i], &total[i]);
+#define WEIGH(N) weigh(N, p + i, rescale + i, values, length, dim, sums + i)
         for (int i = 0; i < n; i += TILE_ROWS) BY_ROWS(n - i, WEIGH)
     }
     for (int i = 0; i < n; i++) {
