@@ -21,7 +21,7 @@ from benchmarks import anchors, ours, report
 from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.peers import llama_cpp, torch_peers
 from benchmarks.peers.venv import SetupFailed
-from benchmarks.process import Process, ServerDied, free_port
+from benchmarks.process import Interference, Process, ServerDied, free_port
 from benchmarks.prompts import Prompts
 from benchmarks.workloads import (
     Result,
@@ -45,6 +45,7 @@ PEERS: dict[str, Callable[[Setup], list[Contender]]] = {
 # Servers that reserve room for a number of streams are started for one, then for many: each at its best.
 SINGLE: dict[str, Workload] = {"one stream": one_stream, "long prefill": long_prefill}
 MANY: dict[str, Workload] = {"streams at once": streams_at_once, "agent replay": agent_replay}
+QUIET = 0.05  # of the machine's CPU time may go to others before figures suffer
 ROOT = Path(__file__).resolve().parent.parent
 
 PromptsOf = Callable[[str], Prompts]  # a fresh, repeatable source of prompts by name
@@ -82,19 +83,30 @@ class Bench:
                 self._store(contender, {"memory_start_mb": server.pss_bytes() / 1e6})
             await ask(target, [warm_up.user(256)], 16)
             for name, workload in workloads.items():
+                others = Interference(server)
                 result = await workload(target, self._prompts_of(f"{name} {repeat}"), self.shape)
-                self._keep(contender, name, repeat, result)
+                self._keep(contender, name, repeat, result, others.share)
             if streams > 1:
                 self._store(contender, {"memory_mb": server.pss_bytes() / 1e6})
 
-    def _keep(self, contender: Contender, name: str, repeat: int, result: Result) -> None:
+    def _keep(self, contender: Contender, name: str, repeat: int, result: Result, others: float) -> None:
         self._store(contender, result.figures)
-        self.details.append({"row": contender.name, "workload": name, "repeat": repeat, **asdict(result)})
+        about = {"row": contender.name, "workload": name, "repeat": repeat, "others_share": others}
+        self.details.append({**about, **asdict(result)})
         for note in result.notes:
             self._remark(f"{contender.name}, {name}: {note}")
         shown = ", ".join(f"{key} {value:.3g}" for key, value in result.figures.items())
-        counts = f"in {result.prompt_tokens} (cached {result.cached_tokens}), out {result.output_tokens}"
+        counts = f"in {result.prompt_tokens} (cached {result.cached_tokens}), out {result.output_tokens}; others {others:.0%}"
         say(f"  {repeat + 1}: {contender.name}: {name}: {shown}; {counts}")
+
+    def interference(self) -> list[str]:
+        """A remark when others disturbed the run."""
+        shares = [float(detail["others_share"]) for detail in self.details]
+        disturbed = [share for share in shares if share > QUIET]
+        if not disturbed:
+            return []
+        how_often = f"{len(disturbed)} of {len(shares)} measurements"
+        return [f"others used up to {max(disturbed):.0%} of this machine in {how_often}: figures are only indicative"]
 
     def _store(self, contender: Contender, figures: dict[str, float]) -> None:
         row = self.runs.setdefault(contender.name, {})
@@ -143,10 +155,8 @@ def _cpu_name() -> str:
 
 
 def announce(facts: dict[str, Any]) -> None:
-    say(f"{facts['cores']} cores of {facts['cpu']} ({facts['machine']}), {facts['threads']} threads each, ")
+    say(f"{facts['cores']} cores of {facts['cpu']} ({facts['machine']}), {facts['threads']} threads each,")
     say(f"weights {facts['weights']}, seed {facts['seed']}, load before {facts['load_before']:.2f}")
-    if facts["load_before"] > 0.5:
-        say("! the machine is busy with something else: figures of this run are only indicative")
     for name, build in facts["builds"].items():
         say(f"\n{name}: {build}")
         for command in dict.fromkeys(facts["commands"][name]):
@@ -190,7 +200,7 @@ def main() -> int:
     for repeat in range(1 if options.quick else options.repeats):
         asyncio.run(bench.round(contenders, repeat))
     say("\n" + report.tables(bench.runs) + "\n")
-    remarks = [*bench.remarks, *anchors.remarks(report.medians(bench.runs))]
+    remarks = [*bench.remarks, *bench.interference(), *anchors.remarks(report.medians(bench.runs))]
     for remark in remarks:
         say(f"- {remark}")
     facts.update(remarks=remarks, details=bench.details)

@@ -86,11 +86,36 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)  # children that outlived their parent
 
 
+class Interference:
+    """How much of the machine others used while a server was measured: its figures are worth less by that."""
+
+    def __init__(self, server: Process) -> None:
+        self._server = server
+        self._began = time.perf_counter()
+        self._others_s = self._others()
+
+    @property
+    def share(self) -> float:
+        """CPU time of processes that are neither the server nor this one, over all the CPU time there was."""
+        had_s = (time.perf_counter() - self._began) * len(os.sched_getaffinity(0))
+        return max(0.0, self._others() - self._others_s) / had_s
+
+    def _others(self) -> float:
+        return _busy_s() - time.process_time() - sum(cpu_s(pid) for pid in self._server.tree())
+
+
 def cpu_s(pid: int) -> float:
-    """CPU seconds, user and system, that a process has used so far."""
+    """CPU seconds, user and system, that a process has used so far; 0 when it is gone."""
     fields = _stat(pid)
-    assert fields, f"process {pid} is gone"
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
+
+
+def _busy_s() -> float:
+    """CPU seconds the whole machine has worked since it started, time stolen by its host included."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
 
 
 def _stat(pid: int) -> list[str]:

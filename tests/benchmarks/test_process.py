@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.process import Process, ServerDied, cpu_s
+from benchmarks.process import Interference, Process, ServerDied, cpu_s
 
 PARENT = """
 import subprocess, sys, time
@@ -38,6 +38,16 @@ def test_says_why_a_server_ended(tmp_path: Path) -> None:
             time.sleep(0.02)
         with pytest.raises(ServerDied, match="no such model"):
             server.check()
+
+
+def test_work_of_others_is_told_from_the_servers_own(tmp_path: Path) -> None:
+    spin = [sys.executable, "-c", "while True: pass"]
+    with Process(spin, tmp_path / "server"), Process(spin, tmp_path / "other") as measured:
+        others = Interference(measured)
+        before_s = cpu_s(measured.pid)
+        time.sleep(0.5)
+        assert others.share > 0.05  # the one spinning beside it
+        assert cpu_s(measured.pid) > before_s
 
 
 def _alive(pid: int) -> bool:

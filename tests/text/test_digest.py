@@ -54,3 +54,8 @@ def test_text_hashes_by_content_not_by_pieces(pieces):
     for piece in pieces:
         digest = grown.after(piece)
     assert digest == TextHash().after("".join(pieces))
+
+
+def test_fields_do_not_run_into_each_other():
+    one, other = Message("user", "xny"), Message("user", "x", name="y")
+    assert chain_digests([one]) != chain_digests([other])

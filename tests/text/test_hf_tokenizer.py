@@ -90,6 +90,19 @@ def test_sessions_continue_exactly(loaded, answer):
         chat.reply(chat.canonical(answer) or b"")
 
 
+def test_sessions_continue_exactly_after_a_changed_reply(loaded):
+    """Then the known ids end with the special token that leads to the reply, and ordinary text follows."""
+    name, model, _ = loaded
+    if name == "llama2_legacy":
+        pytest.skip("has no template")
+    chat = Chat(model)
+    for question in ("the", "and"):
+        prompt, whole = chat.ask(question)
+        assert prompt.ids == whole.ids
+        assert bool(prompt.n_known) == (len(chat.messages) > 1)
+        chat.reply(model.encode("something", special=False), text="the other")
+
+
 def test_a_template_file_comes_before_the_settings(tmp_path):
     folder = folders.write_folder(tmp_path, folders.llama3(), tokenizer_config={"chat_template": "settings"})
     assert TextModel.load(folder).render([Message("user", "x")]) == "settings"

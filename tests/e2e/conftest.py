@@ -1,0 +1,31 @@
+"""One real server with the real model, as a user would start it, for all tests here."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of `emberline serve` on SmolLM2."""
+    home = tmp_path_factory.mktemp("e2e")
+    (home / "models").mkdir()
+    (home / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
+    command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "256M"]
+    process = subprocess.Popen(
+        [*command, "--deterministic"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "EMBERLINE_HOME": str(home)},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the server did not start; its log is above"
+    yield json.loads(line)["url"]
+    process.terminate()
+    assert process.wait(30) == 0

@@ -1,0 +1,59 @@
+"""What happens around the answers: clients that leave, many at once, the health and the numbers."""
+
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+
+MODEL = "smollm2"
+
+
+def load(server: str) -> dict[str, int]:
+    with urllib.request.urlopen(f"{server}/health") as answer:
+        return json.load(answer)["detail"]["engines"][0]["load"]
+
+
+def test_a_client_that_leaves_stops_its_work(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Count for ever."}],
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    assert load(server)["running"] == 1
+    stream.close()
+    deadline = time.monotonic() + 5
+    while load(server)["running"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    after = load(server)
+    assert (after["running"], after["kv_used_blocks"]) == (0, 0)
+
+
+def test_a_crowd_gets_what_each_would_get_alone(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+
+    def ask(i: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt=f"Story number {i}: once upon a time", seed=i, max_tokens=24, temperature=0.8
+        )
+        return answer.choices[0].text
+
+    alone = [ask(i) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == alone
+
+
+def test_metrics_count_tokens(server: str) -> None:
+    def total() -> float:
+        with urllib.request.urlopen(f"{server}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    before = total()
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    usage = client.completions.create(model=MODEL, prompt="Hello", max_tokens=5, extra_body={"ignore_eos": True}).usage
+    assert total() - before == usage.completion_tokens == 5
