@@ -96,8 +96,8 @@ class Bench:
         for note in result.notes:
             self._remark(f"{contender.name}, {name}: {note}")
         shown = ", ".join(f"{key} {value:.3g}" for key, value in result.figures.items())
-        counts = f"in {result.prompt_tokens} (cached {result.cached_tokens}), out {result.output_tokens}; others {others:.0%}"
-        say(f"  {repeat + 1}: {contender.name}: {name}: {shown}; {counts}")
+        counts = f"in {result.prompt_tokens} (cached {result.cached_tokens}), out {result.output_tokens}"
+        say(f"  {repeat + 1}: {contender.name}: {name}: {shown}; {counts}; others {others:.0%}")
 
     def interference(self) -> list[str]:
         """A remark when others disturbed the run."""

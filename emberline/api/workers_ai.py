@@ -22,6 +22,10 @@ from emberline.protocol.request import GenerateRequest, Message
 DEFAULT_TEMPERATURE = 0.6
 
 
+class RunOptions(msgspec.Struct):
+    reject_if_busy: bool | None = msgspec.field(default=None, name="rejectIfBusy")
+
+
 class RunRequest(Generation, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -30,6 +34,7 @@ class RunRequest(Generation, kw_only=True):
     top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=1, le=50)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0, le=2)] | None = None
+    options: RunOptions | None = None
     requests: Unbuilt = None
     request_id: Unbuilt = None
     logprobs: Unbuilt = None
@@ -50,6 +55,7 @@ class RunRequest(Generation, kw_only=True):
             sampling=self.sampling(DEFAULT_TEMPERATURE),
             session=session_name(call, self.prompt_cache_key, self.user),
             priority=self.priority,
+            reject_if_busy=bool(self.options and self.options.reject_if_busy),
             template_kwargs=self.template_kwargs,
         )
 

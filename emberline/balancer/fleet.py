@@ -49,6 +49,15 @@ class Member:
     def healthy(self) -> bool:
         return self.client.connected and not self.stalled
 
+    @property
+    def retry_after_s(self) -> float:
+        """When those that wait now should have been served."""
+        return min(60.0, max(1.0, (self.in_flight - self.max_running) * self.mean_s / self.max_running))
+
+    def would_wait(self, n: int) -> bool:
+        """Whether `n` more sequences would stand behind others. An engine may have a queue while slots are free."""
+        return self.in_flight + n > self.max_running or (self.in_flight > 0 and self.load.waiting > 0)
+
     def take(self, n: int) -> None:
         if self.in_flight == 0:
             self._busy_s = time.monotonic()
@@ -82,13 +91,18 @@ class Fleet:
     def __getitem__(self, name: str) -> Member:
         return self._by_name[name]
 
-    def choose(self, model: str, affinity: str | None, n: int, avoid: Sequence[str] = ()) -> Member:
+    def choose(
+        self, model: str, affinity: str | None, n: int, avoid: Sequence[str] = (), reject_if_busy: bool = False
+    ) -> Member:
         """The engine for `n` more sequences, counted as in flight until `give_back`.
 
         An affinity goes to its home, found by rendezvous hashing, so cores agree without talking; when the home has
-        no room to run it, or there is no affinity, to the least loaded. Overloaded when not even that one may queue it.
+        no room to run it, or there is no affinity, to the least loaded. Overloaded when not even that one may queue it,
+        or, if so asked, when it would have to.
         """
         members = self._eligible(model, avoid)
+        if reject_if_busy:
+            members = _free(members, n)
         least = min(members, key=lambda member: member.in_flight / member.max_running)
         chosen = least
         if affinity is not None and len(members) > 1:
@@ -97,10 +111,9 @@ class Fleet:
                 chosen = home
         waiting = chosen.in_flight - chosen.max_running
         if waiting + n > self._max_waiting:
-            retry_after_s = min(60.0, max(1.0, waiting * chosen.mean_s / chosen.max_running))
             raise Overloaded(
-                f"{waiting} requests already wait for {model}; come back in {retry_after_s:.0f} s",
-                retry_after_s=retry_after_s,
+                f"{waiting} requests already wait for {model}; come back in {chosen.retry_after_s:.0f} s",
+                retry_after_s=chosen.retry_after_s,
             )
         chosen.take(n)
         return chosen
@@ -112,6 +125,14 @@ class Fleet:
             raise Unavailable(f"no engine of {model} is connected", retry_after_s=2)
         wanted = [member for member in connected if member.name not in avoid]
         return [member for member in wanted if not member.stalled] or wanted or connected
+
+
+def _free(members: list[Member], n: int) -> list[Member]:
+    free = [member for member in members if not member.would_wait(n)]
+    if not free:
+        retry_after_s = min(member.retry_after_s for member in members)
+        raise Overloaded(f"{members[0].model} is busy, and the request is not to wait", retry_after_s=retry_after_s)
+    return free
 
 
 def _weight(affinity: str, member: Member) -> bytes:

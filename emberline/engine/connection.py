@@ -25,6 +25,8 @@ class Connection:
         self.closing = False  # once the backlog is sent
         self.request_ids: set[str] = set()
         self.deltas: list[TokenDelta] = []  # for the next Step frame
+        self.told_s = opened_s  # when the last Step frame went out, and the engine's count of steps in it
+        self.told_steps = 0
         self._frames = FrameBuffer()
         self._n_received = 0
         self._backlog = bytearray()
@@ -32,6 +34,10 @@ class Connection:
     @property
     def has_backlog(self) -> bool:
         return bool(self._backlog)
+
+    def waits(self, now_s: float, longer_than_s: float) -> bool:
+        """Whether it has requests open and has heard nothing for so long."""
+        return bool(self.request_ids) and now_s - self.told_s > longer_than_s
 
     def receive(self) -> list[bytes]:
         """Payloads that are whole now. One read a call, so that a flood cannot hold up the steps."""

@@ -19,6 +19,7 @@ from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, 
 from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
+HEARTBEAT_S = 1.0  # a client whose requests wait for longer hears that the engine computes
 MAX_DRAIN_S = 86_400.0
 
 _log = logging.getLogger(__name__)
@@ -53,14 +54,18 @@ class Server:
     def run(self) -> None:
         """Serve until drained."""
         while not self._drained():
-            self._poll()
-            if self._engine.busy:
-                self._route(self._engine.step(time.monotonic()))
-            self._flush()
+            self.turn()
         self._selector.close()
         for connection in self._connections:
             connection.sock.close()
         self._listener.close()
+
+    def turn(self) -> None:
+        """A look at the sockets, a step, and what came of it; without work, a sleep until a client brings some."""
+        self._poll()
+        if self._engine.busy:
+            self._route(self._engine.step(time.monotonic()))
+        self._flush()
 
     def drop(self, request_id: str) -> None:
         """Hang up on whoever asked for this request. (Faults of the stand-in.)"""
@@ -202,10 +207,14 @@ class Server:
                 _log_end(delta)
 
     def _flush(self) -> None:
-        """One Step frame per connection with news."""
-        for connection in [c for c in self._connections if c.deltas]:
-            frame = frames.encode(Step(connection.deltas, self._engine.load))
-            connection.deltas = []
+        """One Step frame per connection with news. An empty one says that steps were made, if not for that client."""
+        now_s = time.monotonic()
+        for connection in [c for c in self._connections if c.deltas or c.waits(now_s, HEARTBEAT_S)]:
+            load = self._engine.load
+            if not connection.deltas and load.steps == connection.told_steps:
+                continue  # nothing moves: no sign of life
+            frame = frames.encode(Step(connection.deltas, load))
+            connection.deltas, connection.told_s, connection.told_steps = [], now_s, load.steps
             try:
                 self._send(connection, frame)
             except ConnectionLost as error:

@@ -64,6 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     session: str | None = None  # the client's own name for the conversation
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None  # seconds from acceptance
+    reject_if_busy: bool = False  # rather refused than kept waiting for others
     template_kwargs: dict[str, Any] = {}
 
 

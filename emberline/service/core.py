@@ -32,6 +32,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     account: str
     key_id: str = ""
     model: str
+    model_version: str
     priority: str = "default"
     input_tokens: int
     created_us: int
@@ -39,6 +40,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     n: int = 1
     avoid: tuple[str, ...] = ()  # engines that just failed it
     wait_s: float = 0.0  # how long to wait for an engine to come back
+    reject_if_busy: bool = False
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -82,17 +84,18 @@ class LocalCore:
         self._ledger = ledger
         self._sessions = sessions
         self._metrics = Metrics(fleet)
-        self._open: dict[str, tuple[Ask, Member]] = {}  # by request id
+        self._open: dict[str, tuple[Ask, Member | None]] = {}  # by request id; between two engines it has none
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, ask: Ask) -> str:
-        self._release(ask.id, took_s=None)
+        if self._release(ask.id, took_s=None):
+            self._open[ask.id] = (ask, None)
         give_up_s = time.monotonic() + ask.wait_s
         while True:
             try:
-                member = self.fleet.choose(ask.model, ask.affinity, ask.n, ask.avoid)
+                member = self.fleet.choose(ask.model, ask.affinity, ask.n, ask.avoid, ask.reject_if_busy)
                 break
             except Unavailable:
                 if time.monotonic() >= give_up_s:
@@ -116,14 +119,13 @@ class LocalCore:
         """A door died with this request open: it ends here, failed."""
         if request_id not in self._open:
             return
-        ask, member = self._open[request_id]
-        info = member.client.info
+        ask, _ = self._open[request_id]
         row = UsageRow(
             id=ask.id,
             account=ask.account,
             key_id=ask.key_id,
             model=ask.model,
-            model_version=info.fingerprint if info is not None else "",
+            model_version=ask.model_version,
             priority=ask.priority,
             input_tokens=ask.input_tokens,
             status="failed",
@@ -142,8 +144,11 @@ class LocalCore:
     def refused(self, kind: str, times: int = 1) -> None:
         self._metrics.refused(kind, times)
 
-    def _release(self, request_id: str, took_s: float | None) -> None:
-        held = self._open.pop(request_id, None)
-        if held is not None:
-            ask, member = held
+    def _release(self, request_id: str, took_s: float | None) -> bool:
+        """Whether the request was open."""
+        if request_id not in self._open:
+            return False
+        ask, member = self._open.pop(request_id)
+        if member is not None:
             member.give_back(ask.n, took_s)
+        return True

@@ -115,7 +115,8 @@ class _DoorLink(Link):
         try:
             return await self._server.core.admit(ask)
         except EmberlineError:
-            self._admissions.pop(ask.id, None)
+            if not ask.avoid:  # it never ran; one that did is still to be settled
+                self._admissions.pop(ask.id, None)
             raise
 
     def _close(self, request_id: str) -> None:

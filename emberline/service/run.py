@@ -75,6 +75,7 @@ class Run:
                 raise
         self.close()
         self.lost_engine = self.engine
+        self.choices[0].output_ids.clear()  # all that it drew, unseen, is drawn again
         await self.admit()
         return []
 
@@ -113,18 +114,20 @@ class Run:
             account=principal.account,
             key_id=principal.key_id,
             model=self.prepared.served.card.id,
+            model_version=self.prepared.info.fingerprint,
             priority=request.priority.name.lower(),
             input_tokens=self.prepared.prompt.n_ids,
             created_us=self.prepared.clock.created_us,
             affinity=None if request.session is None else f"{principal.account}/{request.session}",
             n=request.n,
             avoid=() if lost is None else (lost.name,),
-            wait_s=0.0 if lost is None else RESTART_WAIT_S,
+            wait_s=0.0 if lost is None else min(RESTART_WAIT_S, self._time_left_s() or RESTART_WAIT_S),
+            reject_if_busy=request.reject_if_busy and lost is None,
         )
 
     async def _open(self) -> Stream:
         assert self.engine is not None
-        await self.engine.wait_connected(CONNECT_WAIT_S)
+        await self.engine.wait_connected(CONNECT_WAIT_S if self.lost_engine is None else RESTART_WAIT_S)
         left_s = self._time_left_s()
         stream = self.engine.stream(self._sequences(self.choices[:1], left_s))
         if left_s is not None:

@@ -42,7 +42,7 @@ class Service:
         self._engines = engines  # by endpoint name
         self._close_core = close_core
         self._preparer = Preparer(core)
-        self._running = 0
+        self._running: set[Run] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -84,13 +84,15 @@ class Service:
         try:
             await asyncio.wait_for(self._idle.wait(), limit_s)
         except TimeoutError:
-            log.warning("%d requests still run after %g s", self._running, limit_s)
+            log.warning("%d requests still run after %g s", len(self._running), limit_s)
 
     async def close(self) -> None:
         """Cut the connections to the engines, settle what that ends, then close the core."""
         self._draining = True
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await self.drain(CLOSE_WAIT_S)
+        for run in tuple(self._running):  # whose consumers read nothing: they cannot end by themselves
+            self._end(run, "finished" if run.done else "failed", Unavailable("the server is shutting down"))
         while self._settling:
             await asyncio.gather(*self._settling, return_exceptions=True)
         self._preparer.close()
@@ -141,7 +143,7 @@ class Service:
 
     async def _admitted(self, run: Run) -> Run:
         """From here on the request counts as running, until `_end`."""
-        self._running += 1
+        self._running.add(run)
         self._idle.clear()
         try:
             await run.admit()
@@ -149,7 +151,7 @@ class Service:
             self._end(run, "cancelled")  # the core may have granted it all the same
             raise
         except BaseException:
-            self._left()
+            self._left(run)
             raise
         return run
 
@@ -191,11 +193,11 @@ class Service:
             self._settling.add(run.settling)
             run.settling.add_done_callback(self._settling.discard)
             run.settling.add_done_callback(lambda task: _log_end(run, row, error, task))
-            self._left()
+            self._left(run)
         return run.settling
 
-    def _left(self) -> None:
-        self._running -= 1
+    def _left(self, run: Run) -> None:
+        self._running.discard(run)
         if not self._running:
             self._idle.set()
 

@@ -46,7 +46,7 @@ def _byte_level(fields: Fields) -> Parts:
         added=_added(fields, tokens),
         spelling="bytelevel",
         vocab_size=len(tokens),
-        bos_id=fields.optional_id("bos_token_id"),
+        bos_id=_bos_id(fields, len(tokens)),
         add_bos=fields.flag("add_bos_token", recipe.add_bos),
         prefix_space="never",
         uncuttable="",
@@ -69,7 +69,7 @@ def _sentencepiece(fields: Fields) -> Parts:
         added=_added(fields, tokens),
         spelling="metaspace",
         vocab_size=len(tokens),
-        bos_id=fields.optional_id("bos_token_id"),
+        bos_id=_bos_id(fields, len(tokens)),
         add_bos=fields.flag("add_bos_token", True),
         prefix_space="always" if prefixed else "never",
         unspaced=spaces,
@@ -114,10 +114,12 @@ def _added(fields: Fields, tokens: Sequence[str]) -> dict[int, AddedToken]:
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    vocab = dict(zip(tokens, range(len(tokens))))
-    if len(vocab) != len(tokens):
-        raise BadCheckpoint("tokenizer.ggml.tokens names a token twice")
-    return vocab
+    """Of a token that is listed twice, the first is used; some converters fill a vocabulary up like that."""
+    return {token: index for index, token in reversed(list(enumerate(tokens)))}
+
+
+def _bos_id(fields: Fields, n_tokens: int) -> int | None:
+    return fields.whole("bos_token_id", least=0, most=n_tokens - 1) if fields.has("bos_token_id") else None
 
 
 def _strings(fields: Fields, key: str) -> list[str]:

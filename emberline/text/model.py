@@ -51,8 +51,8 @@ class TextModel:
         return self.tokenizer.encode(text, special=special)
 
     def encode_prompt(self, text: str) -> bytes:
-        """Ids of a raw prompt: ordinary text throughout, begun as the model wants sequences to begin."""
-        return self.with_bos(self.tokenizer.encode(text, special=False))
+        """Ids of a raw prompt. Whoever skips the template writes its special tokens: here they count as such."""
+        return self.with_bos(self.tokenizer.encode(text, special=True))
 
     def with_bos(self, ids: bytes) -> bytes:
         """`ids` with the beginning-of-sequence token if the model wants one, never two."""

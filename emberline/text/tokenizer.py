@@ -69,13 +69,9 @@ class Tokenizer:
         if self._words is None or len(text) > OFF_LOOP_BYTES:
             return _encode(self._parsing if special else self._plain, text)
         if not special:
-            return self._encode_words(text, first=True)
-        pieces = self._split_special(text)
-        packed = self._packed
-        ids = [
-            packed[piece] if index % 2 else self._encode_words(piece, first=index == 0)
-            for index, piece in enumerate(pieces)
-        ]
+            return self._encode_words(text)
+        pieces = self._split_special(text)  # ordinary and special in turn
+        ids = [self._packed[piece] if at % 2 else self._encode_words(piece) for at, piece in enumerate(pieces)]
         return b"".join(ids)
 
     def encode_marked(self, text: str, mark: str) -> bytes:
@@ -90,20 +86,24 @@ class Tokenizer:
             return None
         return token.content if self._added_text.count(token.content) == 1 else None
 
-    def _encode_words(self, text: str, *, first: bool) -> bytes:
+    def _encode_words(self, text: str) -> bytes:
         assert self._words is not None
         if not text:
             return b""
-        spaced = self.prefix_space == "always" or (first and self.prefix_space == "first")
-        return self._words.encode(" " + text if spaced else text)
+        return self._words.encode(" " + text if self.prefix_space == "always" else text)
 
     def _make_words(self) -> Words | None:
         parts = self._parts
-        strip = any(token.lstrip or token.rstrip or token.single_word for token in parts.added.values())
-        if parts.uncuttable is None or strip:
+        if parts.uncuttable is None:
             return None
-        bare = _assemble(parts, parts.unspaced, special=False) if parts.prefix_space != "never" else self._plain
-        return Words(lambda text: _encode(bare, text), parts.uncuttable)
+        assert parts.prefix_space != "first"
+        bare = _assemble(parts, parts.unspaced, special=False) if parts.prefix_space == "always" else self._plain
+        words = Words(lambda text: _encode(bare, text), parts.uncuttable)
+        for token in parts.added.values():
+            looks_around = token.lstrip or token.rstrip or token.single_word
+            if looks_around or (not token.special and words.cuts(token.content)):
+                return None
+        return words
 
     def _guard(self, mark: str) -> tokenizers.Tokenizer:
         """Special tokens are found in the raw text, so a mark inside one hides it; then the marks are taken out."""

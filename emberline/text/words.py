@@ -7,6 +7,7 @@ What lies between two cuts is tokenised once and remembered, already packed.
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 MAX_WORDS = 1 << 15
 MAX_WORD_CHARS = 48  # longer ones (data, paths) hardly come again
@@ -29,6 +30,11 @@ class Words:
             return b"".join([known[word] for word in words])
         except KeyError:
             return b"".join([known.get(word) or self._learn(word) for word in words])
+
+    def cuts(self, token: str) -> bool:
+        """Whether text that contains this could be cut in the middle of it."""
+        ends = set(accumulate(map(len, self._cut(f"\0{token}\0"))))
+        return not ends.isdisjoint(range(2, len(token) + 1))
 
     def _learn(self, word: str) -> bytes:
         ids = self._encode(word)

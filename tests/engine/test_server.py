@@ -3,12 +3,14 @@
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
 from emberline.engine import connection as connection_module
 from emberline.engine import server as server_module
 from emberline.engine.loop import StepLoop
+from emberline.engine.plan import StepPlan
 from emberline.engine.process import join_token, listening
 from emberline.engine.server import Server
 from emberline.protocol import frames
@@ -185,6 +187,33 @@ def test_a_client_that_does_not_read_is_dropped(engine, monkeypatch):
         assert not engine.scheduler.busy
         client.submit(request("a", [1]))
         assert client.finish("a").finish == "length"
+
+
+def test_a_client_that_waits_hears_that_steps_are_made(engine, monkeypatch):
+    """A prompt may take minutes; without news its client could not tell that from an engine that hangs."""
+    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: (time.sleep(0.005), launch(plan))[1]
+    with Client(engine.address) as client, Client(engine.address) as idle:
+        client.submit(request("a", [1] * 1000))  # 32 chunks of 32
+        client.finish("a")
+        empty = [step for step in client.steps if not step.deltas]
+        assert len(empty) >= 3
+        assert [step.load.steps for step in empty] == sorted({step.load.steps for step in empty})
+        assert empty[0].load.running == 1
+        idle.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            idle.receive()
+
+
+def test_an_engine_that_makes_no_step_gives_no_sign_of_life(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(engine.scheduler, "plan", StepPlan)  # work, and nothing planned
+    with Client(engine.address) as client:
+        client.submit(request("a", [1]))
+        client.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            client.receive()
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(engine):

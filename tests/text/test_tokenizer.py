@@ -120,6 +120,14 @@ def test_a_token_that_spans_a_space_is_found():
     assert ids == tokenizer._plain.encode("<b> </b> the", add_special_tokens=False).ids
 
 
+def test_user_defined_tokens_are_never_cut():
+    tokens = ("of the", "end ", "\nnext")
+    tokenizer = Tokenizer(gguf_parts(byte_level("qwen2", ("<|im_end|>",), tokens)))
+    ids = unpack(tokenizer.encode("out of the way, end of\nnext line", special=False))
+    n_tokens = tokenizer.vocab_size
+    assert [token_id - n_tokens + 3 for token_id in ids if token_id >= n_tokens - 3] == [0, 1, 2]
+
+
 def test_long_text_is_tokenised_as_short_text_is():
     tokenizer = family("llama3").tokenizer
     text = "The engine plans a step.\n" * 1000
@@ -176,7 +184,7 @@ def test_lone_surrogates_are_refused(special, length):
     [
         ({"model": "bert"}, "'bert'"),
         ({"pre": "no-such"}, "'no-such'"),
-        ({"tokens": ["a", "a"]}, "twice"),
+        ({"bos_token_id": 1 << 20}, "bos_token_id"),
         ({"tokens": None}, "no tokenizer"),
         ({"merges": None}, "merges"),
         ({"merges": ["x y", "zz"]}, "merges"),
@@ -189,6 +197,14 @@ def test_a_broken_tokenizer_is_named(change, message):
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(BadCheckpoint, match=message):
         gguf_parts(metadata)
+
+
+def test_a_token_that_is_listed_twice_is_the_first():
+    metadata = byte_level("qwen2", ("<|im_end|>",))
+    first = metadata["tokenizer.ggml.tokens"].index("a")
+    metadata["tokenizer.ggml.tokens"].append("a")
+    metadata["tokenizer.ggml.token_type"].append(1)
+    assert unpack(Tokenizer(gguf_parts(metadata)).encode("a", special=False)) == [first]
 
 
 def test_sentencepiece_without_scores_is_named():

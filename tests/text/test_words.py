@@ -40,6 +40,14 @@ def test_a_word_is_tokenised_once():
     assert asked == ["again", " and", " again"]
 
 
+def test_tokens_that_a_cut_would_split():
+    words, _ = _words()
+    for token in ("a b", "a ", "\nb", "a\nb c"):
+        assert words.cuts(token)
+    for token in ("a", " ", "  ", " a", "a\n", "\n", "\n\n", "<think>"):
+        assert not words.cuts(token)
+
+
 def test_memory_is_bounded():
     words, _ = _words()
     for number in range(2 * MAX_WORDS):

@@ -1,0 +1,101 @@
+"""The plain PyTorch backend on a CUDA device: the same model, the same answers."""
+
+import pytest
+import torch
+
+from emberline.kernels.reference import TorchBackend
+from emberline.models.decoder import Decoder, LayerTable
+from emberline.models.step import StepInputs
+from emberline.weights.config import ModelConfig
+from tests.models.steps import pools, step
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = ModelConfig(
+    architecture="qwen3",
+    vocab_size=500,
+    hidden_size=128,
+    n_layers=4,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=32,
+    mlp_size=256,
+    context_len=512,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    windows=(None, 40, None, 40),
+)
+
+
+class Random:
+    """A checkpoint of random weights, the same for every backend that reads it."""
+
+    config = CONFIG
+
+    def has(self, name: str) -> bool:
+        return name != "output.weight"
+
+    def weight(self, name: str) -> "RandomWeight":
+        c, part = CONFIG, name.removesuffix(".weight").rpartition(".")[2]
+        q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        shapes = {
+            "token_embd": (c.vocab_size, c.hidden_size),
+            "attn_q": (q, c.hidden_size),
+            "attn_k": (kv, c.hidden_size),
+            "attn_v": (kv, c.hidden_size),
+            "attn_output": (c.hidden_size, q),
+            "ffn_gate": (c.mlp_size, c.hidden_size),
+            "ffn_up": (c.mlp_size, c.hidden_size),
+            "ffn_down": (c.hidden_size, c.mlp_size),
+            "attn_q_norm": (c.head_dim,),
+            "attn_k_norm": (c.head_dim,),
+        }
+        return RandomWeight(name, shapes.get(part, (c.hidden_size,)))
+
+
+class RandomWeight:
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name, self.shape = name, shape
+
+    def tensor(self, dtype: torch.dtype, device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
+        centre = 1.0 if len(self.shape) == 1 else 0.0
+        return (torch.randn(self.shape, generator=generator) * 0.1 + centre).to(device=device, dtype=dtype)
+
+    def dense(self) -> None: ...
+    def affine(self) -> None: ...
+
+
+def model(device: str, dtype: torch.dtype, *, row_by_row: bool = False) -> Decoder:
+    table = LayerTable(q_norm="attn_q_norm", k_norm="attn_k_norm")
+    return Decoder(Random(), TorchBackend(device, dtype, row_by_row=row_by_row), table)
+
+
+def on(device: str, s: StepInputs) -> StepInputs:
+    names = ("token_ids", "positions", "query_starts", "context_lens", "sample_tokens")
+    moved = {name: getattr(s, name).to(device) for name in names}
+    return StepInputs(**moved, block_tables=[t.to(device) for t in s.block_tables])
+
+
+def logits(m: Decoder, rows: list[tuple[list[int], int]], kv: list[torch.Tensor]) -> torch.Tensor:
+    tables = torch.arange(32).view(2, 16)[: len(rows)]
+    return m.forward(on(m.device, step(rows, tables, len(m.kv_groups))), kv).cpu()
+
+
+IDS = torch.randint(0, 500, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+def test_cuda_computes_what_the_cpu_does(dtype: torch.dtype, tolerance: float) -> None:
+    cpu, cuda = model("cpu", torch.float32), model("cuda", dtype)
+    want = logits(cpu, [(IDS, 0)], pools(cpu, 32))
+    got = logits(cuda, [(IDS, 0)], [p.cuda() for p in pools(cuda, 32)])
+    assert ((got - want).norm() / want.norm()).item() < tolerance
+
+
+def test_deterministic_mode_does_not_see_the_batch() -> None:
+    cuda = model("cuda", torch.bfloat16, row_by_row=True)
+    kv = [p.cuda() for p in pools(cuda, 32)]
+    alone = logits(cuda, [(IDS[:90], 0)], kv)
+    both = logits(cuda, [(IDS[:90], 0), (IDS[90:130], 0)], [p.cuda() for p in pools(cuda, 32)])
+    assert torch.equal(alone, both[:90])
