@@ -1,9 +1,11 @@
 """Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +19,8 @@ from emberline.kv.budget import blocks_of
 from emberline.kv.pool import NULL_BLOCK
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+
+MAX_HUGE_PAGE_BYTES = 4 << 20  # kernels with pages of 64 KB have huge ones of 512 MB: a block would cost one
 
 
 class Model(Protocol):
@@ -172,5 +176,14 @@ def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tenso
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)  # blocks lie far apart: without it, most reads of the cache miss the TLB
+    if _huge_page_bytes() <= MAX_HUGE_PAGE_BYTES:
+        with contextlib.suppress(OSError):  # not every kernel has huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # blocks lie far apart: on small pages most reads of the cache miss the TLB
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _huge_page_bytes() -> float:
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):  # this kernel has none
+        return inf

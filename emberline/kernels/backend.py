@@ -4,6 +4,7 @@ A model is written once over this protocol. `reference.TorchBackend` says what e
 on any device; `cpu.native.NativeBackend` computes the same in C.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,19 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer: attention, then the MLP, each added to the residual."""
+
+    norm: Tensor
+    qkv: Any  # Matrix
+    attention: Attention
+    output: Any  # Matrix
+    post_norm: Tensor | None
+    mlp: MLP
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary frequencies of one KV group."""
 
@@ -82,18 +96,10 @@ class Backend(Protocol):
         """Rows of a matrix times a factor: the embedding."""
         ...
 
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:
+        """All layers, over the residual `x`: [tokens, hidden], in place. Writes k and v to the cache, then attends."""
+        ...
+
     def linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:
-        """rms_norm(x) times the matrix, plus its bias."""
-        ...
-
-    def linear_add(self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
-        """residual += x times the matrix, normed before the addition where post_norm is set."""
-        ...
-
-    def attention(self, qkv: Tensor, attention: Attention, context: Any) -> Tensor:
-        """Norm and rotate q and k, write k and v to the cache, attend. `qkv` is used up."""
-        ...
-
-    def mlp(self, mlp: MLP, residual: Tensor) -> None:
-        """residual += the gated MLP of the normed residual."""
+        """rms_norm(x) times the matrix, plus its bias: the head."""
         ...

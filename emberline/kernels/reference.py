@@ -1,5 +1,6 @@
 """The plain PyTorch backend: what every operation means. It runs on any device and is the oracle of the others."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Rope, WeightSource
+from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
 from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
 
 
@@ -65,7 +66,7 @@ class TorchBackend:
         self.device = device
         self.dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
-        self._row_by_row = row_by_row  # deterministic mode: a library's matmul may depend on the number of rows
+        self._row_by_row = row_by_row  # deterministic mode: what a library computes may depend on the number of rows
 
     def matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
@@ -85,6 +86,13 @@ class TorchBackend:
 
     def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
         return matrix.weight[ids.long()] * factor
+
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+        for layer in layers:
+            qkv = self.linear(x, layer.qkv, layer.norm, layer.eps)
+            attended = self.attention(qkv, layer.attention, context)
+            self.linear_add(attended, layer.output, x, layer.post_norm, layer.eps)
+            self.mlp(layer.mlp, x)
 
     def linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
         return self._multiply(rms_norm(x, norm, eps), matrix)
@@ -113,8 +121,10 @@ class TorchBackend:
             pool[table[where // BLOCK_TOKENS].long(), 1, :, where % BLOCK_TOKENS] = v[mine].to(pool.dtype)
             blocks = pool[table[: -(-context_len // BLOCK_TOKENS)].long()]  # [n, 2, kv_heads, BLOCK_TOKENS, head_dim]
             keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
-            first = context_len - (mine.stop - mine.start)
-            out[mine] = attend(q[mine], keys, values, at.scale, first, at.window)
+            n = 1 if self._row_by_row else mine.stop - mine.start
+            for t in range(mine.start, mine.stop, n):
+                seen = context_len - mine.stop + t + n
+                out[t : t + n] = attend(q[t : t + n], keys[:seen], values[:seen], at.scale, seen - n, at.window)
         return out.view(tokens, -1)
 
     def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:

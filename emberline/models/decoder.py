@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Backend, Rope, WeightSource
+from emberline.kernels.backend import MLP, Attention, Backend, Layer, Rope, WeightSource
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import KVGroup
 
@@ -36,16 +36,6 @@ class LayerTable:
     gate_up: tuple[str, str] = ("ffn_gate", "ffn_up")
     down: str = "ffn_down"
     mlp_post_norm: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    norm: Tensor
-    qkv: Any  # Matrix
-    attention: Attention
-    output: Any  # Matrix
-    post_norm: Tensor | None
-    mlp: MLP
 
 
 class Decoder:
@@ -107,22 +97,18 @@ class Decoder:
         bias = weights(table.qkv, "bias") if table.qkv_bias else None
         qkv = backend.matrix(weights(table.qkv), bias)
         output = backend.matrix(weights((table.output,)))
-        return Layer(norm(table.norm), qkv, attention, output, vector(table.post_norm), mlp)
+        return Layer(norm(table.norm), qkv, attention, output, vector(table.post_norm), mlp, config.norm_eps)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
         """Logits, float32 [samples, vocab]. Writes the new tokens' keys and values into the blocks of `kv`."""
-        backend, eps = self._backend, self.config.norm_eps
+        backend = self._backend
         context = backend.begin(step, kv, self.kv_groups, self._ropes)
         x = backend.rows(self._embedding, step.token_ids, self.config.embedding_scale)  # [tokens, hidden]
-        for layer in self._layers:
-            qkv = backend.linear(x, layer.qkv, layer.norm, eps)
-            attended = backend.attention(qkv, layer.attention, context)
-            backend.linear_add(attended, layer.output, x, layer.post_norm, eps)
-            backend.mlp(layer.mlp, x)
+        backend.layers(self._layers, x, context)
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return backend.linear(x[step.sample_tokens], self._head, self._norm, eps).float()
+        return backend.linear(x[step.sample_tokens], self._head, self._norm, self.config.norm_eps).float()
 
 
 def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:

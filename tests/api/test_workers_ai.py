@@ -78,6 +78,7 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
     answer = await client.post(RUN + "?tags=a", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     request = service.requests[0]
+    assert request.reject_if_busy
     assert request.messages == (
         Message("user", "Hi"),
         Message("assistant", "", tool_calls=(ToolCall("", "f", '{"a":1}'),)),

@@ -93,9 +93,11 @@ def test_cuda_computes_what_the_cpu_does(dtype: torch.dtype, tolerance: float) -
     assert ((got - want).norm() / want.norm()).item() < tolerance
 
 
-def test_deterministic_mode_does_not_see_the_batch() -> None:
+def test_deterministic_mode_sees_neither_batch_nor_chunks() -> None:
     cuda = model("cuda", torch.bfloat16, row_by_row=True)
     kv = [p.cuda() for p in pools(cuda, 32)]
     alone = logits(cuda, [(IDS[:90], 0)], kv)
-    both = logits(cuda, [(IDS[:90], 0), (IDS[90:130], 0)], [p.cuda() for p in pools(cuda, 32)])
-    assert torch.equal(alone, both[:90])
+    both = [p.cuda() for p in pools(cuda, 32)]
+    first = logits(cuda, [(IDS[:37], 0), (IDS[90:130], 0)], both)[:37]
+    second = logits(cuda, [(IDS[37:90], 37), (IDS[130:131], 40)], both)[:53]
+    assert torch.equal(alone, torch.cat([first, second]))

@@ -107,6 +107,46 @@ async def test_a_client_that_leaves_a_door_while_it_waits_holds_nothing(
     assert await rows(service) == 1
 
 
+async def test_a_door_that_dies_between_two_engines_leaves_a_row(
+    service: Service, door: Service, engine: FakeEngine
+) -> None:
+    engine.script = None
+    request = ask()
+    task = asyncio.create_task(events_of(door, request))
+    await engine.submission()
+    await engine.die()  # before its first token: the request now waits for the engine to return
+    await until(lambda: in_flight(service) == 0)
+    link = remote(door)._link
+    assert link is not None
+    link.drop("killed")
+    row = await row_of(service, request)
+    assert (row.status, row.model_version) == ("failed", "f" * 32)
+    with pytest.raises(Unavailable):
+        await task
+    await engine.start()
+    await asyncio.sleep(0.1)
+    assert in_flight(service) == 0
+    assert await rows(service) == 1
+
+
+async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
+    service: Service, door: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unaware(ask: object) -> str:
+        return "e0"
+
+    monkeypatch.setattr("emberline.service.run.CONNECT_WAIT_S", 0.0)
+    monkeypatch.setattr(service.core, "admit", unaware)
+    script, engine.script = engine.script, None
+    task = asyncio.create_task(events_of(door, ask()))
+    await engine.submission()
+    await engine.die()
+    await asyncio.sleep(0.1)
+    engine.script = script
+    await engine.start()
+    assert text_of(await task) == "Hello!"
+
+
 async def test_without_a_core_a_door_says_unavailable(
     door: Service, server: CoreServer, engine: FakeEngine, tmp_path: Path, service: Service
 ) -> None:

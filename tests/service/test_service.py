@@ -145,7 +145,7 @@ async def test_tokens_that_wait_together_become_one_delta(service: Service, engi
 
 async def test_raw_prompts_and_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:
     await events_of(service, ask(prompt="plain <|end|> text"))
-    assert text_model.decode(engine.submitted[0].prompt_ids) == "plain <|end|> text"
+    assert text_model.decode(engine.submitted[0].prompt_ids, special=True) == "plain <|end|> text"
     ids = tokens.pack([5, 6, 7])
     await events_of(service, ask(prompt_ids=ids))
     assert engine.submitted[1].prompt_ids == ids
@@ -349,6 +349,18 @@ async def test_the_engine_dies_before_the_first_token_and_comes_back(service: Se
     assert in_flight(service) == 0
 
 
+async def test_what_a_lost_engine_drew_unseen_is_not_counted(service: Service, engine: FakeEngine) -> None:
+    script, engine.script = engine.script, None
+    request = ask()
+    task = asyncio.create_task(events_of(service, request))
+    (sent,) = await engine.submission()
+    engine.script = script
+    gone = ErrorInfo("unavailable", "shut down")
+    engine.step(TokenDelta(sent.id, tokens.pack([70, 71])), TokenDelta(sent.id, finish="error", error=gone))
+    assert text_of(await task) == "Hello!"
+    assert (await row_of(service, request)).output_tokens == 7
+
+
 async def test_another_engine_takes_over_once(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
     engines = [await FakeEngine(tmp_path / f"{name}.sock", name=name).start() for name in ("a", "b")]
     service = await open_one(*engines)
@@ -414,6 +426,26 @@ async def test_admission_has_a_bound(tmp_path: Path, open_one: Opener) -> None:
     await engine.die()
 
 
+async def test_a_request_may_rather_be_refused_than_wait(tmp_path: Path, open_one: Opener) -> None:
+    engine = await FakeEngine(tmp_path / "e.sock", max_running=1).start()
+    service = await open_one(engine)
+    first = asyncio.create_task(events_of(service, ask(reject_if_busy=True)))
+    await engine.submission()
+    with pytest.raises(Overloaded) as refused:
+        await events_of(service, ask(reject_if_busy=True))
+    assert refused.value.retry_after_s
+    second = asyncio.create_task(events_of(service, ask()))
+    await engine.submission(2)
+    await engine.die()
+    await engine.start()
+    await engine.submission(4)  # accepted is accepted: having lost its engine, it waits like any other
+    for sent in engine.submitted[2:]:
+        engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
+    await asyncio.gather(first, second)
+    assert await rows(service) == 2
+    await engine.die()
+
+
 async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.service.run.DEADLINE_GRACE_S", 0.0)
     engine.script = None  # it never answers
@@ -423,6 +455,16 @@ async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pyte
     assert 0 < (engine.submitted[0].deadline_s or 0) <= 0.05
     assert (await row_of(service, request)).status == "failed"
     assert engine.aborted == [request.id]
+
+
+async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask(deadline_s=0.2)))
+    await engine.submission()
+    await engine.die()
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        async with asyncio.timeout(2):
+            await task
 
 
 async def test_a_full_disk_fails_the_request_and_not_the_server(service: Service) -> None:
@@ -500,6 +542,27 @@ async def test_close_ends_what_runs(service: Service, engine: FakeEngine, open_o
     with pytest.raises(Unavailable):
         await task
     assert (await row_of(await open_one(engine), request)).status == "failed"
+
+
+async def test_close_settles_what_nobody_reads(
+    service: Service, engine: FakeEngine, open_one: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.service.service.CLOSE_WAIT_S", 0.01)
+    engine.script = None
+    request = ask()
+    events = service.generate(request, ALICE)
+    started = asyncio.ensure_future(anext(events))
+    await engine.submission()
+    engine.step(TokenDelta(request.id, tokens.pack([70])))
+    await started
+    await service.close()
+    again = await open_one(engine)
+    row = await row_of(again, request)
+    assert (row.status, row.output_tokens) == ("failed", 1)
+    with pytest.raises(Unavailable):
+        async for _ in events:
+            pass
+    assert await rows(again) == 1
 
 
 async def test_leaving_after_the_last_token_is_no_cancellation(service: Service) -> None:

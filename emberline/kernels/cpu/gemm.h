@@ -24,12 +24,14 @@
 #define MAX_TILE 4
 #endif
 
-// Signed products want signed codes: there, 8-bit codes are stored less 128 and offsets grow by 128 scales.
+// Whether the product instruction takes the codes' bytes as signed; see `code_shift`.
 #if defined(__ARM_NEON)
-#define CODE8_SHIFT 128
+#define SIGNED_CODES 1
 #else
-#define CODE8_SHIFT 0
+#define SIGNED_CODES 0
 #endif
+
+INLINE int32_t code8(uint8_t byte) { return SIGNED_CODES ? (int8_t)byte : byte; }
 
 typedef struct { // activations of `tokens` rows, quantised per group of 32
     int8_t *codes;  // [tokens, cols]
@@ -186,7 +188,7 @@ INLINE veci step_dot(const int BITS, veci total, const uint8_t *weights, int hig
     for (int r = 0; r < WIDTH; r++)
         for (int k = 0; k < 4; k++) {
             uint8_t byte = weights[4 * r + k];
-            int32_t w = BITS == 4 ? (high ? byte >> 4 : byte & 15) : CODE8_SHIFT ? (int8_t)byte : byte;
+            int32_t w = BITS == 4 ? (high ? byte >> 4 : byte & 15) : code8(byte);
             total[r] += w * act[k];
         }
     return total;

@@ -22,7 +22,16 @@ typedef struct {
 
 #define SMALL 2 // tokens whose rows are not worth handing out
 
-enum { INPUT, HIDDEN, OUTPUT, QUANTISED_INPUT, QUANTISED_HIDDEN, SLOTS };
+typedef struct {
+    linear qkv, output;
+    const float *norm, *post_norm; // post_norm: or null
+    float eps;
+    int32_t group; // whose cache the layer uses
+    attention attention;
+    mlp mlp;
+} layer;
+
+enum { INPUT, HIDDEN, OUTPUT, QUANTISED_INPUT, QUANTISED_HIDDEN, QKV, ATTENDED, SLOTS };
 
 // Scratch memory by purpose; grows, never shrinks. The engine calls from one thread at a time.
 static void *scratch(int slot, size_t bytes) {
@@ -239,6 +248,19 @@ void em_attention(const attention *at, const step *st, const cache *kv, float *q
     run(attend_piece, &job, tiles[st->rows] * at->kv_heads);
 }
 
+// All layers of a model, over x [tokens, hidden].
+void em_layers(const layer *const *layers, int64_t n, const step *st, const cache *caches, float *x) {
+    for (int64_t i = 0; i < n; i++) {
+        const layer *l = layers[i];
+        float *qkv = scratch(QKV, st->tokens * l->qkv.rows * sizeof(float));
+        float *attended = scratch(ATTENDED, st->tokens * l->output.cols * sizeof(float));
+        em_linear(&l->qkv, l->norm, l->eps, x, st->tokens, qkv);
+        em_attention(&l->attention, st, caches + l->group, qkv, attended);
+        em_linear_add(&l->output, l->post_norm, l->eps, attended, st->tokens, x);
+        em_mlp(&l->mlp, x, st->tokens);
+    }
+}
+
 typedef struct {
     const float *logits;
     const choice *choices;
@@ -257,6 +279,13 @@ void em_choose(const float *logits, int64_t vocab, int64_t rows, const choice *c
 
 // --- packing: once, at load ------------------------------------------------------------------------------------------
 
+// What a group's 8-bit codes are stored less, so that the product instruction reads them right; its offset makes up.
+static int code_shift(const uint8_t *codes) {
+    for (int k = 0; SIGNED_CODES && k < GROUP; k++)
+        if (codes[k] > 127) return 128;
+    return 0;
+}
+
 void em_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, int64_t rows, int64_t cols, int bits,
              uint8_t *panels) {
     const int64_t groups = cols / GROUP;
@@ -266,15 +295,16 @@ void em_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *offset
             uint16_t *tail = (uint16_t *)(to + (bits == 4 ? CODES4 : CODES8));
             for (int r = 0; r < LANES; r++) {
                 const uint8_t *from = codes + (p * LANES + r) * cols + g * GROUP;
-                uint16_t s = scale[(p * LANES + r) * groups + g], o = offset[(p * LANES + r) * groups + g];
+                const int64_t at = (p * LANES + r) * groups + g;
+                const int shift = code_shift(from);
                 for (int k = 0; k < GROUP; k++) {
                     int vector = k / 4;
-                    if (bits == 8) to[64 * vector + 4 * r + k % 4] = from[k] - CODE8_SHIFT;
+                    if (bits == 8) to[64 * vector + 4 * r + k % 4] = from[k] - shift;
                     else if (vector % 2 == 0) to[64 * (vector / 2) + 4 * r + k % 4] = from[k] | from[k + 4] << 4;
                 }
-                tail[r] = s;
-                if (bits == 8 && CODE8_SHIFT) o = float_to_half(half_to_float(o) + CODE8_SHIFT * half_to_float(s));
-                tail[LANES + r] = o;
+                tail[r] = scale[at];
+                tail[LANES + r] = offset[at];
+                if (shift) tail[LANES + r] = float_to_half(half_to_float(offset[at]) + shift * half_to_float(scale[at]));
             }
         }
 }
@@ -302,7 +332,7 @@ void em_rows(const linear *w, const int32_t *ids, int64_t n, float factor, float
             float scale = half_to_float(tail[r]), offset = half_to_float(tail[LANES + r]);
             for (int k = 0; k < GROUP; k++) {
                 int code;
-                if (w->bits == 8) code = CODE8_SHIFT ? (int8_t)at[64 * (k / 4) + 4 * r + k % 4] : at[64 * (k / 4) + 4 * r + k % 4];
+                if (w->bits == 8) code = code8(at[64 * (k / 4) + 4 * r + k % 4]);
                 else code = at[64 * (k / 8) + 4 * r + k % 4] >> (k / 4 % 2 * 4) & 15;
                 to[g * GROUP + k] = (scale * (float)code + offset) * factor;
             }

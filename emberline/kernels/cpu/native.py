@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.kernels.backend import MLP, Attention, Rope, WeightSource
+from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
 from emberline.kernels.cpu.build import load_library
 from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
 
@@ -76,6 +77,19 @@ class _Attention(ctypes.Structure):
     ]
 
 
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("qkv", _Linear),
+        ("output", _Linear),
+        ("norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("eps", c_float),
+        ("group", c_int32),
+        ("attention", _Attention),
+        ("mlp", _Mlp),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Packed weights. `struct` points into `panels` and `bias`, which live as long as the matrix."""
@@ -91,7 +105,7 @@ class Context:
     """What the layers of one step share; holds the tensors its structs point into."""
 
     step: _Step
-    caches: list[_Cache]
+    caches: Any  # an array of _Cache, one per KV group
     keep: list[Any] = field(default_factory=list)
 
 
@@ -114,7 +128,7 @@ class NativeBackend:
     def __init__(self, threads: int | None = None, target: str | None = None) -> None:
         self._lib = load_library(target)
         self._declare()
-        self._structs: dict[int, tuple[Any, Any]] = {}  # by id of the MLP or Attention it was made from
+        self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layers: pointers, structs, the layers
         self._lib.em_threads(threads or len(os.sched_getaffinity(0)))
 
     def _declare(self) -> None:
@@ -122,11 +136,12 @@ class NativeBackend:
         lib.em_linear.argtypes = [POINTER(_Linear), tensor, c_float, tensor, c_int64, tensor]
         lib.em_linear_add.argtypes = [POINTER(_Linear), tensor, c_float, tensor, c_int64, tensor]
         lib.em_mlp.argtypes = [POINTER(_Mlp), tensor, c_int64]
+        lib.em_layers.argtypes = [tensor, c_int64, POINTER(_Step), POINTER(_Cache), tensor]
         lib.em_attention.argtypes = [POINTER(_Attention), POINTER(_Step), POINTER(_Cache), tensor, tensor]
         lib.em_rows.argtypes = [POINTER(_Linear), tensor, c_int64, c_float, tensor]
         lib.em_pack.argtypes = [tensor, tensor, tensor, c_int64, c_int64, ctypes.c_int, tensor]
         lib.em_pack_f32.argtypes = [tensor, c_int64, c_int64, tensor]
-        for name in ("linear", "linear_add", "mlp", "attention", "rows", "pack", "pack_f32", "threads"):
+        for name in ("layers", "linear", "linear_add", "mlp", "attention", "rows", "pack", "pack_f32", "threads"):
             getattr(lib, f"em_{name}").restype = None
 
     # --- loading ------------------------------------------------------------------------------------------------
@@ -175,25 +190,25 @@ class NativeBackend:
 
     def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
         tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
-        context = Context(
-            _Step(tokens, rows, *(t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))), []
-        )
+        pointers = (t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))
+        context = Context(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
         positions = step.positions.to(torch.float32)
-        for pool, table, rope in zip(kv, step.block_tables, ropes, strict=True):
+        for cache, pool, table, rope in zip(context.caches, kv, step.block_tables, ropes, strict=True):
             angles = torch.outer(positions, rope.inverse_frequencies)
             cosine, sine = angles.cos().mul_(rope.scale), angles.sin().mul_(rope.scale)
             context.keep += [cosine, sine, pool, table]
-            context.caches.append(
-                _Cache(
-                    pool.data_ptr(),
-                    pool.stride(0),
-                    table.data_ptr(),
-                    table.stride(0),
-                    cosine.data_ptr(),
-                    sine.data_ptr(),
-                )
-            )
+            cache.pool, cache.block_stride = pool.data_ptr(), pool.stride(0)
+            cache.block_table, cache.table_stride = table.data_ptr(), table.stride(0)
+            cache.cosine, cache.sine = cosine.data_ptr(), sine.data_ptr()
         return context
+
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+        stack = self._stacks.get(id(layers))
+        if stack is None:
+            structs = [_layer_struct(layer) for layer in layers]
+            pointers = (c_void_p * len(structs))(*(ctypes.addressof(struct) for struct in structs))
+            stack = self._stacks[id(layers)] = (pointers, structs, layers)  # all kept: pointers and id stay valid
+        self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
 
     def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
         out = torch.empty(ids.shape[0], matrix.struct.cols)
@@ -209,30 +224,30 @@ class NativeBackend:
         self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
 
     def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
-        struct = self._struct(attention, self._attention_struct)
         out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
         cache = context.caches[attention.group]
-        self._lib.em_attention(struct, context.step, cache, qkv.data_ptr(), out.data_ptr())
+        self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())
         return out
 
     def mlp(self, mlp: MLP, residual: Tensor) -> None:
-        self._lib.em_mlp(self._struct(mlp, self._mlp_struct), residual.data_ptr(), residual.shape[0])
+        self._lib.em_mlp(_mlp_struct(mlp), residual.data_ptr(), residual.shape[0])
 
-    def _struct(self, source: Any, make: Any) -> Any:
-        known = self._structs.get(id(source))
-        if known is None:
-            known = self._structs[id(source)] = (make(source), source)  # the source is kept, so its id stays its own
-        return known[0]
 
-    def _attention_struct(self, a: Attention) -> _Attention:
-        layer = 2 * a.kv_heads * BLOCK_TOKENS * a.head_dim
-        window = a.window or 0
-        norms = _address(a.q_norm), _address(a.k_norm)
-        return _Attention(a.heads, a.kv_heads, a.head_dim, window, a.index * layer, a.scale, a.eps, *norms)
+def _attention_struct(a: Attention) -> _Attention:
+    layer = 2 * a.kv_heads * BLOCK_TOKENS * a.head_dim
+    norms = _address(a.q_norm), _address(a.k_norm)
+    return _Attention(a.heads, a.kv_heads, a.head_dim, a.window or 0, a.index * layer, a.scale, a.eps, *norms)
 
-    def _mlp_struct(self, m: MLP) -> _Mlp:
-        gelu = int(m.activation == "gelu_tanh")
-        return _Mlp(m.gate_up.struct, m.down.struct, _address(m.norm), _address(m.post_norm), m.eps, gelu)
+
+def _mlp_struct(m: MLP) -> _Mlp:
+    gelu = int(m.activation == "gelu_tanh")
+    return _Mlp(m.gate_up.struct, m.down.struct, _address(m.norm), _address(m.post_norm), m.eps, gelu)
+
+
+def _layer_struct(layer: Layer) -> _Layer:
+    attention, norms = layer.attention, (_address(layer.norm), _address(layer.post_norm))
+    parts = _attention_struct(attention), _mlp_struct(layer.mlp)
+    return _Layer(layer.qkv.struct, layer.output.struct, *norms, layer.eps, attention.group, *parts)
 
 
 def _padded(rows: int) -> int:
