@@ -15,14 +15,14 @@ from emberline.api.errors import error_reply
 from emberline.api.guard import Guard, answering, preflight
 from emberline.api.ports import Backend
 from emberline.api.reply import Reply
-from emberline.api.route import Policy, Router, dialect_of
+from emberline.api.route import Policy, Router
 from emberline.api.routes import ROUTES
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 
 log = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499  # in the log only
-PROBES = frozenset({"/health", "/metrics"})  # asked every few seconds by machines
+PROBES = frozenset({"/health", "/metrics", "/api/ps"})  # asked every few seconds by machines and our own page
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class App:
         except EmberlineError as error:
             reply = error_reply(error, call.dialect, call.id)
         except asyncio.CancelledError:
-            if call.status:
-                raise
+            if call.status:  # the stream has said it
+                return
             reply = error_reply(Unavailable("the server is stopping"), call.dialect, call.id)
         except Exception:
             if call.status:
@@ -82,13 +82,12 @@ class App:
     async def _answer(self, call: Call) -> Reply | None:
         scope = call.scope
         raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
-        call.dialect = dialect_of(raw_path)
+        call.dialect = self._router.dialect(raw_path)
         if origin := self._guard.check(scope):
             call.send = answering(call.send, origin)
             if reply := preflight(scope):
                 return reply
         route, account, call.tail = self._router.match(scope["method"], raw_path)
-        call.dialect = route.dialect
         if route.policy is not Policy.OPEN:
             call.principal = self._auth.authenticate(call.headers, LOCAL_ACCOUNT if account is None else account)
         return await route.endpoint(call)

@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from emberline.api.asgi import Message
 from emberline.api.call import Call
 from emberline.api.departure import ClientLeft
+from emberline.api.errors import NoBody
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
 
 T = TypeVar("T")
@@ -32,11 +33,11 @@ async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """`body` as the decoder's type; whatever is wrong with it is a BadInput that names the field."""
     if not body:
-        raise BadInput("the request has no body; send a JSON object")
+        raise NoBody("the request has no body; send a JSON object")
     try:
         if not body.isascii():
             str(body, "utf-8")  # holds the fields we skip to it too
-        return decoder.decode(body)
+        return _decode(body, decoder)
     except msgspec.ValidationError as bad:
         raise BadInput(str(bad), param=_param(str(bad))) from None
     except UnicodeDecodeError as bad:
@@ -45,6 +46,26 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise BadInput(f"the body is not valid JSON: {bad}") from None
     except RecursionError:
         raise BadInput("the JSON is nested too deeply") from None
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as bad:
+        if "got `float`" not in str(bad):
+            raise
+    return msgspec.convert(_whole(msgspec.json.decode(body)), decoder.type)
+
+
+def _whole(value: Any) -> Any:
+    """The value with 1.0 written as 1: some languages know only one kind of number."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value
 
 
 def _param(message: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.reply import HeaderList, Reply
-from emberline.protocol.errors import EmberlineError
+from emberline.protocol.errors import BadInput, EmberlineError
 
 
 class Dialect(Enum):
@@ -28,6 +28,10 @@ class MethodNotAllowed(EmberlineError):
         self.allowed = allowed
 
 
+class NoBody(BadInput):
+    kind = "no_body"
+
+
 class Codes(NamedTuple):
     """One kind of error: its HTTP status (and where the native dialect differs, that one), and its names."""
 
@@ -44,6 +48,7 @@ _INVALID = "invalid_request_error"
 CODES: dict[str, Codes] = {
     "internal": Codes(500, 500, 5001, "server_error", "internal_error", "api_error"),
     "bad_input": Codes(400, 400, 5006, _INVALID, None, _INVALID),
+    "no_body": Codes(400, 400, 3003, _INVALID, None, _INVALID),
     "unsupported": Codes(400, 400, 5006, _INVALID, "unsupported_parameter", _INVALID),
     "too_large": Codes(413, 413, 3006, _INVALID, "request_too_large", "request_too_large"),
     "context_exceeded": Codes(400, 413, 5021, _INVALID, "context_length_exceeded", _INVALID),
@@ -73,7 +78,12 @@ def error_reply(error: EmberlineError, dialect: Dialect, request_id: str) -> Rep
     """The HTTP answer that says `error` in `dialect`."""
     row = codes(error)
     status = row.native_status if dialect is Dialect.NATIVE else row.status
-    return Reply(status, msgspec.json.encode(error_body(error, dialect, request_id)), headers=_headers(error, status))
+    headers = _headers(error, status)
+    if error.kind not in _ROUTING:
+        headers.append((b"cf-ai-req-id", request_id.encode()))
+    if dialect in (Dialect.ANTHROPIC, Dialect.ANTHROPIC_ENVELOPED):
+        headers.append((b"request-id", request_id.encode()))
+    return Reply(status, msgspec.json.encode(error_body(error, dialect, request_id)), headers=headers)
 
 
 def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
     message = error.message
     if error.kind == "unauthorized":
         message = "Authentication error"
-    elif error.kind in ("bad_input", "unsupported"):
+    elif isinstance(error, BadInput):
         message = f"AiError: Bad input: {message} ({request_id})"
     elif error.kind not in _ROUTING:
         message = f"AiError: {message} ({request_id})"

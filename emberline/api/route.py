@@ -58,12 +58,15 @@ class Router:
             assert route.method not in methods, f"two routes for {route.method} {route.path}"
             methods[route.method] = route
 
+    def dialect(self, raw_path: bytes) -> Dialect:
+        """In whose words to answer that path, whatever becomes of the request."""
+        methods, _, _ = self._find(raw_path)
+        if methods is not None:
+            return next(iter(methods.values())).dialect
+        return Dialect.NATIVE if raw_path.startswith(b"/client/") else Dialect.OPENAI
+
     def match(self, method: str, raw_path: bytes) -> Match:
-        path = raw_path.decode("latin-1")
-        shape, account = _without_account(path)
-        methods, tail = self._exact.get(shape), ""
-        if methods is None:
-            methods, tail = self._by_prefix(shape)
+        methods, account, tail = self._find(raw_path)
         if methods is None:
             raise NotFound("No route for that URI")
         route = methods.get("GET" if method == "HEAD" else method)
@@ -71,16 +74,19 @@ class Router:
             raise MethodNotAllowed(method, ", ".join(sorted(methods)))
         return Match(route, unquote(account) if account is not None else None, unquote(tail))
 
+    def _find(self, raw_path: bytes) -> tuple[dict[str, Route] | None, str | None, str]:
+        """The routes of a path by method, and what its {account} and {model} stand for, still quoted."""
+        shape, account = _without_account(raw_path.decode("latin-1"))
+        methods, tail = self._exact.get(shape), ""
+        if methods is None:
+            methods, tail = self._by_prefix(shape)
+        return methods, account, tail
+
     def _by_prefix(self, shape: str) -> tuple[dict[str, Route] | None, str]:
         for prefix, methods in self._prefixes.items():
             if shape.startswith(prefix) and len(shape) > len(prefix):
                 return methods, shape[len(prefix) :]
         return None, ""
-
-
-def dialect_of(raw_path: bytes) -> Dialect:
-    """Whose words to use where no route matched."""
-    return Dialect.NATIVE if raw_path.startswith(b"/client/") else Dialect.OPENAI
 
 
 def _without_account(path: str) -> tuple[str, str | None]:

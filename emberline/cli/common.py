@@ -43,7 +43,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         dest="engine.deterministic",
         action="store_const",
         const=True,
-        help="same seed, same tokens, whatever else runs (slower)",
+        help="same seed, same tokens, whatever else runs (the CPU kernels always do; slower on a GPU)",
     )
 
 

@@ -247,6 +247,40 @@ async def test_the_other_choices_follow_the_first_token(service: Service, engine
         assert len(await engine.submission(2)) == 2
 
 
+async def test_a_choice_that_fails_ends_the_others(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask(n=3)
+    task = asyncio.create_task(events_of(service, request))
+    (first,) = await engine.submission()
+    engine.step(TokenDelta(first.id, tokens.pack([70])))
+    _, second, third = await engine.submission(3)
+    engine.step(TokenDelta(first.id, tokens.pack([EOS]), "stop"), TokenDelta(third.id, tokens.pack([70])))
+    engine.step(TokenDelta(second.id, tokens.pack([71]), "error", error=ErrorInfo("internal", "invalid numbers")))
+    with pytest.raises(Internal, match="invalid numbers"):
+        await task
+    await asyncio.sleep(0.01)
+    assert engine.aborted == [third.id]  # what had ended is left alone
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens) == ("failed", 4)
+    assert await rows(service) == 1
+    assert in_flight(service) == 0
+
+
+async def test_a_choice_that_stops_early_leaves_the_others_alone(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    task = asyncio.create_task(events_of(service, ask(n=2, sampling={"stop": ("g",)})))
+    (first,) = await engine.submission()
+    engine.step(TokenDelta(first.id, tokens.pack([ord("f") - 33 + 3, ord("g") - 33 + 3])))
+    _, second = await engine.submission(2)
+    engine.step(TokenDelta(first.id, tokens.pack([70])), TokenDelta(second.id, tokens.pack([ord("h") - 33 + 3])))
+    engine.step(TokenDelta(first.id, finish="cancelled"), TokenDelta(second.id, tokens.pack([EOS]), "stop"))
+    events = await task
+    assert engine.aborted == [first.id]
+    assert [text_of(events, index) for index in range(2)] == ["f", "h"]
+    done = [event for event in events if isinstance(event, ChoiceDone)]
+    assert done == [ChoiceDone(0, "stop", "g"), ChoiceDone(1, "stop")]
+
+
 async def test_turn_two_reuses_turn_one_whole(
     service: Service, engine: FakeEngine, say: Callable[..., Script], text_model: TextModel
 ) -> None:
