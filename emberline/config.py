@@ -84,6 +84,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "log": LogConfig,
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
+_FLAGS = {"models": "model", "allowed_hosts": "allow-host", "cors_origins": "allow-origin", "level": "log-level"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 # A value and where it came from, by (section, key).
@@ -102,11 +103,11 @@ def resolve(
     for name, value in (flags or {}).items():
         if value is not None:
             section, _, key = name.partition(".")
-            values[section, key] = (value, f"flag --{key.replace('_', '-')}")
+            values[section, key] = (value, f"flag --{_FLAGS.get(key, key.replace('_', '-'))}")
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
     config = Config(home=home, **sections)
-    _check_exposure(config)
+    _check_key(config.auth.key)
     if config.store.url:
         raise ConfigError("[store] url: only SQLite in the data folder is there yet; leave it out", param="store.url")
     return config
@@ -199,10 +200,14 @@ def _parsed(key: str, value: Any) -> Any:
     return value
 
 
-def _check_exposure(config: Config) -> None:
-    key, host = config.auth.key, config.server.host
+def _check_key(key: str | None) -> None:
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
+
+
+def check_exposure(config: Config) -> None:
+    """Whoever is about to listen asks first: beyond loopback there must be a key."""
+    key, host = config.auth.key, config.server.host
     if is_loopback(host) or (key and len(key) >= MIN_KEY_LEN):
         return
     what = f"a key of at least {MIN_KEY_LEN} characters" if key else "a key"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.config import ConfigError, is_loopback, parse_size, resolve
+from emberline.config import ConfigError, check_exposure, is_loopback, parse_size, resolve
 
 
 def write(home: Path, text: str) -> Path:
@@ -99,13 +99,21 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_beyond_loopback_a_key_is_needed(tmp_path: Path, host: str) -> None:
+    def check(**environ: str) -> None:
+        check_exposure(resolve({"server.host": host}, environ, tmp_path))
+
     with pytest.raises(ConfigError) as caught:
-        resolve({"server.host": host}, {}, tmp_path)
+        check()
     assert host in caught.value.message
     assert "export EMBERLINE_AUTH_KEY=" in caught.value.message
     with pytest.raises(ConfigError, match="at least 16"):
-        resolve({"server.host": host}, {"EMBERLINE_AUTH_KEY": "short"}, tmp_path)
-    assert resolve({"server.host": host}, {"EMBERLINE_AUTH_KEY": "k" * 16}, tmp_path).server.host == host
+        check(EMBERLINE_AUTH_KEY="short")
+    check(EMBERLINE_AUTH_KEY="k" * 16)
+
+
+def test_errors_name_the_flag_as_it_is_typed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\(flag --log-level\)"):
+        resolve({"log.level": "loud"}, {}, tmp_path)
 
 
 def test_the_key_is_never_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server under the app: uvicorn on uvloop and httptools, with bounds on slow and greedy clients, and a drain."""
+"""The HTTP server under the app: uvicorn on uvloop and httptools, with a drain, and bounds on what clients hold."""
 
 import asyncio
 import contextlib

@@ -18,10 +18,19 @@ def server(args: argparse.Namespace) -> Iterator[tuple[Address, str]]:
     address = Address.of(config)
     if client.is_there(address):
         ids = [str(card["id"]) for card in client.get(address, "/v1/models")["data"]]
-        if ids and (args.model is None or args.model in ids):
-            yield address, args.model or ids[0]
+        wanted = _id_of(args.model) if args.model else next(iter(ids), None)
+        if wanted in ids:
+            yield address, wanted
             return
     from emberline.cli.own_server import own_server
 
     with own_server(config, args.model) as (address, model):
         yield address, model
+
+
+def _id_of(name: str) -> str:
+    """The id behind a built-in model's alias; any other name is what it is."""
+    from emberline.catalog.cards import built_in
+
+    card = built_in(name)
+    return name if card is None else card.id

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -27,7 +28,7 @@ from emberline.cli.fetch import fetch
 from emberline.cli.listen import bound, listen
 from emberline.cluster.doors import Doors
 from emberline.cluster.local import LocalCluster, plan_workers
-from emberline.config import Config
+from emberline.config import Config, check_exposure
 from emberline.protocol.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = common.config_of(args)
+    check_exposure(config)
     logs.setup("core", config.log.level, config.log.format)
+    os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # the workers' too, wherever it was set
     shows_panel = sys.stdout.isatty() and not args.json
 
     def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
@@ -133,6 +136,7 @@ async def serve(
         if doors.children:
             _on_signals(stop.set)
             await stop.wait()
+            listener.close()  # with it open, new connections would wait for doors that take no more
         else:
             await serve_door(service, config, listener, stop)
 

@@ -1,6 +1,7 @@
 """More front doors: processes that accept on the core's own listening socket and ask the core for decisions."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Sequence
 
@@ -12,12 +13,14 @@ class Doors:
 
     def __init__(self, n: int, listener: socket.socket, module: str, arguments: Sequence[str]) -> None:
         fd = listener.fileno()
+        secret = os.environ.get("EMBERLINE_SECRET")  # doors derive the same keys as the core
         self.children = [
             Child(
                 ChildSpec(
                     name=f"door-{index}",
                     module=module,
                     arguments=("--fd", str(fd), "--name", f"door-{index}", *arguments),
+                    env={} if secret is None else {"EMBERLINE_SECRET": secret},
                     fds=(fd,),
                 )
             )

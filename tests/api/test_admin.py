@@ -4,6 +4,7 @@ import re
 
 import httpx
 import jsonschema_rs
+import pytest
 
 from emberline import __version__
 from emberline.api.routes import ROUTES
@@ -73,3 +74,13 @@ async def test_the_document_has_every_route(client: httpx.AsyncClient) -> None:
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert described == {(route.method, route.path) for route in ROUTES}
     jsonschema_rs.meta.validate({"$defs": document["components"]["schemas"]})
+
+
+async def test_what_machines_ask_every_few_seconds_stays_out_of_the_log(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        for path in ("/health", "/metrics", "/api/ps", "/v1/models"):
+            await client.get(path)
+    lines = [record.getMessage() for record in caplog.records if record.name == "emberline.api.app"]
+    assert lines == ["GET /v1/models"]

@@ -135,6 +135,7 @@ async def test_error_forms(client: httpx.AsyncClient) -> None:
     assert answer.status_code == 404
     error = {"type": "not_found_error", "message": "No such model nope or task"}
     assert answer.json() == {"type": "error", "error": error, "request_id": answer.headers["x-request-id"]}
+    assert answer.headers["request-id"] == answer.headers["cf-ai-req-id"] == answer.headers["x-request-id"]
     both = await client.post(f"{CF}/v1/messages", json=BODY | {"model": "nope"})
     assert both.json()["error"] == error
     assert both.json()["errors"][0]["code"] == 5007

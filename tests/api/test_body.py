@@ -183,3 +183,32 @@ def test_decoding_either_works_or_is_bad_input(field: str, value: object) -> Non
     raw = body.replace(b"null", value) if isinstance(value, bytes) else body
     with suppress(BadInput):
         assert isinstance(bodies.decode(raw, _decoder), ChatRequest)
+
+
+@pytest.mark.parametrize("path", DOORS)
+async def test_no_body(client: httpx.AsyncClient, path: str) -> None:
+    answer = (await client.post(path)).json()
+    assert "no body" in json.dumps(answer)
+    if path.startswith("/client"):
+        assert answer["errors"][0]["code"] == 3003
+
+
+async def test_whole_numbers_written_as_floats(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    arguments = {"x": 1.0, "y": [2.5]}
+    call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
+    body = CHAT | {"max_tokens": 5.0, "n": 1e0, "seed": -3.0, "temperature": 0.5, "top_k": None}
+    body["messages"] = [{"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    sampling = service.requests[0].sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.temperature) == (5, -3, 0.5)
+    assert type(sampling.max_tokens) is int
+    ids = {"model": MODEL, "prompt": [1.0, 2]}
+    assert (await client.post("/v1/completions", json=ids)).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["5.5", "1e300", "-0.5", "1e999", '"5"', "true"])
+async def test_other_numbers_are_refused(client: httpx.AsyncClient, value: str) -> None:
+    body = json.dumps(CHAT | {"max_tokens": "X", "seed": 1 << 70}).replace('"X"', value)
+    answer = await client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("max_tokens", "seed")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from emberline.api.errors import CODES
+from emberline.api.errors import CODES, Dialect
 from emberline.api.route import Policy, Route
 from emberline.api.routes import ROUTES
 from emberline.protocol.errors import EmberlineError
@@ -55,6 +55,9 @@ async def test_other_methods(service: ScriptedService, route: Route) -> None:
                 if route.path.startswith("/client")
                 else answer.json()["error"]["code"] == "method_not_allowed"
             )
+            dialect = answer.json()
+            assert ("error" in dialect) == (route.dialect is not Dialect.NATIVE)
+            assert (dialect.get("type") == "error") == route.dialect.value.startswith("anthropic")
         if route.method == "GET":
             assert (await client.head(url(route))).status_code in (200, 204, 400)
 

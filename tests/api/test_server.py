@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from emberline.api import body as bodies
+from emberline.api import server as servers
 from emberline.api.server import MAX_HEAD_BYTES, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
@@ -46,9 +47,7 @@ def test_a_closed_connection_stops_the_work(stream: bool) -> None:
     service = ScriptedService(slowly(10_000))
     with on_loopback(app_of(service)) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
-            body = httpx.Request("POST", server.url, json=CHAT | {"stream": stream}).content
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            raw.sendall(head.encode() + body)
+            raw.sendall(post(CHAT | {"stream": stream}))
             if stream:
                 assert b"200 OK" in raw.recv(100)
             wait_for(lambda: service.open == 1)
@@ -69,7 +68,7 @@ def test_a_drain_lets_streams_finish() -> None:
         server.join()
 
 
-def test_a_drain_has_a_limit() -> None:
+def test_a_drain_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     service = ScriptedService(slowly(100_000))
     with on_loopback(app_of(service), drain_s=0.2) as server, httpx.Client(base_url=server.url) as client:
         with client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
@@ -82,6 +81,7 @@ def test_a_drain_has_a_limit() -> None:
         assert "the server is stopping" in rest[-2]
         assert service.open == 0
         server.join()
+    assert not [record for record in caplog.records if record.exc_info]  # told to the client, not a failure of ours
 
 
 def refused(port: int) -> bool:
@@ -147,3 +147,90 @@ async def test_sigterm_ends_it() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(server, 5)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def closed_by_server(raw: socket.socket, seconds: float = 5) -> bool:
+    raw.settimeout(seconds)
+    return raw.recv(100) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
+def test_heads_that_do_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_S", 0.1)
+    with on_loopback(app_of(ScriptedService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(sent)
+        assert closed_by_server(raw)
+
+
+def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_S", 0.1)
+    with on_loopback(app_of(ScriptedService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        for _ in range(2):
+            raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
+            time.sleep(0.2)  # idle between requests is not late
+        raw.sendall(b"GET /hea")
+        assert closed_by_server(raw)
+
+
+def test_a_late_second_head_does_not_cut_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_S", 0.05)
+    app = app_of(ScriptedService(slowly(20)))
+    with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(post(CHAT) + b"GET /hea")
+        assert read_until(raw, b"[DONE]").endswith(b"[DONE]")
+
+
+def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "STALL_S", 0.1)
+
+    async def flood(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(USAGE)
+        while True:
+            yield TextDelta(0, "x" * 100_000)
+            await asyncio.sleep(0)
+
+    service = ScriptedService(flood)
+    with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(post(CHAT))
+        wait_for(lambda: service.requests)
+        wait_for(lambda: service.open == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_pipelines_and_leaves(stream: bool) -> None:
+    service = ScriptedService(slowly(10_000))
+    with on_loopback(app_of(service)) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(2 * post(CHAT | {"stream": stream}))
+            wait_for(lambda: service.open == 1)
+        wait_for(lambda: service.open == 0, 1)
+
+
+def test_pipelined_requests_are_answered_in_turn() -> None:
+    with on_loopback(app_of(ScriptedService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(3 * post(CHAT))
+        assert read_until(raw, b"[DONE]", 3).count(b"200 OK") == 3
+
+
+def test_too_many_pipelined_requests() -> None:
+    service = ScriptedService(slowly(10_000))
+    with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall((servers.MAX_PIPELINED + 3) * post(CHAT | {"stream": False}))
+        wait_for(lambda: service.requests and service.open == 0)
+
+
+def post(body: dict) -> bytes:
+    whole = httpx.Request("POST", "http://localhost", json=body).content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(whole)}\r\n\r\n"
+    return head.encode() + whole
+
+
+def read_until(raw: socket.socket, text: bytes, times: int = 1) -> bytes:
+    raw.settimeout(5)
+    read = b""
+    while read.count(text) < times:
+        piece = raw.recv(65536)
+        assert piece, read
+        read += piece
+    return read[: read.rindex(text) + len(text)]

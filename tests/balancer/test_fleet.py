@@ -83,21 +83,23 @@ def test_the_bound_on_waiting_refuses_with_a_time() -> None:
 
 def test_a_request_that_must_not_wait_is_refused_where_it_would() -> None:
     fleet, engines = make(2, max_running=2)
-    assert {fleet.choose("m", "s", 1, reject_if_busy=True).name for _ in range(2)} == {fleet.choose("m", "s", 0).name}
-    assert len({fleet.choose("m", "s", 1, reject_if_busy=True).name for _ in range(2)}) == 1  # the other engine
+
+    def choose(n: int) -> str:
+        return fleet.choose("m", "alice/s1", n, reject_if_busy=True).name
+
+    assert Counter(choose(1) for _ in range(4)) == {"e0": 2, "e1": 2}
     with pytest.raises(Overloaded) as refused:
-        fleet.choose("m", "s", 1, reject_if_busy=True)
+        choose(1)
     assert refused.value.retry_after_s
-    fleet.choose("m", "s", 1)  # others may wait
-    fleet["e0"].give_back(2, took_s=1.0)
-    if fleet["e0"].in_flight:
-        fleet["e0"].give_back(1, took_s=1.0)
+    fleet["e0"].give_back(1, took_s=1.0)
     with pytest.raises(Overloaded):
-        fleet.choose("m", None, 3, reject_if_busy=True)  # more than an engine runs at once
-    assert fleet.choose("m", None, 1, reject_if_busy=True).name == "e0"
-    engines[0].load = EngineLoad(running=1, waiting=1)  # no room for its KV: a queue although slots are free
+        choose(2)
+    engines[0].load = EngineLoad(running=1, waiting=1)  # out of KV: it has a queue although a slot is free
     with pytest.raises(Overloaded):
-        fleet.choose("m", None, 1, reject_if_busy=True)
+        choose(1)
+    engines[0].load = EngineLoad(running=1)
+    assert choose(1) == "e0"
+    assert fleet.choose("m", "alice/s1", 1).in_flight == 3  # others may wait
 
 
 def test_avoided_and_stalled_engines_are_last_resorts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,11 @@ def test_serving_the_world_needs_a_key(tmp_path: Path) -> None:
     assert "export EMBERLINE_AUTH_KEY=" in done.stderr
 
 
+def test_commands_that_do_not_listen_do_not_ask_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBERLINE_SERVER_HOST", "0.0.0.0")
+    assert emberline("ls", home=tmp_path).returncode == 0
+
+
 def test_a_bad_setting_is_one_line(tmp_path: Path) -> None:
     done = emberline("serve", "--port", "many", home=tmp_path)
     assert done.returncode == 1
