@@ -21,7 +21,7 @@ from benchmarks import anchors, ours, report
 from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.peers import llama_cpp, torch_peers
 from benchmarks.peers.venv import SetupFailed
-from benchmarks.process import Interference, Process, ServerDied, free_port
+from benchmarks.process import Interference, Process, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
 from benchmarks.workloads import (
     Result,
@@ -63,11 +63,13 @@ class Bench:
         self._logs = logs
 
     async def round(self, contenders: Sequence[Contender], repeat: int) -> None:
+        first = repeat % len(contenders)  # nobody is always first
+        contenders = [*contenders[first:], *contenders[:first]]
         for streams, workloads in ((1, SINGLE), (self.shape.streams, MANY)):
             for contender in contenders:
                 try:
                     await self._serve(contender, streams, workloads, repeat)
-                except (ServerDied, RuntimeError) as error:
+                except RuntimeError as error:  # the server died, refused, or broke off: the others go on
                     self._remark(f"{contender.name} failed: {error}")
 
     async def _serve(self, contender: Contender, streams: int, workloads: dict[str, Workload], repeat: int) -> None:
@@ -183,8 +185,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    options = arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    ended_by_sigterm()
+    options = arguments(argv)
     options.cache.mkdir(parents=True, exist_ok=True)
     gguf = options.model or ours.default_gguf()
     shape = Shape.quick() if options.quick else Shape()

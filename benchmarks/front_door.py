@@ -16,7 +16,7 @@ from statistics import median
 
 from benchmarks import ours
 from benchmarks.client import Reply
-from benchmarks.process import Process, cpu_s, free_port
+from benchmarks.process import Process, cpu_s, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
 from benchmarks.report import markdown, spread
 from benchmarks.workloads import Target, ask, first_token
@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="a GGUF file for its tokenizer (default: the catalog's default)")
     parser.add_argument("--json", type=Path, default=Path("bench-front-door.json"))
     options = parser.parse_args(argv)
+    ended_by_sigterm()
     gguf = (options.model or ours.default_gguf()).resolve()
     prompts_of = ours.prompts_of(gguf, f"{time.time_ns()}")
     repeats, scale = (1, 0.25) if options.quick else (3, 1.0)

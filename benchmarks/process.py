@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,11 @@ from pathlib import Path
 from types import TracebackType
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def ended_by_sigterm() -> None:
+    """From now on SIGTERM unwinds this program as Ctrl-C does, so that it ends the servers it has started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -183,8 +183,10 @@ def _section(section: str, values: _Values) -> Section:
             checked[key] = msgspec.convert(_parsed(key, value), known[key].type, strict=False)
         except ValueError as error:
             shown = "" if (section, key) == ("auth", "key") else f" {value!r}"
+            choices = get_args(known[key].type) if get_origin(known[key].type) is Literal else ()
+            reason = f"there are {', '.join(choices)}" if choices else str(error)
             raise ConfigError(
-                f"bad value{shown} for {key} in [{section}] ({source}): {error}", param=f"{section}.{key}"
+                f"bad value{shown} for {key} in [{section}] ({source}): {reason}", param=f"{section}.{key}"
             ) from error
     return kind(**checked)
 

@@ -13,6 +13,7 @@ from platform import machine
 
 from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.peers.venv import SetupFailed, ensure_venv, run
+from benchmarks.process import free_port
 
 VERSION = "0.3.36"  # of llama-cpp-python, whose source package carries llama.cpp
 TOOLS = ("cmake==4.4.4", "ninja==1.13.2")
@@ -115,7 +116,15 @@ def _requantise(setup: Setup, binaries: Path) -> Path:
 
 def _features(binaries: Path) -> str:
     """What the build was compiled for, as the server prints it on its way to a model that is not there."""
-    command = [str(binaries / "llama-server"), "--log-verbosity", "4", "--model", "/nonexistent"]
+    command = [
+        str(binaries / "llama-server"),
+        "--log-verbosity",
+        "4",
+        "--model",
+        "/nonexistent",
+        "--port",
+        str(free_port()),
+    ]
     said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=30)
     return _enabled(said.stdout)
 

@@ -51,7 +51,7 @@ def vllm_cpu(setup: Setup) -> list[Contender]:
         rest = ["--enforce-eager", "--enable-prompt-tokens-details", "--host", "127.0.0.1", "--port", str(port)]
         return [*module, *model, *rest]
 
-    env = {**_OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env = {**_OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "2"}
     return [Contender("vllm-cpu", f"{VLLM[0]}, float32", "smollm2", command, env, 300.0)]
 
 

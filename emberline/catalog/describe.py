@@ -17,8 +17,8 @@ def slug(name: str) -> str:
 
 def describe_path(path: Path) -> ModelCard:
     """The card of a file or folder of the user's own; BadInput where it is not a model."""
-    if not path.exists():
-        raise ModelNotFound(f"there is no file {path}")
+    if not (path.is_file() or path.is_dir()):
+        raise ModelNotFound(f"there is no file or folder {path}")
     name = slug(path.stem if path.is_file() else path.name)
     return describe(path, f"@local/models/{name}", (name,), PathSource(str(path)))
 

@@ -13,7 +13,7 @@ from typing import Any
 from emberline.cli import client, common
 from emberline.cli.client import Address, Timing
 from emberline.cli.connection import server
-from emberline.protocol.errors import Unavailable
+from emberline.protocol.errors import EmberlineError, Unavailable
 
 WORDS = (
     *("time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family"),
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens: int) -> dict[str, Any]:
     """Medians over the streams; `tokens_per_s` counts all of them, prefill included."""
     timings = [Timing() for _ in range(n_streams)]
-    each = (address, model, n_words, n_tokens)
+    failures: list[EmberlineError] = []
+    each = (address, model, n_words, n_tokens, failures)
     threads = [threading.Thread(target=_ask, args=(*each, timing), daemon=True) for timing in timings]
     start_s = time.perf_counter()
     for thread in threads:
@@ -56,6 +57,8 @@ def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens
     for thread in threads:
         thread.join()
     total_s = time.perf_counter() - start_s
+    if failures:
+        raise failures[0]
     if not all(timing.output_tokens for timing in timings):
         raise Unavailable("some streams came back empty; `emberline serve` logs say why")
     return {
@@ -68,7 +71,9 @@ def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens
     }
 
 
-def _ask(address: Address, model: str, n_words: int, n_tokens: int, timing: Timing) -> None:
+def _ask(
+    address: Address, model: str, n_words: int, n_tokens: int, failures: list[EmberlineError], timing: Timing
+) -> None:
     text = " ".join(random.choices(WORDS, k=n_words))
     body = {
         "model": model,
@@ -77,5 +82,8 @@ def _ask(address: Address, model: str, n_words: int, n_tokens: int, timing: Timi
         "ignore_eos": True,
         "temperature": 0,
     }
-    for _ in client.chat(address, body, timing):
-        pass
+    try:
+        for _ in client.chat(address, body, timing):
+            pass
+    except EmberlineError as error:
+        failures.append(error)

@@ -202,6 +202,7 @@ def _damage(entry: "Entry") -> str:
     """What is wrong with a model's files; empty when nothing is."""
     from emberline.catalog.card import WheelSource
     from emberline.catalog.describe import describe_path
+    from emberline.cli.fetch import load_text
 
     source = entry.card.source
     try:
@@ -210,6 +211,7 @@ def _damage(entry: "Entry") -> str:
                 intact = hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
         else:
             intact = describe_path(entry.path).fingerprint == entry.card.fingerprint
+            load_text(entry)
     except (OSError, EmberlineError) as error:
         return str(error)
     return "" if intact else f"{entry.path} is not what was pulled"

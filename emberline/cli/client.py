@@ -127,6 +127,8 @@ def _decoded(response: http.client.HTTPResponse, raw: bytes) -> Any:
 
 def _error_of(body: Any, status: int) -> EmberlineError:
     """The error in a body of any dialect, as one of ours."""
+    if status == 401:
+        return BadInput("the server wants a key: put it into EMBERLINE_AUTH_KEY, or into emberline.toml as [auth] key")
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     kind = BadInput if 400 <= status < 500 else Unavailable

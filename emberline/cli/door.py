@@ -22,9 +22,9 @@ from emberline.api.server import serve as serve_http
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card import ModelCard
 from emberline.catalog.shelf import Entry
+from emberline.cli.fetch import load_text
 from emberline.config import Config
 from emberline.service import Served, Service, open_door
-from emberline.text.model import TextModel
 
 CONNECT_S = 30.0  # to reach the core and every engine; after that the door opens and says what is not there
 
@@ -47,7 +47,7 @@ class DoorPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_models(entries: Sequence[Entry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
     """The models with their tokenizers and the engines that compute them."""
-    return [Served(card, TextModel.load(path), tuple(endpoints[card.id])) for card, path in entries]
+    return [Served(entry.card, load_text(entry), tuple(endpoints[entry.card.id])) for entry in entries]
 
 
 async def serve_door(

@@ -3,10 +3,16 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from emberline.catalog.progress import Progress, Report
 from emberline.catalog.pull import pull
 from emberline.catalog.shelf import Entry, Shelf
+from emberline.protocol.errors import BadInput
+from emberline.weights.errors import BadCheckpoint
+
+if TYPE_CHECKING:
+    from emberline.text.model import TextModel
 
 
 def fetch(name: str, shelf: Shelf) -> Entry:
@@ -16,6 +22,16 @@ def fetch(name: str, shelf: Shelf) -> Entry:
         return entry
     with _bar(name) as report:
         return pull(name, shelf, report)
+
+
+def load_text(entry: Entry) -> "TextModel":
+    """The model's tokenizer and chat template; without them its weights are of no use here."""
+    from emberline.text.model import TextModel
+
+    try:
+        return TextModel.load(entry.path)
+    except BadCheckpoint as error:
+        raise BadInput(f"{entry.path} cannot be served: {error}") from None
 
 
 @contextmanager

@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "worker":  # its flags are the engine's own
         return int(importlib.import_module("emberline.engine.worker").main(words[1:]))
     module = importlib.import_module(f"emberline.cli.{command}")
-    parser = argparse.ArgumentParser(prog=f"emberline {command}", description=module.__doc__)
+    parser = argparse.ArgumentParser(
+        prog=f"emberline {command}", description=(module.__doc__ or "").partition("\n\n")[0]
+    )
     module.add_arguments(parser)
     return _guarded(module.run, parser.parse_args(words[1:]))
 
@@ -50,6 +52,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     except BrokenPipeError:  # `emberline ls | head -1`: the reader has enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is None:  # nothing a user could look at
+            raise
+        print(f"emberline: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _help() -> str:

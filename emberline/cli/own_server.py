@@ -14,6 +14,7 @@ from emberline.catalog.shelf import Entry
 from emberline.cli.client import Address
 from emberline.cli.listen import bound
 from emberline.cli.serve import fetch_models, serve
+from emberline.cli.terminal import passing
 from emberline.config import Config
 
 
@@ -49,7 +50,9 @@ def own_server(config: Config, model: str | None) -> Iterator[tuple[Address, str
     thread = threading.Thread(target=work, name="own server")
     thread.start()
     try:
-        yield ready.result(), entries[0].card.id
+        with passing(f"starting {entries[0].card.id} …"):
+            address = ready.result()
+        yield address, entries[0].card.id
     finally:
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             loop.call_soon_threadsafe(stop.set)

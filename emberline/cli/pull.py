@@ -5,7 +5,7 @@ import argparse
 from emberline.catalog.cards import DEFAULT_MODEL
 from emberline.catalog.shelf import Shelf
 from emberline.cli import common
-from emberline.cli.fetch import fetch
+from emberline.cli.fetch import fetch, load_text
 from emberline.cli.ls import row
 
 
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     entry = fetch(args.name, Shelf(common.config_of(args).home))
+    load_text(entry)  # better told now than when it is to be served
     if args.json:
         common.print_json(row(entry))
     else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,19 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 def printable(text: str) -> str:
     """Text without control characters: a model's words must not steer the terminal."""
     return text.translate(_CONTROL)
+
+
+@contextlib.contextmanager
+def passing(text: str) -> Iterator[None]:
+    """A line that a person sees while the block runs, and that is gone afterwards."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class Prompt:

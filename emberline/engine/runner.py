@@ -1,6 +1,5 @@
 """Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
 
-import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,7 +176,6 @@ def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tenso
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if _huge_page_bytes() <= MAX_HUGE_PAGE_BYTES:
-        with contextlib.suppress(OSError):  # not every kernel has huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # blocks lie far apart: on small pages most reads of the cache miss the TLB
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 

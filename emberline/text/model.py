@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message
 from emberline.protocol.tokens import unpack
 from emberline.text.detokenizer import Detokenizer
@@ -70,8 +71,11 @@ class TextModel:
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], *, add_generation_prompt: bool = True
     ) -> Rendered:
         turns = self.template.turns(messages)
-        mark = self.guard.choose(turns, kwargs)
-        turns, kwargs = self.guard.mark(turns, mark), self.guard.mark(kwargs, mark)
+        try:
+            mark = self.guard.choose(turns, kwargs)
+            turns, kwargs = self.guard.mark(turns, mark), self.guard.mark(kwargs, mark)
+        except RecursionError:
+            raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
         return Rendered(self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt), mark)
 
     def token_text(self, token_id: int) -> bytes:

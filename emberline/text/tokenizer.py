@@ -155,7 +155,11 @@ def _assemble(parts: Parts, normalizer: normalizers.Normalizer | None, *, specia
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> bytes:
     try:
-        return pack(tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(text) > OFF_LOOP_BYTES:  # a batch leaves the interpreter to others meanwhile, and needs half the memory
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        else:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+        return pack(encoding.ids)
     except (TypeError, UnicodeEncodeError):  # what the library says to it
         raise BadInput("the text contains a lone surrogate (half of a UTF-16 pair), which is not Unicode") from None
 

@@ -81,3 +81,19 @@ def test_the_mark_is_not_in_the_text():
     assert guard.choose("<s>", {"a": [MARKS[0]]}) == MARKS[1]
     with pytest.raises(BadInput, match="noncharacter"):
         guard.choose("<s>" + "".join(MARKS))
+
+
+def test_tool_arguments_nested_too_deeply_are_refused():
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c|tojson }}{% endfor %}{% endfor %}"
+    )
+    model = text_model(byte_level("qwen2", ("<|im_end|>",)), source)
+
+    def prompt(depth):
+        call = ToolCall("id", "f", '{"a":' * depth + "1" + "}" * depth)
+        return build_prompt(model, _request(Message("assistant", "<|im_end|>", tool_calls=(call,))))
+
+    assert model.decode(prompt(100).ids).count("a") >= 100
+    for depth in (600, 900):
+        with pytest.raises(BadInput, match="nested too deeply"):
+            prompt(depth)
