@@ -186,7 +186,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    ended_by_sigterm()
     options = arguments(argv)
     options.cache.mkdir(parents=True, exist_ok=True)
     gguf = options.model or ours.default_gguf()
@@ -213,4 +212,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    ended_by_sigterm()
     sys.exit(main())

@@ -115,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="a GGUF file for its tokenizer (default: the catalog's default)")
     parser.add_argument("--json", type=Path, default=Path("bench-front-door.json"))
     options = parser.parse_args(argv)
-    ended_by_sigterm()
     gguf = (options.model or ours.default_gguf()).resolve()
     prompts_of = ours.prompts_of(gguf, f"{time.time_ns()}")
     repeats, scale = (1, 0.25) if options.quick else (3, 1.0)
@@ -129,4 +128,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    ended_by_sigterm()
     sys.exit(main())

@@ -140,3 +140,8 @@ def test_sizes() -> None:
     for text in ("", "G", "-1", "2X"):
         with pytest.raises(ValueError, match="not a size"):
             parse_size(text)
+
+
+def test_a_choice_names_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"flag --device.*: there are auto, cpu, cuda"):
+        resolve({"engine.device": "tpu"}, {}, tmp_path)

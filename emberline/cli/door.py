@@ -6,6 +6,7 @@ python -m emberline.cli.door --fd N --plan FILE --name NAME
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ async def serve_door(
     """Answer HTTP until told to stop, then let running requests finish."""
     auth = Authenticator(Secret.open(config.home), config.auth.key)
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
+    gc.freeze()  # modules and vocabularies stay: the collector need not walk through them while streams wait
     await serve_http(create_app(service, settings), listener, drain_s=config.server.drain_s, stop=stop)
 
 

@@ -1,5 +1,6 @@
 """The shelf: what is registered, found, resolved and removed."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -85,6 +86,9 @@ def test_what_is_not_a_model_is_refused(shelf: Shelf, tmp_path: Path) -> None:
     bad.write_bytes(b"GGUF" + bytes(10))
     with pytest.raises(BadInput, match=r"bad\.gguf is not a model"):
         pull(str(bad), shelf)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelNotFound, match="there is no file"):  # reading it would wait for ever
+        pull(str(tmp_path / "pipe.gguf"), shelf)
     with pytest.raises(ModelNotFound, match="there is no file"):
         pull(str(tmp_path / "none.gguf"), shelf)
     assert shelf.entries() == []

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from emberline import __version__
+from emberline.catalog.describe import describe_path
+from emberline.catalog.shelf import Entry
+from emberline.cli import checks
+from emberline.cli.door import load_models
 from emberline.cli.main import COMMANDS
+from emberline.config import resolve
+from emberline.protocol.errors import BadInput
+from tests.catalog.tiny import gguf_bytes
 from tests.cli.console import emberline
 
 
@@ -128,3 +135,29 @@ def test_a_bad_setting_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("emberline: bad value 'many' for port in [server] (flag --port)")
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mute.gguf"
+    path.write_bytes(gguf_bytes(tmp_path))
+    done = emberline("pull", str(path), home=tmp_path / "home")
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        f"emberline: {path} cannot be served: the file carries no tokenizer (tokenizer.ggml.model and .tokens)\n"
+    )
+    entry = Entry(describe_path(path), path)
+    with pytest.raises(BadInput, match="no tokenizer"):
+        load_models([entry], {entry.card.id: []})
+    (found,) = checks.models(resolve(home=tmp_path / "home"))
+    assert found.status == "fail"
+    assert "no tokenizer" in found.detail
+
+
+def test_a_data_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    done = emberline("serve", "--port", "0", "--data", "/proc/emberline", home=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "emberline: cannot use /proc/emberline: No such file or directory\n"
+
+
+def test_help_is_for_users(tmp_path: Path) -> None:
+    assert "where to begin reading" not in emberline("serve", "--help", home=tmp_path).stdout

@@ -42,6 +42,13 @@ def test_the_servers_error_is_the_message(tmp_path: Path, scripted: Scripted) ->
     assert (done.returncode, done.stderr) == (1, "emberline: too many requests, come back later\n")
 
 
+def test_a_missing_key_is_named(tmp_path: Path, scripted: Scripted) -> None:
+    scripted.error = (401, "send it as `Authorization: Bearer <key>`")
+    done = emberline("run", "--port", str(scripted.port), "x", home=tmp_path)
+    assert done.returncode == 1
+    assert "EMBERLINE_AUTH_KEY" in done.stderr
+
+
 def test_the_key_is_sent(tmp_path: Path, scripted: Scripted) -> None:
     emberline("run", "--port", str(scripted.port), "x", home=tmp_path, EMBERLINE_AUTH_KEY="my-key")
     assert {headers.get("Authorization") for headers in scripted.headers} == {"Bearer my-key"}
@@ -64,6 +71,12 @@ def test_bench(tmp_path: Path, scripted: Scripted) -> None:
     prompts = [asked["messages"][0]["content"] for asked in scripted.asked]
     assert len(set(prompts)) == 9
     assert all(asked["ignore_eos"] for asked in scripted.asked)
+
+
+def test_bench_says_what_went_wrong(tmp_path: Path, scripted: Scripted) -> None:
+    scripted.error = (400, "the prompt is too long")
+    done = emberline("bench", "--port", str(scripted.port), home=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "emberline: the prompt is too long\n")
 
 
 @pytest.fixture
