@@ -12,6 +12,7 @@ from emberline.weights.fields import Fields
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 MAX_UNCUTTABLE = 16
+MAX_TOKEN_CHARS = 1024  # real vocabularies stay far below; work on a token may grow with its square
 
 
 def gguf_parts(metadata: Mapping[str, object]) -> Parts:
@@ -115,6 +116,8 @@ def _added(fields: Fields, tokens: Sequence[str]) -> dict[int, AddedToken]:
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     """Of a token that is listed twice, the first is used; some converters fill a vocabulary up like that."""
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
+        raise BadCheckpoint(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}")
     return {token: index for index, token in reversed(list(enumerate(tokens)))}
 
 

@@ -142,5 +142,6 @@ def _folder_template(folder: Path, settings: Json) -> str | None:
             raise BadCheckpoint(f"{file.name} is not UTF-8") from None
     source = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     return source if isinstance(source, str) else None

@@ -14,6 +14,7 @@ from emberline.text import trie
 from emberline.text.words import Words
 from emberline.weights.errors import BadCheckpoint
 
+MAX_ADDED_CHARS = 256  # of a special token's text; trie.py goes that deep
 OFF_LOOP_BYTES = 16 << 10  # longer text is tokenised off the event loop, by the caller
 
 # Where the tokenizer puts a space before text by itself: nowhere, at the beginning, or after every special token too.
@@ -50,6 +51,8 @@ class Tokenizer:
         self._parsing = _assemble(parts, parts.normalizer)
         self._plain = _assemble(parts, parts.normalizer, special=False)
         for token_id, token in parts.added.items():
+            if len(token.content) > MAX_ADDED_CHARS:
+                raise BadCheckpoint(f"an added token has {len(token.content)} characters, more than {MAX_ADDED_CHARS}")
             if self._parsing.token_to_id(token.content) != token_id:
                 raise BadCheckpoint(f"added token {token.content!r} cannot have the id {token_id}: ids are left out")
         self.special = {token.content: token_id for token_id, token in parts.added.items() if token.special}

@@ -48,9 +48,10 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise BadCheckpoint("tensor 'token_embd.weight' is missing")
     fields = metadata.under(f"{arch}.")
     n_heads, hidden = fields.whole("attention.head_count"), fields.whole("embedding_length")
+    vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
         architecture=arch,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=vocab_size,
         hidden_size=hidden,
         n_layers=fields.whole("block_count", most=MAX_LAYERS),
         n_heads=n_heads,
@@ -63,7 +64,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        eos_ids=_eos_ids(metadata),
+        eos_ids=_eos_ids(metadata, vocab_size),
         bos_id=metadata.optional_id("tokenizer.ggml.bos_token_id"),
     )
     _refuse_variants(metadata, fields, config)
@@ -100,13 +101,14 @@ def _gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _eos_ids(metadata: Fields) -> tuple[int, ...]:
+def _eos_ids(metadata: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Every end token that the model can write."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = {metadata.whole(key, least=0) for key in keys if metadata.has(key)}
     tokens, types = metadata.get("tokenizer.ggml.tokens", None), metadata.get("tokenizer.ggml.token_type", None)
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(tokens) == len(types):
         found.update(i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in END_TOKENS)
-    return tuple(sorted(found))
+    return tuple(sorted(token_id for token_id in found if token_id < vocab_size))
 
 
 def _rope_freqs(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:

@@ -50,7 +50,7 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
         activation=_activation(fields),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=arch in ("qwen3", "gemma3"),
-        eos_ids=_eos_ids(fields, Fields(generation, "generation_config.json")),
+        eos_ids=_eos_ids(fields, Fields(generation, "generation_config.json"), fields.whole("vocab_size")),
         bos_id=fields.optional_id("bos_token_id"),
     )
     config = msgspec.structs.replace(config, windows=_windows(fields, config))
@@ -133,11 +133,11 @@ def _gemma3(fields: Fields, local_rope: Fields, config: ModelConfig) -> ModelCon
     )
 
 
-def _eos_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
-    """Both files' end tokens: either alone is wrong for some released model."""
+def _eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Both files' end tokens that the model can write: either file alone is wrong for some released model."""
     found: set[int] = set()
     for fields in config, generation:
         ids = fields.get("eos_token_id", [])
         for item in ids if isinstance(ids, list) else [ids]:
             found.add(Fields({"eos_token_id": item}, fields.where).whole("eos_token_id", least=0))
-    return tuple(sorted(found))
+    return tuple(sorted(token_id for token_id in found if token_id < vocab_size))

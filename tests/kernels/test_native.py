@@ -161,7 +161,8 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
 
     def run(backend: NativeBackend | TorchBackend, keys: str) -> Tensor:
         torch.manual_seed(3)
-        pool = torch.full((18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim), torch.nan, dtype=torch.float16)  # left by others
+        shape = (18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim)
+        pool = torch.full(shape, torch.nan, dtype=torch.float16)  # what failed requests may leave behind
         attention = Attention(heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.vector(n) for n in norms))
         out = torch.empty(0)
         for past, lengths in ([0, 0, 0], cached), (cached, new):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from emberline.text.model import TextModel
 
 from emberline import models
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
+from emberline.text.model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.models.steps import all_logits, pools, step
 

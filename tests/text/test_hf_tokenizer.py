@@ -145,6 +145,12 @@ def _template(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
 
 
+def test_a_list_of_templates_may_hold_anything(tmp_path):
+    settings = {"chat_template": ["x", None, {"name": "default", "template": "fits"}]}
+    model = TextModel.load(folders.write_folder(tmp_path, folders.llama3(), tokenizer_config=settings))
+    assert model.template.source == "fits"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

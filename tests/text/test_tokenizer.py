@@ -199,6 +199,15 @@ def test_a_broken_tokenizer_is_named(change, message):
         gguf_parts(metadata)
 
 
+def test_monstrous_tokens_are_refused():
+    with pytest.raises(BadCheckpoint, match="an added token has 300 characters"):
+        Tokenizer(gguf_parts(byte_level("qwen2", ("x" * 300,))))
+    for metadata in (byte_level("qwen2", ("x" * 2000,)), sentencepiece(("<s>", "x" * 2000))):
+        with pytest.raises(BadCheckpoint, match="a token has 2000 characters"):
+            gguf_parts(metadata)
+    Tokenizer(gguf_parts(byte_level("qwen2", ("x" * 256, "y" * 255))))
+
+
 def test_a_token_that_is_listed_twice_is_the_first():
     metadata = byte_level("qwen2", ("<|im_end|>",))
     first = metadata["tokenizer.ggml.tokens"].index("a")

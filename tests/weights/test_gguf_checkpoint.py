@@ -42,6 +42,11 @@ def test_the_description_is_read(tmp_path: Path) -> None:
     assert config.norm_eps == pytest.approx(1e-5)
 
 
+def test_an_end_token_that_cannot_come_is_left_out(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": 32, "tokenizer.ggml.eom_token_id": (1 << 31) - 1}
+    assert open_checkpoint(tiny_gguf(tmp_path / "m.gguf", metadata=metadata)).config.eos_ids == (30, 31)
+
+
 @pytest.mark.parametrize("kind", [F32, gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0])
 def test_llama_queries_and_keys_come_back_unpermuted(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     original = tiny_tensors()

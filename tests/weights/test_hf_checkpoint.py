@@ -155,7 +155,7 @@ def test_released_gemma3_configs_leave_much_out() -> None:
 
 def test_end_tokens_of_both_files_count(llama: Path) -> None:
     edit(llama / "config.json", eos_token_id=2)
-    (llama / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    (llama / "generation_config.json").write_text('{"eos_token_id": [5, 7, 1000000]}')  # the last cannot come
     assert open_checkpoint(llama).config.eos_ids == (2, 5, 7)
 
 
