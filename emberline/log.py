@@ -90,7 +90,7 @@ class HumanFormatter(logging.Formatter):
         process = vars(record).get("process_name", "")
         request = vars(record).get("request_id", "")
         line = f"{clock} {record.levelname.lower():<7} {process:<10} {record.getMessage()}"
-        line += "".join(f" {name}={value}" for name, value in extra.items())
+        line += "".join(f" {name}={value}" for name, value in extra.items() if value is not None)
         if request:
             line += f" [{request}]"
         line = line.translate(_VISIBLE)

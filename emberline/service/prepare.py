@@ -62,13 +62,14 @@ class Preparer:
     ) -> Prepared:
         """Everything about a request that can be refused without an engine is refused here."""
         sampling = validate(request, info.vocab_size)
+        _check_length(request, served.text, info.context_len)
         digests: list[bytes] = []
         known = None
         if request.messages is not None:
             digests = await self._run(request, lambda: chain_digests(request.messages or (), request.template_kwargs))
             known = await self._core.find(principal.account, info.fingerprint, digests)
         prompt = await self._run(request, lambda: build_prompt(served.text, request, known))
-        sampling = _fit(sampling, prompt.n_ids, info.context_len)
+        sampling = _fit(sampling, prompt.n_ids, info.context_len, _prompt_field(request))
         return Prepared(request, principal, served, info, sampling, prompt, digests, clock)
 
     async def count(self, request: GenerateRequest, served: Served) -> int:
@@ -93,16 +94,30 @@ def _n_bytes(request: GenerateRequest) -> int:
     return sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
 
 
-def _fit(sampling: SamplingParams, n_prompt: int, context_len: int) -> SamplingParams:
+def _prompt_field(request: GenerateRequest) -> str:
+    return "prompt" if request.messages is None else "messages"
+
+
+def _check_length(request: GenerateRequest, text: TextModel, context_len: int) -> None:
+    """Refuse what cannot fit however it is tokenised, without tokenising megabytes to learn it."""
+    n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
+    if n_chars > context_len and n_chars > context_len * text.longest_token_chars:
+        raise ContextExceeded(
+            f"the prompt has {n_chars} characters, far beyond the context of {context_len} tokens: shorten it",
+            param=_prompt_field(request),
+        )
+
+
+def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) -> SamplingParams:
     """Clip the reply to what the context leaves; refuse a prompt that leaves nothing."""
     if n_prompt == 0:
-        raise BadInput("the prompt is empty", param="prompt")
+        raise BadInput("the prompt is empty", param=field)
     room = context_len - n_prompt
     if room < 1:
         raise ContextExceeded(
             f"the prompt has {n_prompt} tokens, and the context of {context_len} must also hold the reply: "
             f"shorten the prompt to {context_len - 1} tokens or fewer",
-            param="prompt",
+            param=field,
         )
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))

@@ -188,7 +188,8 @@ class Store:
 
     def _trouble(self, error: sqlite3.Error) -> Unavailable:
         reason = _TROUBLES.get(_code(error), str(error))
-        return Unavailable(f"cannot use the store {self.path}: {reason}", retry_after_s=5)
+        log.error("cannot use the store", extra={"path": str(self.path), "reason": reason})
+        return Unavailable(f"the server's store cannot be used: {reason}", retry_after_s=5)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -1,6 +1,7 @@
 """A model's text side: its tokenizer and its chat template, from the same files as its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,11 @@ class TextModel:
     def load(cls, path: Path) -> "TextModel":
         """From a GGUF file or a Hugging Face folder; BadCheckpoint says what is wrong with it."""
         return _from_folder(path) if path.is_dir() else _from_gguf(path)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters than this."""
+        return self.tokenizer.longest_token_chars()
 
     @staticmethod
     def is_long(text: str) -> bool:

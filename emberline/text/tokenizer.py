@@ -67,6 +67,10 @@ class Tokenizer:
         self._split_special = re.compile(f"({pattern})").split
         self._packed = {text: pack([token_id]) for text, token_id in self.special.items()}
 
+    def longest_token_chars(self) -> int:
+        """Of the vocabulary as it is spelled: a byte-level spelling has a character for every byte."""
+        return max(map(len, self._parsing.get_vocab()))
+
     def encode(self, text: str, *, special: bool) -> bytes:
         """Ids of `text`, u32 little-endian, without a beginning-of-sequence token."""
         if self._words is None or len(text) > OFF_LOOP_BYTES:

@@ -164,6 +164,8 @@ async def test_a_long_prompt_leaves_what_it_leaves(service: Service, engine: Fak
         await events_of(service, ask(prompt="x" * 256))
     with pytest.raises(ContextExceeded):
         await events_of(service, ask(prompt="x" * 40_000))  # through the thread pool
+    with pytest.raises(ContextExceeded, match="10000000 characters"):
+        await events_of(service, ask(prompt="x" * 10_000_000))  # not tokenised at all
     assert await rows(service) == 1
 
 
