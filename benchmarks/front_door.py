@@ -118,7 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gguf = (options.model or ours.default_gguf()).resolve()
     prompts_of = ours.prompts_of(gguf, f"{time.time_ns()}")
     repeats, scale = (1, 0.25) if options.quick else (3, 1.0)
-    found = asyncio.run(measure(prompts_of, gguf, repeats, scale))
+    try:
+        found = asyncio.run(measure(prompts_of, gguf, repeats, scale))
+    except RuntimeError as error:  # the server died or refused; its own words are in the message
+        print(error, file=sys.stderr)
+        return 1
     print(table(found))
     options.json.write_text(
         json.dumps({"limits": {"request_ms": REQUEST_LIMIT_MS, "token_us": TOKEN_LIMIT_US}, **found})

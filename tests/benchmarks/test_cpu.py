@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from word_server import count
 
-from benchmarks import cpu, report
+from benchmarks import cpu, ours, report
 from benchmarks.contender import Contender, Setup
 from benchmarks.prompts import Prompts
 
@@ -27,7 +27,7 @@ def words(setup: Setup) -> list[Contender]:
 @pytest.fixture
 def _words_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cpu.PEERS, "words", words)
-    monkeypatch.setattr(cpu.ours, "prompts_of", lambda gguf, seed: lambda name: Prompts([" a", " b"], count, name))
+    monkeypatch.setattr(ours, "prompts_of", lambda gguf, seed: lambda name: Prompts([" a", " b"], count, name))
 
 
 @pytest.mark.usefixtures("_words_only")
