@@ -7,6 +7,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads fight over two 
 
 import pytest
 
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU host may have pytest and nothing more
+    pass
+else:  # the same examples every time, and no clock: machines that run tests are busy
+    settings.register_profile("steady", derandomize=True, deadline=None, max_examples=40)
+    settings.load_profile("steady")
+
 from emberline.catalog.pull import pull
 from emberline.catalog.shelf import Shelf
 
