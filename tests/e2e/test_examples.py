@@ -1,0 +1,46 @@
+"""The examples and the README's first requests, run as they stand against the real server."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+RUNNERS = {".py": sys.executable, ".sh": "bash", ".mjs": "node"}
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in RUNNERS)
+
+
+def run(command: list[str], server: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "EMBERLINE_URL": server}, check=False
+    )
+    assert done.returncode == 0, done.stderr or done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_example(server: str, example: Path) -> None:
+    runner = RUNNERS[example.suffix]
+    if shutil.which(runner) is None:
+        pytest.skip(f"{runner} is not installed")
+    assert run([runner, str(example)], server).strip()
+
+
+def test_the_readme_tells_the_truth(server: str) -> None:
+    """Its two curl commands, word for word but for the address, are answered in the form and numbers it shows."""
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"```sh\n(curl .*?)```\n\n```json\n(.*?)```", readme, re.DOTALL)
+    assert len(commands) == 2
+    for command, shown in commands:
+        answer = json.loads(run(["bash", "-c", command.replace("http://127.0.0.1:8686", server)], server))
+        promised = json.loads(shown)
+        assert answer.keys() == promised.keys()
+        got, want = (whole.get("result", whole) for whole in (answer, promised))
+        assert got.keys() == want.keys()
+        assert got["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+    assert got["usage"]["prompt_tokens_details"] == want["usage"]["prompt_tokens_details"]  # the second finds the first
