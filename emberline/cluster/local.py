@@ -17,11 +17,9 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.cluster import machine
 from emberline.cluster.child import Child, ChildSpec
 from emberline.config import EngineConfig
-from emberline.engine.memory import free_host_bytes
+from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
 
-KV_SHARE = 4  # by default, a quarter of the free memory
-MAX_KV_BYTES = 2 << 30
 _MAX_SOCKET_PATH = 90  # bytes; the system's own limit is 104 or 108
 
 
@@ -49,7 +47,7 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
         )
     replicas = config.replicas or max(1, len(gpus))
     n_workers = replicas * len(models)
-    share_bytes = min(free_host_bytes() // KV_SHARE // n_workers, MAX_KV_BYTES)
+    share_bytes = default_kv_bytes("cpu", n_workers)
     share_threads = max(1, machine.cores() // n_workers)
     return [
         WorkerPlan(

@@ -6,10 +6,11 @@ from pathlib import Path
 MAX_HOST_KV_BYTES = 2 << 30
 
 
-def default_kv_bytes(device: str) -> int:
-    """A quarter of the host's free memory, at most 2 GiB; on an accelerator, half of what is free there."""
+def default_kv_bytes(device: str, n_workers: int = 1) -> int:
+    """For each of so many workers: its share of a quarter of the host's free memory, at most 2 GiB; on an
+    accelerator, half of what is free there."""
     if device == "cpu":
-        return min(free_host_bytes() // 4, MAX_HOST_KV_BYTES)
+        return min(free_host_bytes() // 4 // n_workers, MAX_HOST_KV_BYTES)
     import torch
 
     free, _ = torch.cuda.mem_get_info(torch.device(device))

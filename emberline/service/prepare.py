@@ -20,8 +20,7 @@ from emberline.service.validate import validate, validate_prompt
 from emberline.text.digest import chain_digests
 from emberline.text.model import TextModel
 from emberline.text.prompt import Entry, Prompt, build_prompt, turn_entries
-
-OFF_LOOP_BYTES = 16 << 10  # longer texts are handled on a thread, so that other streams keep flowing
+from emberline.text.tokenizer import OFF_LOOP_BYTES
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.guard import Guard
 from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
 from emberline.text.template import ChatTemplate
-from emberline.text.tokenizer import OFF_LOOP_BYTES, Tokenizer
+from emberline.text.tokenizer import Tokenizer
 from emberline.weights.errors import BadCheckpoint
 from emberline.weights.gguf import GGUFFile
 
@@ -46,12 +46,6 @@ class TextModel:
     def longest_token_chars(self) -> int:
         """No token stands for more characters than this."""
         return self.tokenizer.longest_token_chars()
-
-    @staticmethod
-    def is_long(text: str) -> bool:
-        """Whether tokenising takes long enough to be done off the event loop."""
-        n_chars = len(text)
-        return n_chars > OFF_LOOP_BYTES or (4 * n_chars > OFF_LOOP_BYTES and len(text.encode()) > OFF_LOOP_BYTES)
 
     def encode(self, text: str, special: bool) -> bytes:
         """Ids (u32 little-endian) of text alone; with `special`, special tokens in it are parsed."""

@@ -11,10 +11,11 @@ import pytest
 
 from emberline.balancer.engine_client import EngineClient
 from emberline.cluster import child as child_module
-from emberline.cluster import local, machine
+from emberline.cluster import machine
 from emberline.cluster.child import ChildFailed, ChildSpec
 from emberline.cluster.local import LocalCluster, WorkerPlan, plan_workers, runtime_folder, worker_spec
 from emberline.config import EngineConfig
+from emberline.engine import memory
 from emberline.protocol.errors import BadInput
 
 MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.gguf")}
@@ -33,7 +34,7 @@ def standin_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: st
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", list)
     monkeypatch.setattr(machine, "cores", lambda: 8)
-    monkeypatch.setattr(local, "free_host_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 16 << 30)
 
 
 @pytest.mark.usefixtures("cpu")

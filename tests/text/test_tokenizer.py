@@ -136,12 +136,6 @@ def test_long_text_is_tokenised_as_short_text_is():
     assert unpack(tokenizer.encode(text, special=False)) == once * 1000
 
 
-def test_is_long_counts_bytes():
-    assert not TextModel.is_long("x" * OFF_LOOP_BYTES)
-    assert TextModel.is_long("x" * (OFF_LOOP_BYTES + 1))
-    assert TextModel.is_long("数" * (OFF_LOOP_BYTES // 3 + 1))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_marked_special_token_is_ordinary_text(name):
     model = family(name)
