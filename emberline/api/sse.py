@@ -10,7 +10,16 @@ from emberline.api.departure import while_connected
 from emberline.api.ports import Events
 from emberline.api.reply import HeaderList
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +30,12 @@ class Encoder(Protocol):
     def started(self, usage: Usage) -> bytes: ...
 
     def delta(self, event: TextDelta) -> bytes: ...
+
+    def reasoning(self, event: ReasoningDelta) -> bytes: ...
+
+    def call_started(self, event: ToolCallStarted) -> bytes: ...
+
+    def call_delta(self, event: ToolCallDelta) -> bytes: ...
 
     def done(self, event: ChoiceDone) -> bytes: ...
 
@@ -57,6 +72,12 @@ async def _relay(call: Call, events: Events, encoder: Encoder) -> bytes:
         async for event in events:
             if type(event) is TextDelta:
                 piece = delta(event)
+            elif type(event) is ToolCallDelta:
+                piece = encoder.call_delta(event)
+            elif type(event) is ReasoningDelta:
+                piece = encoder.reasoning(event)
+            elif type(event) is ToolCallStarted:
+                piece = encoder.call_started(event)
             elif type(event) is ChoiceDone:
                 piece = encoder.done(event)
             elif type(event) is Completed:

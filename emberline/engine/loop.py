@@ -7,7 +7,7 @@ from emberline.engine.plan import Handle, Runner, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
 STEPS_IN_FLIGHT = 1
@@ -40,11 +40,16 @@ class StepLoop:
     def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
         return self._scheduler.abort_all(error)
 
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for, which grammars need to know."""
+
     def step(self, now_s: float) -> list[TokenDelta]:
         deltas = self._scheduler.expire(now_s)
         plan = self._scheduler.plan()
         if plan.rows:
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            handle = self._runner.launch(plan)
+            handle.sample(self._scheduler.masks(plan))
+            self._in_flight.append((plan, handle))
         if len(self._in_flight) == STEPS_IN_FLIGHT or (self._in_flight and not plan.rows):
             deltas += self._absorb(*self._in_flight.popleft())
         return deltas

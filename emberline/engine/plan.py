@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from emberline.protocol.request import EngineRequest
 
 
@@ -47,6 +50,14 @@ class StepPlan:
     n_preempted: int = 0  # running sequences that lost their blocks to these rows
 
 
+@dataclass(slots=True)
+class Masks:
+    """Which tokens may be drawn, for the sampling rows that a grammar binds."""
+
+    rows: list[int]  # their places among the plan's rows that sample
+    bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
+
+
 class Sampled(Protocol):
     """The token drawn for a row that samples. A negative id: the model produced invalid numbers."""
 
@@ -61,7 +72,10 @@ class Sampled(Protocol):
 
 
 class Handle(Protocol):
-    """A step under way."""
+    """A step whose forward pass is under way."""
+
+    def sample(self, masks: Masks | None = None) -> None:
+        """Once, after the launch: draw the tokens. Masks are made while the forward pass runs."""
 
     def result(self) -> Sequence[Sampled]:
         """Waits; one entry per row that samples, in the plan's order. Raises what the step raised."""

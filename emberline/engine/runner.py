@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.limits import Limits
-from emberline.engine.plan import Admission, Row, Sampled, StepPlan
+from emberline.engine.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.budget import blocks_of
 from emberline.kv.pool import NULL_BLOCK
@@ -30,11 +30,23 @@ class Model(Protocol):
 
 
 class Computed:
-    """A step that has run. On the CPU a launch returns when it is over."""
+    """A step whose forward pass has run: here a launch returns when it is over."""
 
-    def __init__(self, sampled: Sequence[Sampled], error: Exception | None = None) -> None:
-        self._sampled = sampled
+    def __init__(self, logits: Tensor | None, rows: list[SamplerRow], error: Exception | None = None) -> None:
+        self._logits = logits
+        self._rows = rows
         self._error = error
+        self._sampled: Sequence[Sampled] = []
+
+    def sample(self, masks: Masks | None = None) -> None:
+        if self._logits is None or not self._rows:
+            return
+        try:
+            for place, bits in zip(masks.rows, masks.bits) if masks is not None else ():
+                self._rows[place].allowed = bits
+            self._sampled = sample(self._logits, self._rows)
+        except Exception as error:
+            self._error = error
 
     def result(self) -> Sequence[Sampled]:
         if self._error is not None:
@@ -73,9 +85,9 @@ class TorchRunner:
                 self._admit(admission)
             inputs, samplers = self._inputs(plan)
             logits = self._model.forward(inputs, self._kv)
-            return Computed(sample(logits, samplers) if samplers else [])
+            return Computed(logits, samplers)
         except Exception as error:
-            return Computed([], error)
+            return Computed(None, [], error)
 
     def _admit(self, admission: Admission) -> None:
         request, sampling = admission.request, admission.request.sampling
@@ -149,6 +161,7 @@ class TorchRunner:
         sampler = slot.sampler
         sampler.position = end
         sampler.banned = row.banned
+        sampler.allowed = None
         if slot.ids is not None:
             del slot.ids[4 * row.start :]
             slot.ids += row.token_ids

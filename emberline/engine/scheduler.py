@@ -8,7 +8,7 @@ from operator import attrgetter
 import msgspec
 
 from emberline.engine.limits import Limits
-from emberline.engine.plan import Admission, Row, Sampled, StepPlan
+from emberline.engine.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol import blockhash
@@ -123,6 +123,10 @@ class Scheduler:
         if plan.rows:
             self._totals.steps += 1
         return plan
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """What the grammars of the plan's rows allow next; None when no row has one."""
+        return None
 
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""

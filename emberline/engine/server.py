@@ -15,7 +15,7 @@ from emberline.engine.loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Step, Submit, Welcome
+from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Step, Submit, Vocabulary, Welcome
 from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
@@ -142,6 +142,8 @@ class Server:
             for request_id in connection.request_ids.intersection(message.ids):
                 if (delta := self._engine.abort(request_id)) is not None:
                     self._route([delta])
+        elif isinstance(message, Vocabulary):
+            self._engine.learn(message)
         else:
             assert isinstance(message, Drain)
             self.drain(message.limit_s)

@@ -15,7 +15,7 @@ from emberline import log
 from emberline.engine import process, script
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
-from emberline.engine.plan import Row, Sampled, StepPlan
+from emberline.engine.plan import Masks, Row, Sampled, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.script import Script
 from emberline.engine.server import Server
@@ -50,6 +50,9 @@ class _Part:
 class _Spoken:
     def __init__(self, sampled: Sequence[Sampled]) -> None:
         self._sampled = sampled
+
+    def sample(self, masks: Masks | None = None) -> None:
+        """Scripts know no grammar: they say what they were told to."""
 
     def result(self) -> Sequence[Sampled]:
         return self._sampled

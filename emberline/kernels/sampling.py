@@ -40,6 +40,7 @@ class SamplerRow:
     prompt_ids: NDArray[np.uint32] | None = None  # needed where a penalty is set
     output_ids: NDArray[np.uint32] | None = None
     banned: tuple[int, ...] = ()
+    allowed: NDArray[np.uint32] | None = None  # bit i % 32 of word i // 32: token i may be chosen; None: every token
     logprobs: int | None = None
 
     @property
@@ -84,6 +85,15 @@ def adjust(logits: NDArray[np.float32], row: SamplerRow) -> None:
         logits[token_id] += bias
     if row.banned:
         logits[list(row.banned)] = -np.inf
+    if row.allowed is not None:
+        forbid(logits, row.allowed)
+
+
+def forbid(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
+    """-inf for every token whose bit is not set, those beyond the bits included."""
+    bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)].view(bool)
+    logits[: len(bits)][~bits] = -np.inf
+    logits[len(bits) :] = -np.inf
 
 
 def _attach_logprobs(sampled: Sampled, distribution: Tensor, k: int) -> None:

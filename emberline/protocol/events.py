@@ -69,9 +69,33 @@ class TextDelta(msgspec.Struct):
     logprobs: list[TextLogprob] | None = None
 
 
+class ReasoningDelta(msgspec.Struct):
+    """A piece of what the model thinks before it answers."""
+
+    index: int
+    text: str
+
+
+class ToolCallStarted(msgspec.Struct):
+    """The model calls a function that the request declared."""
+
+    index: int
+    call: int  # which of the choice's calls, from 0
+    id: str
+    name: str
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A piece of a call's arguments; all of them together are a JSON object's text."""
+
+    index: int
+    call: int
+    arguments: str
+
+
 class ChoiceDone(msgspec.Struct):
     index: int
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "tool_calls"]
     stop_sequence: str | None = None  # the stop string that ended it, if one did
 
 
@@ -81,4 +105,4 @@ class Completed(msgspec.Struct):
     usage: Usage
 
 
-TextEvent = Started | TextDelta | ChoiceDone | Completed
+TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone | Completed

@@ -13,7 +13,7 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.layout import KVGroup
 from emberline.protocol.request import EngineRequest
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -54,6 +54,13 @@ class Hello(msgspec.Struct, tag="hello"):
     version: int = VERSION
 
 
+class Vocabulary(msgspec.Struct, tag="vocabulary"):
+    """What the model's tokens stand for. Sent once per connection, before the first request that has a grammar."""
+
+    tokens: list[bytes]  # by id; empty: never part of text (special tokens, holes)
+    special: dict[int, str] = {}  # special tokens by id
+
+
 class Submit(msgspec.Struct, tag="submit"):
     requests: list[EngineRequest]
 
@@ -82,7 +89,7 @@ class Step(msgspec.Struct, tag="step"):
     load: EngineLoad
 
 
-ToEngine = Hello | Submit | Abort | Drain
+ToEngine = Hello | Vocabulary | Submit | Abort | Drain
 FromEngine = Welcome | Refused | Step
 
 _encoder = msgspec.msgpack.Encoder()

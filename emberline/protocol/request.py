@@ -49,6 +49,36 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None  # of an assistant's earlier turn; the template decides what it keeps of it
+
+
+class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}  # JSON Schema of an object
+    strict: bool = False
+
+
+class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None  # with "required": this function and no other
+
+
+class OutputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the reply's text must be. Tool calls, where they are allowed, may come instead."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: Any = None  # the schema, the pattern, the list of strings, the grammar's text
+
+
+class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a model that can think before it answers shall do so. None: as it does by itself."""
+
+    enabled: bool | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    budget_tokens: int | None = None  # most tokens of thinking; then it is ended
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,6 +96,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_s: float | None = None  # seconds from acceptance
     reject_if_busy: bool = False  # rather refused than kept waiting for others
     template_kwargs: dict[str, Any] = {}
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    output: OutputFormat | None = None
+    reasoning: Reasoning = Reasoning()
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True):
+    """When `most` tokens were drawn and none of `end_ids` was among them, `ids` are put into the reply at once."""
+
+    most: int
+    end_ids: tuple[int, ...]
+    ids: bytes  # u32 little-endian
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -78,3 +121,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     session: str | None = None
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None
+    grammar: bytes = b""  # an encoded `grammar.Grammar` that the reply must match; empty: anything goes
+    thinking_limit: ThinkingLimit | None = None

@@ -34,6 +34,9 @@ class Drawn:
 class Handle:
     sampled: list
 
+    def sample(self, masks=None):
+        pass
+
     def result(self):
         if isinstance(self.sampled, Exception):
             raise self.sampled
