@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test lint test-gpu bench lock clean
+.PHONY: help serve test lint test-gpu agents bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ lint: ## style and types alone
 
 test-gpu: ## the tests that need a CUDA device
 	@scripts/test-gpu $(ARGS)
+
+agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
+	@scripts/agents $(ARGS)
 
 bench: ## Emberline and its peers in one run: a table and JSON
 	@scripts/bench $(ARGS)

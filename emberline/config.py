@@ -62,6 +62,10 @@ class StoreConfig(Section, frozen=True):
     url: str = ""  # empty: SQLite in the data folder
 
 
+class ResponsesConfig(Section, frozen=True):
+    retention_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # how long a stored response can be continued
+
+
 class LogConfig(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "human", "json"] = "auto"  # auto: human on a terminal, JSON otherwise
@@ -73,6 +77,7 @@ class Config(Section, frozen=True, kw_only=True):
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     log: LogConfig = LogConfig()
 
 
@@ -81,6 +86,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "auth": AuthConfig,
     "engine": EngineConfig,
     "store": StoreConfig,
+    "responses": ResponsesConfig,
     "log": LogConfig,
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}

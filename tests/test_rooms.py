@@ -26,7 +26,7 @@ ALLOWED = {
     "api": {"service", "accounts", "catalog", "protocol"},
 }
 ANYWHERE = {"config", "log", "__version__"}  # modules of no room: the configuration and the log's form
-ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton"}
+ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton", "llguidance"}
 
 
 def imports(room: str) -> Iterator[tuple[Path, str]]:

@@ -5,19 +5,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from emberline.api import anthropic_tools as tools
+from emberline.api.anthropic_tools import CustomTools, OutputConfig, OutputSchema, Pick
 from emberline.api.call import Call
-from emberline.api.fields import (
-    LEAST_TOP_P,
-    StopStrings,
-    TokenCount,
-    Unbuilt,
-    refuse_unbuilt,
-    session_name,
-    unsupported,
-)
+from emberline.api.fields import LEAST_TOP_P, StopStrings, TokenCount, session_name
 from emberline.api.messages import join_text
+from emberline.api.naming import Names
+from emberline.api.reasoning import Thinking
+from emberline.api.unbuilt import Unbuilt, refuse_unbuilt
 from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, ToolCall
+from emberline.protocol.request import GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
 
 
 class Text(msgspec.Struct, tag_field="type", tag="text"):
@@ -40,14 +37,17 @@ class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
 class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[OnlyText] | None = None
+    is_error: bool | None = None
 
 
 class Thought(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of an earlier turn: accepted, and not shown to the model again."""
+    """Reasoning of an earlier turn, with a signature that we do not ask for."""
+
+    thinking: str = ""
 
 
 class HiddenThought(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """The same, encrypted by who made it."""
+    """The same, encrypted by who made it: nothing to us."""
 
 
 class Turn(msgspec.Struct):
@@ -59,39 +59,52 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class Thinking(msgspec.Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["disabled"]})] = "disabled"
-
-
-class ToolChoice(msgspec.Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none"]})]
-
-
 class CountRequest(msgspec.Struct, kw_only=True):
     """What both the messages and the token-counting call have."""
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[OnlyText] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: CustomTools | None = None
+    tool_choice: Pick | None = None
     thinking: Thinking | None = None
-    tools: Unbuilt = None
+    output_format: OutputSchema | None = None
+    output_config: OutputConfig | None = None
     mcp_servers: Unbuilt = None
     container: Unbuilt = None
-    output_format: Unbuilt = None
-    output_config: Unbuilt = None
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.hidden
 
     def to_request(self, call: Call) -> GenerateRequest:
         return self._request(call, SamplingParams(), None)
 
     def _request(self, call: Call, sampling: SamplingParams, session: str | None) -> GenerateRequest:
         refuse_unbuilt(self)
-        if self.thinking is not None and self.thinking.type != "disabled":
-            raise unsupported("thinking")
-        if self.tool_choice is not None and self.tool_choice.type not in ("auto", "none"):
-            raise unsupported("tool_choice")
-        messages = _canonical(self.system, self.messages)
-        return GenerateRequest(id=call.id, model=self.model, messages=messages, sampling=sampling, session=session)
+        toolset = tools.toolset(self.tools, self.tool_choice)
+        output, field = tools.output(self.output_format, self.output_config)
+        placed = _canonical(self.system, self.messages)
+        call.names = Names(
+            output=field, tools=toolset.where, schema="input_schema", messages=[where for _, where in placed]
+        )
+        return GenerateRequest(
+            id=call.id,
+            model=self.model,
+            messages=tuple(message for message, _ in placed),
+            sampling=sampling,
+            session=session,
+            tools=toolset.tools,
+            tool_choice=toolset.choice,
+            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            output=output,
+            reasoning=self._how_to_think(),
+        )
+
+    def _how_to_think(self) -> Reasoning:
+        """Without a word about it the model does as it does by itself."""
+        effort = self.output_config.effort if self.output_config else None
+        return self.thinking.reasoning(effort) if self.thinking else Reasoning(effort=effort)
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -117,35 +130,50 @@ class MessagesRequest(CountRequest, kw_only=True):
         return self._request(call, sampling, session_name(call, self.metadata.user_id if self.metadata else None))
 
 
-def _canonical(system: str | list[OnlyText] | None, turns: list[Turn]) -> tuple[Message, ...]:
-    messages: list[Message] = []
+Placed = tuple[Message, str]  # a canonical message, and where in the body it came from
+
+
+def _canonical(system: str | list[OnlyText] | None, turns: list[Turn]) -> list[Placed]:
+    placed: list[Placed] = []
     if system:
-        messages.append(Message("system", _text(system)))
+        placed.append((Message("system", _text(system)), "system"))
     for number, turn in enumerate(turns):
-        messages += _messages(turn, f"messages[{number}].content")
-    return tuple(messages)
+        placed += _messages(turn, f"messages[{number}]")
+    return placed
 
 
-def _messages(turn: Turn, where: str) -> list[Message]:
+def _messages(turn: Turn, where: str) -> list[Placed]:
     """A turn as canonical messages: each tool result is a message of its own, before what the user says beside it."""
     if isinstance(turn.content, str):
-        return [Message(turn.role, turn.content)]
-    results: list[Message] = []
+        return [(Message(turn.role, turn.content), where)]
+    results: list[Placed] = []
     calls: list[ToolCall] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     for number, block in enumerate(turn.content):
+        here = f"{where}.content[{number}]"
         if isinstance(block, Text):
             texts.append(block.text)
+        elif isinstance(block, Thought):
+            thoughts.append(block.thinking)
         elif isinstance(block, ToolResult) and turn.role == "user":
-            results.append(Message("tool", _text(block.content or ""), tool_call_id=block.tool_use_id))
+            results.append((_result(block), here))
         elif isinstance(block, ToolUse) and turn.role == "assistant":
             calls.append(ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode()))
         elif isinstance(block, ToolResult | ToolUse):
-            here = f"{where}[{number}]"
             raise BadInput(f"`{here}` does not belong to a turn of the {turn.role}", param=here)
     if texts or calls or not results:
-        results.append(Message(turn.role, join_text(texts), tool_calls=tuple(calls)))
+        reasoning = join_text(thoughts) or None
+        results.append((Message(turn.role, join_text(texts), tool_calls=tuple(calls), reasoning=reasoning), where))
     return results
+
+
+def _result(block: ToolResult) -> Message:
+    """A result as a message. Templates know no failed ones, so its text says it."""
+    text = _text(block.content or "")
+    if block.is_error:
+        text = f"Error: {text}" if text else "Error"
+    return Message("tool", text, tool_call_id=block.tool_use_id)
 
 
 def _text(content: str | list[OnlyText]) -> str:

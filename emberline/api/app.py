@@ -65,7 +65,7 @@ class App:
             call.status = call.status or CLIENT_LEFT
             return
         except EmberlineError as error:
-            reply = error_reply(error, call.dialect, call.id)
+            reply = error_reply(call.names.retell(error), call.dialect, call.id)
         except asyncio.CancelledError:
             if call.status:  # the stream has said it
                 return

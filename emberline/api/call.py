@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from emberline.api.asgi import Receive, Scope, Send
+from emberline.api.naming import Names
 from emberline.api.reply import HeaderList, Reply
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.principal import Principal
@@ -37,6 +38,7 @@ class Call:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
         self.status = 0  # 0 until the answer has begun
         self.tail = ""  # what the route's {model} stands for
+        self.names = Names()  # what the caller calls what the service may complain about
         self.dialect: Dialect
         self.principal: Principal  # set where the route's policy asks for a key
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.reply import HeaderList, Reply
-from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 
 
 class Dialect(Enum):
@@ -32,6 +32,20 @@ class NoBody(BadInput):
     kind = "no_body"
 
 
+class JsonModeFailed(EmberlineError):
+    """The reply should have been JSON, and the token limit came first."""
+
+    kind = "json_mode_failed"
+
+
+class NoSuchResponse(NotFound):
+    kind = "response_not_found"
+
+
+class NoPreviousResponse(NotFound):
+    kind = "previous_response_not_found"
+
+
 class Codes(NamedTuple):
     """One kind of error: its HTTP status (and where the native dialect differs, that one), and its names."""
 
@@ -50,6 +64,7 @@ CODES: dict[str, Codes] = {
     "bad_input": Codes(400, 400, 5006, _INVALID, None, _INVALID),
     "no_body": Codes(400, 400, 3003, _INVALID, None, _INVALID),
     "unsupported": Codes(400, 400, 5006, _INVALID, "unsupported_parameter", _INVALID),
+    "json_mode_failed": Codes(400, 400, 5024, _INVALID, "json_mode_failed", _INVALID),
     "too_large": Codes(413, 413, 3006, _INVALID, "request_too_large", "request_too_large"),
     "context_exceeded": Codes(400, 413, 5021, _INVALID, "context_length_exceeded", _INVALID),
     "model_not_found": Codes(404, 400, 5007, _INVALID, "model_not_found", "not_found_error"),
@@ -57,6 +72,8 @@ CODES: dict[str, Codes] = {
     "unauthorized": Codes(401, 401, 10000, _INVALID, "invalid_api_key", "authentication_error"),
     "forbidden": Codes(403, 403, 10000, "permission_error", "forbidden", "permission_error"),
     "not_found": Codes(404, 404, 7000, _INVALID, "unknown_url", "not_found_error"),
+    "response_not_found": Codes(404, 404, 7000, _INVALID, "response_not_found", "not_found_error"),
+    "previous_response_not_found": Codes(404, 404, 7000, _INVALID, "previous_response_not_found", "not_found_error"),
     "method_not_allowed": Codes(405, 405, 7001, _INVALID, "method_not_allowed", _INVALID),
     "overloaded": Codes(429, 429, 3040, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     "unavailable": Codes(503, 503, 3040, "server_error", "unavailable", "overloaded_error"),

@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 
+import msgspec
+
 from emberline.api.ports import Backend, Events
 from emberline.api.usage import total
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import Completed, Started, TextEvent, Usage
 from emberline.protocol.principal import Principal
 from emberline.protocol.request import GenerateRequest
 
@@ -52,13 +54,11 @@ async def _merged(arrivals: "asyncio.Queue[_Arrival]", requests: Sequence[Genera
         first = number * n_choices
         if isinstance(event, BaseException):
             raise event
-        if isinstance(event, TextDelta):
-            yield TextDelta(first + event.index, event.text, event.logprobs)
-        elif isinstance(event, ChoiceDone):
-            yield ChoiceDone(first + event.index, event.finish, event.stop_sequence)
-        elif isinstance(event, Completed):
+        if isinstance(event, Completed):
             usages.append(event.usage)
+        elif not isinstance(event, Started):
+            yield msgspec.structs.replace(event, index=first + event.index)
         elif not started:
             started = True
-            yield Started(event.usage)
+            yield event
     yield Completed(total(usages))

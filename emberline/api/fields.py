@@ -1,25 +1,22 @@
 """The fields that OpenAI's and Cloudflare's bodies share, their ranges, and their way into SamplingParams.
 
-Unknown fields are tolerated. A field that exists in a dialect and is not built yet is refused by name, never ignored.
+Unknown fields are tolerated; one that exists in a dialect and is not built yet is not (`unbuilt.py`).
 """
 
-from functools import cache
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from emberline.api.call import Call
-from emberline.protocol.errors import Unsupported
+from emberline.api.formats import Constrained
+from emberline.api.unbuilt import Unbuilt
 from emberline.protocol.request import Priority, SamplingParams
 
 MAX_CHOICES = 16
 LEAST_TOP_P = 1e-6  # clients write 0 and mean the likeliest token alone
 _SESSION_CHARS = 256
 
-EMPTY: list[Any] = [None, False, 0, "", [], {}]  # ways to say nothing
-Unbuilt = Annotated[Any, Meta(description="Not supported yet.", extra_json_schema={"enum": EMPTY})]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 TokenCount = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
@@ -40,14 +37,7 @@ _PRIORITY = {
 }
 
 
-class TemplateKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a client may tell a chat template. Anything else could reach into it."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-
-
-class Generation(msgspec.Struct, kw_only=True):
+class Generation(Constrained, kw_only=True):
     """A body that asks for text. Doors inherit from it and narrow what their dialect narrows."""
 
     stream: bool | None = None
@@ -70,22 +60,7 @@ class Generation(msgspec.Struct, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    tool_choice: Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})] = None
-    response_format: Annotated[Any, Meta(extra_json_schema={"enum": [None, {"type": "text"}]})] = None
-    tools: Unbuilt = None
-    functions: Unbuilt = None
-    function_call: Unbuilt = None
     lora: Unbuilt = None
-
-    def check(self) -> None:
-        """Refuse what is not built yet, by name."""
-        refuse_unbuilt(self)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice")
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise unsupported("response_format")
 
     def sampling(self, default_temperature: float, logprobs: int | None = None) -> SamplingParams:
         return SamplingParams(
@@ -114,27 +89,6 @@ class Generation(msgspec.Struct, kw_only=True):
     def tier_echo(self) -> dict[str, str]:
         """The tier as OpenAI says it back to those who asked for one."""
         return {"service_tier": self.priority.name.lower()} if self.service_tier else {}
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        kwargs = msgspec.structs.asdict(self.chat_template_kwargs) if self.chat_template_kwargs else {}
-        kwargs["reasoning_effort"] = self.reasoning_effort
-        return {name: value for name, value in kwargs.items() if value is not None}
-
-
-def unsupported(field: str) -> Unsupported:
-    return Unsupported(f"`{field}` is not supported yet", param=field)
-
-
-def refuse_unbuilt(body: msgspec.Struct) -> None:
-    for name in _unbuilt_fields(type(body)):
-        if getattr(body, name) not in EMPTY:
-            raise unsupported(name)
-
-
-@cache
-def _unbuilt_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type == Unbuilt)
 
 
 def session_name(call: Call, *from_body: str | None) -> str | None:

@@ -10,7 +10,8 @@ from emberline.api.collect import collect
 from emberline.api.errors import Dialect
 from emberline.api.fanout import generate_all
 from emberline.api.model_rows import openai_model
-from emberline.api.openai_chat import ChatRequest, ChatStream, chat_body
+from emberline.api.openai_chat import ChatRequest, chat_body
+from emberline.api.openai_chat_stream import ChatStream
 from emberline.api.openai_completions import CompletionRequest, CompletionStream, completion_body
 from emberline.api.openai_stream import StreamOptions
 from emberline.api.reply import HeaderList, Reply, json_reply

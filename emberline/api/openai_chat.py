@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the body, the answer, the chunks."""
+"""OpenAI's chat completions: the body and the answer."""
 
 from typing import Annotated, Any
 
@@ -6,30 +6,52 @@ from msgspec import Meta
 
 from emberline.api.call import Call
 from emberline.api.collect import Answer, Choice
-from emberline.api.fields import Generation, Unbuilt, session_name
+from emberline.api.conversation import Conversation
+from emberline.api.fields import session_name
 from emberline.api.messages import ChatMessage, canonical
-from emberline.api.openai_stream import ChunkStream, StreamOptions
+from emberline.api.openai_functions import FunctionPick, Functions, functions_as_tools
+from emberline.api.openai_stream import StreamOptions
+from emberline.api.tools import FunctionName, Toolset
+from emberline.api.unbuilt import Unbuilt
 from emberline.api.usage import usage_body
 from emberline.protocol.errors import BadInput
-from emberline.protocol.events import TextLogprob, Usage
+from emberline.protocol.events import TextLogprob
 from emberline.protocol.request import GenerateRequest
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 
 
-class ChatRequest(Generation, kw_only=True):
+class ChatRequest(Conversation, kw_only=True):
     model: str
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    functions: Functions | None = None
+    function_call: FunctionPick | None = None
     audio: Unbuilt = None
     web_search_options: Unbuilt = None
 
+    @property
+    def legacy(self) -> bool:
+        """Whether the caller knows functions, and not yet tools."""
+        return bool(self.functions)
+
+    def toolset(self) -> Toolset:
+        if not self.functions:
+            if isinstance(self.function_call, FunctionName):
+                raise BadInput("`function_call` names a function, and there are no `functions`", param="function_call")
+            return super().toolset()
+        if self.tools:
+            raise BadInput("`functions` is the older name of `tools`; send one of them", param="functions")
+        return functions_as_tools(self.functions, self.function_call)
+
     def to_request(self, call: Call) -> GenerateRequest:
-        self.check()
         if self.top_logprobs and not self.logprobs:
             raise BadInput("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        agency = self.agency(call)
+        if self.legacy:
+            agency["parallel_tool_calls"] = False
         return GenerateRequest(
             id=call.id,
             model=self.model,
@@ -38,7 +60,7 @@ class ChatRequest(Generation, kw_only=True):
             n=self.n or 1,
             session=session_name(call, self.prompt_cache_key, self.user),
             priority=self.priority,
-            template_kwargs=self.template_kwargs,
+            **agency,
         )
 
 
@@ -48,44 +70,41 @@ def chat_body(call: Call, body: ChatRequest, created: int, answer: Answer) -> di
         "object": "chat.completion",
         "created": created,
         "model": body.model,
-        "choices": [_choice(index, choice, bool(body.logprobs)) for index, choice in enumerate(answer.choices)],
+        "choices": [_choice(index, choice, body) for index, choice in enumerate(answer.choices)],
         "usage": usage_body(answer.usage),
     }
     return whole | body.tier_echo
 
 
-def _choice(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
+def _choice(index: int, choice: Choice, body: ChatRequest) -> dict[str, Any]:
     return {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": _logprobs(choice.logprobs) if with_logprobs else None,
-        "finish_reason": choice.finish,
+        "message": _message(choice, body),
+        "logprobs": logprobs_body(choice.logprobs) if body.logprobs else None,
+        "finish_reason": "function_call" if body.legacy and choice.finish == "tool_calls" else choice.finish,
     }
 
 
-def _logprobs(tokens: list[TextLogprob]) -> dict[str, Any]:
+def _message(choice: Choice, body: ChatRequest) -> dict[str, Any]:
+    reasoning = "" if body.hides_reasoning else choice.reasoning
+    content = choice.text if choice.text or not (reasoning or choice.tool_calls) else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    functions = [{"name": call.name, "arguments": call.arguments} for call in choice.tool_calls]
+    if functions and body.legacy:
+        message["function_call"] = functions[0]
+    elif functions:
+        ids = [call.id for call in choice.tool_calls]
+        calls = zip(ids, functions, strict=True)
+        message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in calls]
+    return message
+
+
+def logprobs_body(tokens: list[TextLogprob]) -> dict[str, Any]:
     content = [{**_token(token), "top_logprobs": [_token(other) for other in token.top]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
 def _token(token: TextLogprob) -> dict[str, Any]:
     return {"token": token.token, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": token.bytes}
-
-
-class ChatStream(ChunkStream):
-    """A choice's first chunk says its role, its last why it ended."""
-
-    before_text = b'"delta":{"content":'
-    after_text = b"}"
-    last = b'"delta":{}'
-
-    def __init__(self, call: Call, body: ChatRequest, created: int) -> None:
-        head = {"id": f"chatcmpl-{call.id}", "object": "chat.completion.chunk", "created": created, "model": body.model}
-        super().__init__(call, head | body.tier_echo, body.n or 1, body.stream_options)
-
-    def logprobs(self, index: int, tokens: list[TextLogprob]) -> dict[str, Any]:
-        return _logprobs(tokens)
-
-    def started(self, usage: Usage) -> bytes:
-        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-        return b"".join(choice + role for choice in self._choices)

@@ -6,9 +6,11 @@ from msgspec import Meta
 
 from emberline.api.call import Call
 from emberline.api.collect import Answer, Choice
-from emberline.api.fields import Generation, TokenId, Unbuilt, session_name, unsupported
+from emberline.api.fields import Generation, TokenId, session_name
+from emberline.api.naming import Names
 from emberline.api.openai_chat import LEAST_LOGPROB
 from emberline.api.openai_stream import ChunkStream, StreamOptions
+from emberline.api.unbuilt import Unbuilt, refuse_unbuilt, unsupported
 from emberline.api.usage import usage_body
 from emberline.protocol import tokens
 from emberline.protocol.errors import BadInput
@@ -28,12 +30,16 @@ class CompletionRequest(Generation, kw_only=True):
     best_of: int | None = None
     echo: Unbuilt = None
     suffix: Unbuilt = None
+    tools: Unbuilt = None
+    functions: Unbuilt = None
 
     def to_requests(self, call: Call) -> list[GenerateRequest]:
         """One request per prompt; the first carries the call's own id, the others ids of their own."""
-        self.check()
+        refuse_unbuilt(self)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of")
+        output, field = self.output()
+        call.names = Names(output=field)
         sampling, session = self.sampling(1.0, self.logprobs), session_name(call, self.prompt_cache_key, self.user)
         return [
             GenerateRequest(
@@ -45,6 +51,7 @@ class CompletionRequest(Generation, kw_only=True):
                 n=self.n or 1,
                 session=session,
                 priority=self.priority,
+                output=output,
             )
             for number, prompt in enumerate(self._prompts())
         ]

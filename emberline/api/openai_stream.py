@@ -11,7 +11,15 @@ from emberline.api.padding import pads
 from emberline.api.reply import encode
 from emberline.api.usage import usage_body
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.events import ChoiceDone, TextDelta, TextLogprob, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    ReasoningDelta,
+    TextDelta,
+    TextLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 
 _CONTINUES = b',"finish_reason":null}]'
 _END = b"}\n\n"
@@ -43,6 +51,9 @@ class ChunkStream:
         """The `logprobs` object of one chunk."""
         raise AssertionError("each dialect has its own")
 
+    def finish_reason(self, event: ChoiceDone) -> str:
+        return event.finish
+
     def started(self, usage: Usage) -> bytes:
         return b""
 
@@ -50,12 +61,20 @@ class ChunkStream:
         if event.logprobs is None and self._pads is None:
             return self._prefixes[event.index] + encode(event.text) + self._suffix
         found = b"null" if event.logprobs is None else encode(self.logprobs(event.index, event.logprobs))
-        pad = b"" if self._pads is None else b',"obfuscation":"' + next(self._pads) + b'"'
         text = self._prefixes[event.index] + encode(event.text) + self.after_text
-        return text + b',"logprobs":' + found + _CONTINUES + pad + _END
+        return text + b',"logprobs":' + found + _CONTINUES + self._pad() + _END
+
+    def reasoning(self, event: ReasoningDelta) -> bytes:
+        return b""
+
+    def call_started(self, event: ToolCallStarted) -> bytes:
+        return b""
+
+    def call_delta(self, event: ToolCallDelta) -> bytes:
+        return b""
 
     def done(self, event: ChoiceDone) -> bytes:
-        finish = self.last + b',"logprobs":null,"finish_reason":"' + event.finish.encode() + b'"}]'
+        finish = self.last + b',"logprobs":null,"finish_reason":"' + self.finish_reason(event).encode() + b'"}]'
         return self._choices[event.index] + finish + _END
 
     def completed(self, usage: Usage) -> bytes:
@@ -66,3 +85,12 @@ class ChunkStream:
     def failed(self, error: EmberlineError) -> bytes:
         """No [DONE] follows: a stream that broke must not look whole."""
         return b"data: " + encode(error_body(error, self._call.dialect, self._call.id)) + b"\n\n"
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> bytes:
+        """A chunk of anything but text."""
+        return b"".join(
+            (self._choices[index], b'"delta":', encode(delta), b',"logprobs":null', _CONTINUES, self._pad(), _END)
+        )
+
+    def _pad(self) -> bytes:
+        return b"" if self._pads is None else b',"obfuscation":"' + next(self._pads) + b'"'

@@ -65,6 +65,8 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
     found = []
     if "{account}" in route.path:
         found.append({"name": "account", "in": "path", "required": True, "schema": _ACCOUNT})
+    if "{id}" in route.path:
+        found.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
     if "{model}" in route.path:
         model = {"type": "string", "minLength": 1}
         found.append({"name": "model", "in": "path", "required": True, "schema": model})

@@ -10,11 +10,15 @@ from emberline.protocol.request import GenerateRequest
 if TYPE_CHECKING:  # a door needs the service's shape, not its imports
     from emberline.catalog.card import ModelCard
     from emberline.service.health import Health
+    from emberline.service.responses import ResponseStore
 
 Events = AsyncGenerator[TextEvent, None]
 
 
 class Backend(Protocol):
+    @property
+    def responses(self) -> "ResponseStore": ...
+
     def generate(self, request: GenerateRequest, principal: Principal) -> Events: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...

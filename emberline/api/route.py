@@ -20,6 +20,7 @@ Endpoint = Callable[[Call], Awaitable[Reply | None]]
 ACCOUNTS = "/client/v4/accounts/"
 _ACCOUNT = "{account}"
 _TAIL = "{model}"
+_ID = "{id}"
 
 
 class Policy(Enum):
@@ -29,7 +30,8 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path may name its {account} after the accounts prefix and end in {model}, which takes the whole rest."""
+    """A path may name its {account} after the accounts prefix, have one segment that is an {id}, or end in {model},
+    which takes the whole rest."""
 
     method: str
     path: str
@@ -52,6 +54,7 @@ class Router:
         self.routes = tuple(routes)
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: dict[str, dict[str, Route]] = {}
+        self._collections = {route.path.partition(_ID)[0] for route in self.routes if _ID in route.path}
         for route in self.routes:
             table = self._prefixes if route.path.endswith(_TAIL) else self._exact
             methods = table.setdefault(route.path.removesuffix(_TAIL), {})
@@ -75,12 +78,21 @@ class Router:
         return Match(route, unquote(account) if account is not None else None, unquote(tail))
 
     def _find(self, raw_path: bytes) -> tuple[dict[str, Route] | None, str | None, str]:
-        """The routes of a path by method, and what its {account} and {model} stand for, still quoted."""
+        """The routes of a path by method, and what its {account} and its {id} or {model} stand for, still quoted."""
         shape, account = _without_account(raw_path.decode("latin-1"))
         methods, tail = self._exact.get(shape), ""
         if methods is None:
+            methods, tail = self._by_id(shape)
+        if methods is None:
             methods, tail = self._by_prefix(shape)
         return methods, account, tail
+
+    def _by_id(self, shape: str) -> tuple[dict[str, Route] | None, str]:
+        for collection in self._collections:
+            if shape.startswith(collection):
+                found, slash, rest = shape[len(collection) :].partition("/")
+                return self._exact.get(f"{collection}{_ID}{slash}{rest}") if found else None, found
+        return None, ""
 
     def _by_prefix(self, shape: str) -> tuple[dict[str, Route] | None, str]:
         for prefix, methods in self._prefixes.items():

@@ -2,12 +2,14 @@
 
 from functools import cache
 
-from emberline.api import admin, anthropic, openai, openapi, search, workers_ai
+from emberline.api import admin, anthropic, openai, openai_responses, openapi, search, workers_ai
 from emberline.api.anthropic_messages import CountRequest, MessagesRequest
 from emberline.api.call import Call
 from emberline.api.errors import Dialect
 from emberline.api.openai_chat import ChatRequest
 from emberline.api.openai_completions import CompletionRequest
+from emberline.api.openai_responses import PAGE
+from emberline.api.openai_responses_request import ResponsesRequest
 from emberline.api.reply import Reply, encode
 from emberline.api.route import Policy, Route
 from emberline.api.search import MODEL_FILTERS, PAGING
@@ -24,6 +26,18 @@ def _openai(prefix: str, form: Dialect) -> list[Route]:
         Route("POST", f"{prefix}/completions", KEY, form, openai.completions, "Complete text", body=CompletionRequest),
         Route("GET", f"{prefix}/models", KEY, form, openai.list_models, "List models"),
         Route("GET", f"{prefix}/models/{{model}}", KEY, form, openai.get_model, "Describe a model"),
+    ]
+
+
+def _responses(prefix: str, form: Dialect) -> list[Route]:
+    path, door, body = f"{prefix}/responses", openai_responses, ResponsesRequest
+    return [
+        Route("POST", path, KEY, form, door.create, "Create a response", body=body),
+        Route("POST", f"{path}/input_tokens", KEY, form, door.count_tokens, "Count a response's tokens", body=body),
+        Route("GET", f"{path}/{{id}}", KEY, form, door.retrieve, "A stored response"),
+        Route("DELETE", f"{path}/{{id}}", KEY, form, door.delete, "Delete a stored response"),
+        Route("GET", f"{path}/{{id}}/input_items", KEY, form, door.list_input_items, "Its input", query=PAGE),
+        Route("POST", f"{path}/{{id}}/cancel", KEY, form, door.cancel, "Cancel a response"),
     ]
 
 
@@ -59,6 +73,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", f"{AI}/authors/search", KEY, NATIVE, search.list_authors, "List authors", query=PAGING),
     *_openai("/v1", OPENAI),
     *_openai(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_responses("/v1", OPENAI),
+    *_responses(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
     *_anthropic("/v1", ANTHROPIC),
     *_anthropic(f"{AI}/v1", Dialect.ANTHROPIC_ENVELOPED),
     # Anthropic's client appends /v1/messages to whatever base it is given.

@@ -45,14 +45,21 @@ _USAGE = {
         "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
     },
 }
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}, "id": {"type": "string"}},
+    "required": ["name", "arguments"],
+}
 _OUTPUT = {
     "oneOf": [
         {
             "type": "object",
             "contentType": "application/json",
             "properties": {
-                "response": {"type": "string"},
-                "tool_calls": {"type": "array", "items": {"type": "object"}},
+                "response": {"type": ["string", "object", "array", "number", "boolean", "null"]},
+                "reasoning_content": {"type": "string"},
+                "tool_calls": {"type": "array", "items": _TOOL_CALL},
+                "finish_reason": {"enum": ["length", "tool_calls"]},
                 "usage": _USAGE,
             },
             "required": ["response"],

@@ -7,16 +7,15 @@ from msgspec import Meta
 
 from emberline.api.body import read_json
 from emberline.api.call import Call
-from emberline.api.collect import Answer, collect
-from emberline.api.errors import error_body
-from emberline.api.fields import Generation, Unbuilt, session_name, unsupported
+from emberline.api.collect import collect
+from emberline.api.conversation import Conversation, is_json
+from emberline.api.fields import session_name
 from emberline.api.messages import ChatMessage, canonical
-from emberline.api.padding import pads
-from emberline.api.reply import HeaderList, Reply, encode, json_reply
+from emberline.api.reply import HeaderList, Reply, json_reply
 from emberline.api.sse import stream
-from emberline.api.usage import usage_body
-from emberline.protocol.errors import BadInput, EmberlineError
-from emberline.protocol.events import ChoiceDone, TextDelta, Usage
+from emberline.api.unbuilt import Unbuilt, unsupported
+from emberline.api.workers_ai_answer import RunStream, Shape, result_body
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message
 
 DEFAULT_TEMPERATURE = 0.6
@@ -26,7 +25,7 @@ class RunOptions(msgspec.Struct):
     reject_if_busy: bool | None = msgspec.field(default=None, name="rejectIfBusy")
 
 
-class RunRequest(Generation, kw_only=True):
+class RunRequest(Conversation, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     raw: bool | None = None
@@ -35,6 +34,7 @@ class RunRequest(Generation, kw_only=True):
     top_k: Annotated[int, Meta(ge=1, le=50)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0, le=2)] | None = None
     options: RunOptions | None = None
+    functions: Unbuilt = None  # Cloudflare's: code to run there, not OpenAI's older tools
     requests: Unbuilt = None
     request_id: Unbuilt = None
     logprobs: Unbuilt = None
@@ -43,7 +43,7 @@ class RunRequest(Generation, kw_only=True):
     audio: Unbuilt = None
 
     def to_request(self, call: Call, model: str) -> GenerateRequest:
-        self.check()
+        agency = self.agency(call)
         if self.n not in (None, 1):
             raise unsupported("n")
         messages, prompt = self._input()
@@ -56,7 +56,7 @@ class RunRequest(Generation, kw_only=True):
             session=session_name(call, self.prompt_cache_key, self.user),
             priority=self.priority,
             reject_if_busy=bool(self.options and self.options.reject_if_busy),
-            template_kwargs=self.template_kwargs,
+            **agency,
         )
 
     def _input(self) -> tuple[tuple[Message, ...] | None, str | None]:
@@ -68,6 +68,8 @@ class RunRequest(Generation, kw_only=True):
                 raise BadInput("`raw` needs `prompt`: messages always go through the chat template", param="raw")
             return canonical(self.messages), None
         if self.raw:
+            if self.tools:
+                raise BadInput("`tools` need the chat template, which `raw` leaves out", param="tools")
             return None, self.prompt
         return (Message("user", self.prompt or ""),), None
 
@@ -93,41 +95,16 @@ async def run_universal(call: Call) -> Reply | None:
 
 
 async def _run(call: Call, model: str, body: RunRequest) -> Reply | None:
-    events = call.service.generate(body.to_request(call, model), call.principal)
+    request = body.to_request(call, model)
+    events = call.service.generate(request, call.principal)
+    shape = Shape(json=is_json(request.output), reasoning=not body.hides_reasoning)
     # Nothing has a price yet, so nothing costs neurons.
     headers: HeaderList = [(b"cf-ai-req-id", call.id.encode()), (b"cf-ai-neurons", b"0")]
     if body.stream:
-        await stream(call, events, RunStream(call), headers)
+        await stream(call, events, RunStream(call, shape), headers)
         return None
-    return json_reply(envelope(_result(await collect(call, events))), headers=headers)
+    return json_reply(envelope(result_body(await collect(call, events), shape)), headers=headers)
 
 
 def envelope(result: Any, **beside: Any) -> dict[str, Any]:
     return {"result": result, "success": True, "errors": [], "messages": []} | beside
-
-
-def _result(answer: Answer) -> dict[str, Any]:
-    return {"response": answer.choices[0].text, "tool_calls": [], "usage": usage_body(answer.usage)}
-
-
-class RunStream:
-    """`response` pieces, each padded; the usage; [DONE]."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._pads = pads()
-
-    def started(self, usage: Usage) -> bytes:
-        return b""
-
-    def delta(self, event: TextDelta) -> bytes:
-        return b'data: {"response":' + encode(event.text) + b',"p":"' + next(self._pads) + b'"}\n\n'
-
-    def done(self, event: ChoiceDone) -> bytes:
-        return b""
-
-    def completed(self, usage: Usage) -> bytes:
-        return b'data: {"response":"","usage":' + encode(usage_body(usage)) + b"}\n\ndata: [DONE]\n\n"
-
-    def failed(self, error: EmberlineError) -> bytes:
-        return b"data: " + encode(error_body(error, self._call.dialect, self._call.id)) + b"\n\n"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.link import Link, dial, retry_delays
@@ -16,6 +17,7 @@ from emberline.protocol.frames import (
     Refused,
     Step,
     Submit,
+    Vocabulary,
     Welcome,
     from_engine_decoder,
 )
@@ -37,6 +39,7 @@ class EngineClient:
         self.progress_s = 0.0  # monotonic time of the last step or welcome
         self.problem = "not connected yet"  # empty while connected
         self.closing = False
+        self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it to follow grammars
         self._link: _EngineLink | None = None
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._ready = asyncio.Event()
@@ -87,6 +90,9 @@ class EngineClient:
         for request in requests:
             assert request.id not in self._streams, f"sequence id {request.id} is in use"
             self._streams[request.id] = stream
+        if not self._link.knows_words and self.vocabulary is not None and any(request.grammar for request in requests):
+            self._link.send(self.vocabulary())
+            self._link.knows_words = True
         self._link.send(Submit(requests))
 
     def abort(self, ids: list[str]) -> None:
@@ -157,6 +163,7 @@ class _EngineLink(Link):
     def __init__(self, client: EngineClient) -> None:
         super().__init__()
         self._client = client
+        self.knows_words = False  # the vocabulary was sent on it
         self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_open(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emberline.protocol.errors import BadInput, ContextExceeded
-from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,6 +33,14 @@ class Limits:
         if (largest := int(np.frombuffer(request.prompt_ids, "<u4").max())) >= self.vocab_size:
             raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="prompt")
         self._check_sampling(request.sampling)
+        if (limit := request.thinking_limit) is not None:
+            self._check_thinking(limit)
+
+    def _check_thinking(self, limit: ThinkingLimit) -> None:
+        if limit.most < 0 or not limit.ids or len(limit.ids) % 4:
+            raise BadInput("a thinking limit needs a number of tokens and what then ends it", param="thinking_limit")
+        if int(np.frombuffer(limit.ids, "<u4").max()) >= self.vocab_size:
+            raise BadInput("a thinking limit has token ids outside of the vocabulary", param="thinking_limit")
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         for name, low, high in _RANGES:

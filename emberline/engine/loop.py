@@ -28,6 +28,11 @@ class StepLoop:
         return self._scheduler.busy or bool(self._in_flight)
 
     @property
+    def held_up(self) -> bool:
+        """Busy, but a step would compute nothing before a grammar is compiled."""
+        return not self._in_flight and self._scheduler.held_up
+
+    @property
     def load(self) -> EngineLoad:
         return self._scheduler.load()
 
@@ -42,9 +47,10 @@ class StepLoop:
 
     def learn(self, vocabulary: Vocabulary) -> None:
         """What tokens stand for, which grammars need to know."""
+        self._scheduler.learn(vocabulary)
 
     def step(self, now_s: float) -> list[TokenDelta]:
-        deltas = self._scheduler.expire(now_s)
+        deltas = self._scheduler.expire(now_s) + self._scheduler.settle()
         plan = self._scheduler.plan()
         if plan.rows:
             handle = self._runner.launch(plan)

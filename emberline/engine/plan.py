@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.protocol.frames import Vocabulary
 from emberline.protocol.request import EngineRequest
 
 
@@ -31,15 +32,16 @@ class Row:
     number: int  # of the sequence; unique in this engine's life, where a slot and a request's id are not
     slot: int
     start: int  # position of the first new token
-    token_ids: bytes  # u32 LE
+    token_ids: bytes  # u32 LE; empty when it follows
     blocks: list[list[int]] | None  # per group: appended to the slot's table; None: nothing is
     passed: list[int]  # per group: so many leading table entries hold nothing any more
     samples: bool  # draw the token that follows
     banned: tuple[int, ...] = ()  # ids not to be drawn
+    follows: bool = False  # its one new token is what the slot drew last, which only the device may know yet
 
     @property
     def end(self) -> int:
-        return self.start + len(self.token_ids) // 4
+        return self.start + 1 if self.follows else self.start + len(self.token_ids) // 4
 
 
 @dataclass(slots=True)
@@ -56,6 +58,56 @@ class Masks:
 
     rows: list[int]  # their places among the plan's rows that sample
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
+
+
+class Guide(Protocol):
+    """What binds one sequence to its grammar. It has accepted exactly the tokens of the reply so far."""
+
+    @property
+    def n_words(self) -> int:
+        """Of a row that `fill` fills."""
+
+    @property
+    def digest(self) -> str:
+        """Names the grammar in the log."""
+
+    @property
+    def complete(self) -> bool:
+        """The reply may end here."""
+
+    @property
+    def finished(self) -> bool:
+        """The reply can only end here."""
+
+    def fill(self, bits: NDArray[np.uint32]) -> None:
+        """Which tokens may follow, the ends of a reply left out."""
+
+    def accept(self, token_id: int) -> bool: ...
+
+    def rollback(self, n: int) -> None:
+        """Take back the last n accepted tokens."""
+
+    def fits(self, room: int) -> bool:
+        """Whether so many tokens more can end the reply validly."""
+
+    def closing(self) -> list[int]:
+        """The tokens that do so, once `fits` has said so."""
+
+
+class PendingGuide(Protocol):
+    """A grammar that is being compiled."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def guide(self) -> Guide:
+        """Once ready; raises the EmberlineError why there is none."""
+
+
+class Guides(Protocol):
+    def request(self, encoded: bytes) -> PendingGuide: ...
+
+    def learn(self, vocabulary: Vocabulary) -> None: ...
 
 
 class Sampled(Protocol):

@@ -1,23 +1,31 @@
 """Who computes what in the next step. Pure Python: no torch, no I/O, no clock of its own."""
 
+import logging
 import secrets
 from bisect import insort
 from collections.abc import Iterable
+from itertools import islice
 from operator import attrgetter
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from emberline.engine.limits import Limits
-from emberline.engine.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.plan import Admission, Guide, Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol import blockhash
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.layout import BLOCK_TOKENS
 from emberline.protocol.request import EngineRequest
+from emberline.protocol.tokens import pack, unpack
 
+GRAMMAR_FAILED = "the engine could not follow this request's grammar"
+
+_log = logging.getLogger(__name__)
 _by_rank = attrgetter("rank")
 _U64 = (1 << 64) - 1
 
@@ -30,11 +38,15 @@ class Scheduler:
     to be computed again. The first in rank therefore always advances, and so every sequence ends.
     """
 
-    def __init__(self, cache: KVCache, limits: Limits, fingerprint: str) -> None:
+    def __init__(
+        self, cache: KVCache, limits: Limits, fingerprint: str, grammars: Guides | None = None
+    ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
         self.limits = limits
         self._cache = cache
         self._fingerprint = fingerprint
+        self._grammars = grammars  # None: grammars are ignored
+        self._pending: list[Sequence] = []  # those whose grammars are being compiled; they wait, too
         self._running: list[Sequence] = []  # by rank
         self._waiting: list[Sequence] = []  # by rank
         self._by_id: dict[str, Sequence] = {}
@@ -48,6 +60,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self._by_number)
+
+    @property
+    def held_up(self) -> bool:
+        """Nothing can be computed before a grammar is compiled."""
+        return bool(self._pending) and len(self._pending) == len(self._by_number)
 
     def load(self) -> EngineLoad:
         load = msgspec.structs.replace(self._totals)
@@ -63,6 +80,7 @@ class Scheduler:
         if request.id in self._by_id:
             raise BadInput(f"request id {request.id!r} is in use", param="id")
         self.limits.check(request)
+        pending = self._grammars.request(request.grammar) if request.grammar and self._grammars else None
         sampling = request.sampling
         n_prompt = len(request.prompt_ids) // 4
         room = self.limits.context_len - n_prompt
@@ -77,12 +95,40 @@ class Scheduler:
             n_prompt=n_prompt,
             ids=bytearray(request.prompt_ids),
             table=self._cache.table(),
+            pending=pending,
+            thinks=request.thinking_limit is not None,
         )
         self._n_arrived += 1
         self._by_id[request.id] = self._by_number[seq.number] = seq
         if seq.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
         self._enqueue(seq)
+        if pending is not None:
+            self._pending.append(seq)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        if self._grammars is not None:
+            self._grammars.learn(vocabulary)
+
+    def settle(self) -> list[TokenDelta]:
+        """Take the grammars that are compiled now. Sequences whose grammar failed end."""
+        if not self._pending:
+            return []
+        deltas = []
+        for seq in [seq for seq in self._pending if seq.pending is not None and seq.pending.ready]:
+            assert seq.pending is not None
+            try:
+                seq.guide = seq.pending.guide()
+                seq.closes = seq.guide.fits(seq.max_tokens)
+            except EmberlineError as error:
+                deltas.append(self._end(seq, "error", error=error.info()))
+            except Exception:
+                _log.exception("a grammar cannot be followed", extra={"request_id": seq.id})
+                deltas.append(self._end(seq, "error", error=Internal(GRAMMAR_FAILED).info()))
+            else:
+                seq.pending = None
+                self._pending.remove(seq)
+        return deltas
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """The terminal delta, or None when there is no such request (any more)."""
@@ -126,7 +172,46 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """What the grammars of the plan's rows allow next; None when no row has one."""
-        return None
+        places: list[int] = []
+        guided: list[Sequence] = []
+        sampling = (row for row in plan.rows if row.samples)
+        for place, row in enumerate(sampling):
+            seq = self._by_number.get(row.number)
+            if seq is not None and seq.guide is not None:
+                places.append(place)
+                guided.append(seq)
+        if not guided:
+            return None
+        bits = np.zeros((len(guided), max(seq.guide.n_words for seq in guided if seq.guide is not None)), np.uint32)
+        for row_bits, seq in zip(bits, guided):
+            self._fill(row_bits, seq)
+        return Masks(places, bits)
+
+    def _fill(self, bits: NDArray[np.uint32], seq: Sequence) -> None:
+        guide = seq.guide
+        assert guide is not None
+        try:
+            guide.fill(bits[: guide.n_words])
+        except Exception as error:
+            self._guide_failed(seq, error)
+            bits[:] = ~np.uint32(0)  # something is drawn, and ignored
+            return
+        ends: Iterable[int] = ()
+        if guide.finished:
+            ends = seq.stop_ids or self.limits.eos_ids
+        elif guide.complete and seq.n_output >= seq.request.sampling.min_tokens:
+            ends = seq.stop_ids
+        for token_id in ends:
+            bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        if not bits.any():
+            self._guide_failed(seq, None)
+            bits[:] = ~np.uint32(0)
+
+    def _guide_failed(self, seq: Sequence, error: Exception | None) -> None:
+        digest = seq.guide.digest if seq.guide is not None else ""
+        what = "a grammar allows no token" if error is None else "a grammar cannot be followed"
+        _log.error(what, exc_info=error, extra={"request_id": seq.id, "grammar": digest})
+        seq.failure = Internal(GRAMMAR_FAILED)
 
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
@@ -137,13 +222,16 @@ class Scheduler:
             seq = self._by_number.get(row.number)
             if seq is None or seq.slot != row.slot:
                 continue
+            if seq.failure is not None:
+                deltas.append(self._end(seq, "error", error=seq.failure.info()))
+                continue
             if drawn is not None and drawn.token_id < 0:
                 self._cache.discard(seq.table)
                 deltas.append(self._end(seq, "error", error=Internal("the model produced invalid numbers").info()))
                 continue
             self._publish(seq, row.end)
             if drawn is not None:
-                deltas.append(self._append(seq, drawn))
+                deltas.append(self._draw(seq, drawn))
         return deltas
 
     def fail(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
@@ -155,9 +243,10 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Let waiting sequences of a better class take the place of running ones of a worse class."""
-        while self._waiting and self._running:
-            first, last = self._waiting[0], self._running[-1]
-            if first.request.priority >= last.request.priority:
+        while self._running:
+            first = next((seq for seq in self._waiting if seq.pending is None), None)
+            last = self._running[-1]
+            if first is None or first.request.priority >= last.request.priority:
                 return
             if self._free_slots and self._fits(first, self._match(first)):
                 return
@@ -167,7 +256,8 @@ class Scheduler:
         """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting."""
         full = bool(plan.n_preempted)
         if self._waiting and self._free_slots and not full:
-            prefills = sorted(prefills + self._waiting[: 2 * self.limits.max_running], key=_by_rank)
+            able = (seq for seq in self._waiting if seq.pending is None)
+            prefills = sorted([*prefills, *islice(able, 2 * self.limits.max_running)], key=_by_rank)
         computing: set[bytes] = set()  # content keys of blocks that this plan computes
         for seq in prefills:
             left = self.limits.token_budget - plan.n_tokens
@@ -238,7 +328,7 @@ class Scheduler:
                 blocks=[held.blocks[n_blocks:] for held in groups] if grown else None,
                 passed=[held.n_passed for held in groups],
                 samples=end == seq.n_tokens,
-                banned=tuple(seq.stop_ids) if seq.n_output < seq.request.sampling.min_tokens else (),
+                banned=self._banned(seq),
             )
         )
         plan.n_tokens += n
@@ -247,6 +337,11 @@ class Scheduler:
         if start < seq.n_prompt:
             self._totals.prompt_tokens += min(end, seq.n_prompt) - start
         return True
+
+    def _banned(self, seq: Sequence) -> tuple[int, ...]:
+        if seq.guide is not None:  # its mask says when it may end
+            return ()
+        return tuple(seq.stop_ids) if seq.n_output < seq.request.sampling.min_tokens else ()
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
@@ -263,20 +358,63 @@ class Scheduler:
             blockhash.extend(seq.keys, seq.root, seq.ids)
             self._cache.publish(seq.table, seq.keys, n_blocks)
 
-    def _append(self, seq: Sequence, drawn: Sampled) -> TokenDelta:
-        token_id = drawn.token_id
-        packed = token_id.to_bytes(4, "little")
+    def _draw(self, seq: Sequence, drawn: Sampled) -> TokenDelta:
+        """Take in the token that was drawn, or what takes its place, and what must follow it."""
+        logprob = drawn.logprob if drawn.logprob is not None else 0.0
+        entry = TokenLogprobs(drawn.token_id, logprob, drawn.top)
+        if seq.guide is not None:
+            try:
+                return self._draw_guided(seq, seq.guide, entry)
+            except Exception as error:
+                self._guide_failed(seq, error)
+                return self._end(seq, "error", error=Internal(GRAMMAR_FAILED).info())
+        if drawn.token_id in seq.stop_ids:
+            return self._append(seq, [entry], "stop")
+        entries = [entry, *self._thought(seq, drawn.token_id)]
+        return self._append(seq, entries, "length" if len(entries) >= seq.room else None)
+
+    def _draw_guided(self, seq: Sequence, guide: Guide, entry: TokenLogprobs) -> TokenDelta:
+        token_id, room = entry.token_id, seq.room
+        ends = token_id in seq.stop_ids or (guide.finished and token_id in self.limits.eos_ids)
+        if ends and guide.complete:
+            return self._append(seq, [entry], "stop")
+        if not guide.accept(token_id):
+            raise ValueError(f"token {token_id} was allowed, and is not accepted")
+        if seq.closes and not guide.fits(room - 1):
+            guide.rollback(1)
+            path = guide.closing()
+            return self._append(seq, _forced(path), "stop" if path or guide.finished else "length")
+        entries = [entry, *self._thought(seq, token_id)]
+        if guide.finished:
+            return self._append(seq, entries, "stop")
+        return self._append(seq, entries, "length" if len(entries) >= room else None)
+
+    def _thought(self, seq: Sequence, token_id: int) -> list[TokenLogprobs]:
+        """What ends the thinking when its limit is reached with this token; mostly nothing."""
+        limit = seq.request.thinking_limit
+        if not seq.thinks or limit is None:
+            return []
+        n_output = seq.n_output + 1
+        if token_id in limit.end_ids:
+            seq.thinks = False
+        if not seq.thinks or n_output < limit.most:
+            return []
+        seq.thinks = False
+        ids = unpack(limit.ids)
+        room = seq.max_tokens - n_output - len(ids)
+        if room < 0 or (seq.guide is not None and not _accepts(seq.guide, ids, room if seq.closes else None)):
+            return []
+        return _forced(ids)
+
+    def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
+        packed = pack([entry.token_id for entry in entries])
+        first = not seq.n_output
         seq.ids += packed
-        self._totals.output_tokens += 1
-        logprobs = None
-        if seq.request.sampling.logprobs is not None and drawn.logprob is not None:
-            logprobs = [TokenLogprobs(token_id, drawn.logprob, drawn.top)]
-        n_output = seq.n_output
-        if token_id in seq.stop_ids:
-            return self._end(seq, "stop", packed, logprobs)
-        if n_output >= seq.max_tokens:
-            return self._end(seq, "length", packed, logprobs)
-        return TokenDelta(seq.request.id, packed, None, seq.usage() if n_output == 1 else None, logprobs)
+        self._totals.output_tokens += len(entries)
+        logprobs = entries if seq.request.sampling.logprobs is not None and entries else None
+        if finish is not None:
+            return self._end(seq, finish, packed, logprobs)
+        return TokenDelta(seq.request.id, packed, None, seq.usage() if first else None, logprobs)
 
     def _end(
         self,
@@ -288,6 +426,8 @@ class Scheduler:
     ) -> TokenDelta:
         """The one way out: everything the sequence held is given back, and its terminal delta is made."""
         del self._by_id[seq.request.id], self._by_number[seq.number]
+        if seq.pending is not None:
+            self._pending.remove(seq)
         if seq.slot == WAITING:
             self._dequeue(seq)
         else:
@@ -312,3 +452,19 @@ class Scheduler:
 def _most_cached(seq: Sequence) -> int:
     """Blocks that a hit may have: at least one token must be computed, for its logits."""
     return (seq.n_tokens - 1) // BLOCK_TOKENS
+
+
+def _forced(ids: list[int]) -> list[TokenLogprobs]:
+    """Tokens that were not drawn: nothing else could have come."""
+    return [TokenLogprobs(token_id, 0.0) for token_id in ids]
+
+
+def _accepts(guide: Guide, ids: list[int], room: int | None) -> bool:
+    """Let a guide accept tokens that were not drawn, and leave it able to close; or change nothing."""
+    n = 0
+    while n < len(ids) and guide.accept(ids[n]):
+        n += 1
+    if n == len(ids) and (room is None or guide.fits(room)):
+        return True
+    guide.rollback(n)
+    return False

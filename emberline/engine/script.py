@@ -2,6 +2,8 @@
 
 A script is written `key=value,key=value`: as `--script` for every request, and after the marker `standin:` in a
 request's session for that request, on top of the former. For example `standin:say=count,ttft_ms=50,die_after=3`.
+What a model would say in its own tokens, tool calls too, is written as their ids; several replies, one for each request
+of a session in turn, with slashes between them: `standin:say=17.4.9/8.2`.
 """
 
 import msgspec
@@ -15,7 +17,7 @@ MARKER = "standin:"
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`..._after` counts tokens of the request that went out before the fault; -1 is never."""
 
-    say: str = "echo"  # "echo" (the prompt without end tokens, then one), "count" (0, 1, 2, ...), or ids: "17.4.9"
+    say: str = "echo"  # "echo" (the prompt without end tokens, then one), "count" (0, 1, 2, ...), or ids: "17.4/9.1"
     ttft_ms: float = 0.0  # a step with a first token takes this long,
     itl_ms: float = 0.0  # any other step this long
     error_after: int = -1  # the request fails, as if its logits were not numbers
@@ -26,13 +28,20 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.say not in ("echo", "count"):
-            _ids(self.say)  # a ValueError otherwise
+            _turns(self.say)  # a ValueError otherwise
 
-    def words(self, prompt_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-        """What is said before the end token; nothing for a script that counts."""
+    @property
+    def has_turns(self) -> bool:
+        return "/" in self.say
+
+    def words(self, prompt_ids: list[int], eos_ids: tuple[int, ...], turn: int = 0) -> list[int]:
+        """What is said before the end token; nothing for a script that counts. The last turn is said over and over."""
         if self.say == "count":
             return []
-        return [token for token in prompt_ids if token not in eos_ids] if self.say == "echo" else _ids(self.say)
+        if self.say == "echo":
+            return [token for token in prompt_ids if token not in eos_ids]
+        turns = _turns(self.say)
+        return turns[min(turn, len(turns) - 1)]
 
 
 def countable(n: int, vocab_size: int, eos_ids: tuple[int, ...]) -> int:
@@ -43,8 +52,8 @@ def countable(n: int, vocab_size: int, eos_ids: tuple[int, ...]) -> int:
     return token
 
 
-def _ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(".")]
+def _turns(text: str) -> list[list[int]]:
+    return [[int(part) for part in turn.split(".")] for turn in text.split("/")]
 
 
 def parse(text: str, base: Script | None = None) -> Script:

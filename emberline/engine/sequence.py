@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from emberline.engine.plan import Guide, PendingGuide
 from emberline.kv.cache import BlockTable
+from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
 from emberline.protocol.request import EngineRequest
 
@@ -26,6 +28,11 @@ class Sequence:
     slot: int = WAITING
     planned_step: int = -1  # the last step it has a row in
     cached_by_tier: dict[str, int] | None = None  # set at first admission
+    pending: PendingGuide | None = None  # its grammar, until that is compiled
+    guide: Guide | None = None
+    closes: bool = False  # its grammar can be ended within max_tokens, and will be
+    thinks: bool = False  # a thinking limit is still to come
+    failure: EmberlineError | None = None  # of its guide; it ends with the next step
 
     @property
     def id(self) -> str:
@@ -35,6 +42,11 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Smaller goes first."""
         return self.request.priority, self.number
+
+    @property
+    def room(self) -> int:
+        """Tokens that the reply may still get."""
+        return self.max_tokens - self.n_output
 
     @property
     def n_tokens(self) -> int:

@@ -20,6 +20,7 @@ from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
 HEARTBEAT_S = 1.0  # a client whose requests wait for longer hears that the engine computes
+HELD_UP_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
 
 _log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Server:
     def _patience_s(self) -> float | None:
         """How long to sleep at most: not at all with work to do, for ever when only clients can bring some."""
         if self._engine.busy:
-            return 0
+            return HELD_UP_S if self._engine.held_up else 0
         limits = [c.opened_s + HELLO_LIMIT_S for c in self._connections if not c.greeted]
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
@@ -143,7 +144,7 @@ class Server:
                 if (delta := self._engine.abort(request_id)) is not None:
                     self._route([delta])
         elif isinstance(message, Vocabulary):
-            self._engine.learn(message)
+            self._learn(connection, message)
         else:
             assert isinstance(message, Drain)
             self.drain(message.limit_s)
@@ -177,6 +178,12 @@ class Server:
         else:
             self._owners[request.id] = connection
             connection.request_ids.add(request.id)
+
+    def _learn(self, connection: Connection, vocabulary: Vocabulary) -> None:
+        try:
+            self._engine.learn(vocabulary)
+        except EmberlineError as error:  # its requests would be bound to grammars of other tokens
+            raise ConnectionLost(error.message) from None
 
     def _refuse(self, connection: Connection, request_id: str, error: ErrorInfo) -> None:
         _log.info("refused: %s", error.message, extra={"request_id": request_id, "kind": error.kind})

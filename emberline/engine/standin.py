@@ -66,6 +66,7 @@ class ScriptedRunner:
         self._base = base
         self._hang_up = hang_up
         self._parts: dict[int, _Part] = {}  # by slot
+        self._turns: dict[str, dict[str, int]] = {}  # by session: which of its requests each is
 
     def launch(self, plan: StepPlan) -> _Spoken:
         for admission in plan.admissions:
@@ -102,7 +103,16 @@ class ScriptedRunner:
     def _part(self, request: EngineRequest) -> _Part:
         line = script.of_request(request, self._base)
         prompt_ids = tokens.unpack(request.prompt_ids)
-        return _Part(request.id, line, len(prompt_ids), line.words(prompt_ids, self._limits.eos_ids))
+        return _Part(
+            request.id, line, len(prompt_ids), line.words(prompt_ids, self._limits.eos_ids, self._turn(request, line))
+        )
+
+    def _turn(self, request: EngineRequest, line: Script) -> int:
+        """A request that was preempted is admitted twice, and is the same turn."""
+        if not line.has_turns:
+            return 0
+        turns = self._turns.setdefault(request.session or "", {})
+        return turns.setdefault(request.id, len(turns))
 
 
 def _hang() -> None:

@@ -2,23 +2,31 @@
 
 import argparse
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from emberline import log
 from emberline.engine import process
+from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
-from emberline.engine.memory import default_kv_bytes
+from emberline.engine.memory import default_kv_bytes, free_host_bytes
+from emberline.engine.plan import Runner
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.server import Server
+from emberline.kernels.cpu.build import cache_dir
 from emberline.kv.budget import split_bytes
 from emberline.kv.cache import KVCache
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.config import ModelConfig
+from emberline.weights.readahead import ReadAhead, model_files
+
+CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
+GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
 
@@ -43,18 +51,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any]]:
     """The model loaded, scheduler and runner around it. The facts are for the log and the ready line."""
-    if args.max_running > args.token_budget:
-        raise BadInput("--token-budget must be at least --max-running: each sequence takes a token a step")
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
+    ahead = _read_ahead(args)
     checkpoint = open_checkpoint(args.model)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     import torch  # takes a second or more: not for a start that fails
 
-    from emberline.engine.runner import TorchRunner
     from emberline.models import load
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    _set_defaults(args, device)
+    if ahead is not None:
+        ahead.stop()
     model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads)
     if model.backend == "native":
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
@@ -63,11 +74,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     fingerprint = checkpoint.fingerprint
     checkpoint.close()
 
-    kv_bytes = args.kv_bytes or default_kv_bytes(device)
-    n_blocks = split_bytes(model.kv_groups, kv_bytes, args.token_budget, args.max_running)
-    cache = KVCache(model.kv_groups, n_blocks, chunk=args.token_budget)
-    limits = _limits(model.config, cache, args)
-    loop = StepLoop(Scheduler(cache, limits, fingerprint), TorchRunner(model, n_blocks, limits, device))
+    loop, cache, limits = _engine(model, fingerprint, device, args)
     info = EngineInfo(
         model=args.name or args.model.stem,
         fingerprint=fingerprint,
@@ -81,15 +88,52 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         max_running=limits.max_running,
     )
     facts = {name: getattr(info, name) for name in ("model", "device", "backend", "context_len", "kv_tokens")}
-    facts["kv_bytes"] = sum(n * layout.block_bytes for n, layout in zip(n_blocks, model.kv_groups))
+    facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
 
 
-def _limits(config: ModelConfig, cache: KVCache, args: argparse.Namespace) -> Limits:
-    if cache.capacity < config.context_len:
+def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
+    """For an accelerator the whole file is read once: begin before torch is there to ask for it."""
+    if args.device == "cpu" or not Path("/dev/nvidiactl").exists():
+        return None
+    return ReadAhead(model_files(args.model), free_host_bytes() // 2)
+
+
+def _set_defaults(args: argparse.Namespace, device: str) -> None:
+    for name, value in (CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.max_running > args.token_budget:
+        raise BadInput("--token-budget must be at least --max-running: each sequence takes a token a step")
+
+
+def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> tuple[StepLoop, KVCache, Limits]:
+    from emberline.engine.runner import TorchRunner
+
+    def caches(kv_bytes: int) -> tuple[list[int], KVCache, Limits]:
+        n_blocks = split_bytes(model.kv_groups, kv_bytes, args.token_budget, args.max_running)
+        cache = KVCache(model.kv_groups, n_blocks, chunk=args.token_budget)
+        return n_blocks, cache, _limits(model.config, cache, args)
+
+    runner: Runner
+    if model.backend != "triton":
+        n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
+        runner = TorchRunner(model, n_blocks, limits, device)
+        return StepLoop(Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size)), runner), cache, limits
+    from emberline.engine.gpu_engine import GpuEngine
+
+    engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
+    n_blocks, cache, limits = caches(engine.memory.kv)
+    runner = engine.runner(n_blocks, limits)
+    return StepLoop(Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size)), runner), cache, limits
+
+
+def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:
+    capacity = config.context_len if cache is None else cache.capacity
+    if cache is not None and cache.capacity < config.context_len:
         _log.warning("the KV cache holds %d of the model's %d tokens", cache.capacity, config.context_len)
     return Limits(
-        context_len=min(config.context_len, cache.capacity),
+        context_len=min(config.context_len, capacity),
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
         max_running=args.max_running,
@@ -101,7 +145,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = process.arguments("emberline.engine.worker", "Serve one model on one socket.")
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a model folder")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--kv-bytes", type=process.positive, metavar="N", help="default: a quarter of the free memory")
+    parser.set_defaults(max_running=None, token_budget=None)  # by device
+    parser.add_argument("--kv-bytes", type=process.positive, metavar="N", help="default: by the device's free memory")
     parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument("--deterministic", action="store_true", help="the same tokens whatever else is in the batch")
     return parser.parse_args(argv)

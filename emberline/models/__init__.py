@@ -23,7 +23,15 @@ _log = logging.getLogger("emberline.models")
 def load(source: Source, device: str = "cpu", deterministic: bool = False, threads: int | None = None) -> Model:
     """The checkpoint's model on `device`, weights in the form its backend wants."""
     table = ARCHITECTURES[source.config.architecture]
-    return Decoder(source, _backend(source, device, deterministic, threads), table)
+    backend = _backend(source, device, deterministic, threads)
+    if not device.startswith("cuda"):
+        return Decoder(source, backend, table)
+    from emberline.weights.loader import Deferred, Loader
+
+    loader = Loader(device)
+    model = Decoder(Deferred(source, loader), backend, table)  # places first, bytes then
+    loader.finish()
+    return model
 
 
 def _backend(source: Source, device: str, deterministic: bool, threads: int | None) -> Backend:
@@ -40,4 +48,15 @@ def _backend(source: Source, device: str, deterministic: bool, threads: int | No
                 return native.NativeBackend(threads)
             except (build.BuildError, OSError) as error:
                 _log.warning("%s; plain PyTorch serves instead, several times more slowly", error)
+    if device.startswith("cuda") and (fast := _triton(device, deterministic)) is not None:
+        return fast
     return TorchBackend(device, row_by_row=deterministic)
+
+
+def _triton(device: str, deterministic: bool) -> Backend | None:
+    try:
+        from emberline.kernels.gpu.backend import TritonBackend
+    except ImportError as error:
+        _log.warning("%s; plain PyTorch serves instead, many times more slowly", error)
+        return None
+    return TritonBackend(device, deterministic=deterministic)

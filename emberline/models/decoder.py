@@ -58,6 +58,11 @@ class Decoder:
         return self._backend.name
 
     @property
+    def kernels(self) -> Any:
+        """The backend itself, for what only an accelerator's has: a workspace to be taken in time."""
+        return self._backend
+
+    @property
     def device(self) -> str:
         return self._backend.device
 

@@ -17,6 +17,7 @@ A service:
 
     service.generate(request, principal) -> AsyncGenerator[TextEvent]   # aclose() cancels the work in the engine
     await service.count_tokens(request, principal) -> int
+    service.responses                               # answers kept for later: keep, recall, forget
     service.models() -> list[ModelCard]
     service.resolve(model_id) -> ModelCard          # ModelNotFound, MalformedModelId
     await service.health() -> Health                # .ok: tokens can move; .detail: plain data, per engine

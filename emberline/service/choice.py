@@ -5,6 +5,7 @@ from typing import Literal
 
 from emberline.protocol import tokens
 from emberline.protocol.events import ChoiceDone, TextDelta, TextEvent, TextLogprob, TokenDelta, TokenLogprobs
+from emberline.protocol.request import Message
 from emberline.service.histogram import Histogram
 from emberline.service.prepare import Prepared
 from emberline.text.stops import StopMatcher
@@ -56,8 +57,18 @@ class Choice:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    @property
+    def n_reasoning(self) -> int:
+        """How many of the tokens are reasoning."""
+        return 0
+
+    @property
+    def message(self) -> Message:
+        """The reply as the client will send it back."""
+        return Message("assistant", self.text)
+
     def push(self, delta: TokenDelta) -> list[TextEvent]:
-        """What a client sees of this delta: at most one TextDelta, and ChoiceDone at the end."""
+        """What a client sees of this delta: of plain text at most one TextDelta, and ChoiceDone at the end."""
         assert self.done is None
         ids = tokens.unpack(delta.token_ids)
         n_free = self._min_tokens - self.n_tokens  # of these, so many are not searched for stop strings
@@ -67,15 +78,18 @@ class Choice:
             ids.pop()
         if delta.logprobs is not None:
             self._logprobs += [self._text_logprob(entry) for entry in delta.logprobs[: len(ids)]]
+        return self._read(ids, delta.finish, n_free)
+
+    def _read(self, ids: list[int], finish: str | None, n_free: int) -> list[TextEvent]:
         if self._stops is None:
-            return self._events(self._detokenise(ids, delta.finish), delta.finish, None)
+            return self._events(self._detokenise(ids, finish), finish, None)
         free = self._detokenizer.push(ids[:n_free]) if n_free > 0 else ""
-        text, stop = self._stops.push(self._detokenise(ids[max(0, n_free) :], delta.finish))
+        text, stop = self._stops.push(self._detokenise(ids[max(0, n_free) :], finish))
         if stop is not None:
             return self._events(free + text, "stop", stop)
-        if delta.finish is not None:
+        if finish is not None:
             text += self._stops.finish()
-        return self._events(free + text, delta.finish, None)
+        return self._events(free + text, finish, None)
 
     def _detokenise(self, ids: list[int], finish: str | None) -> str:
         text = self._detokenizer.push(ids)
@@ -89,10 +103,12 @@ class Choice:
             if self._logprobs:
                 self._logprobs = []
         if finish is not None:
-            reason: Literal["stop", "length"] = "length" if finish == "length" else "stop"
-            self.done = ChoiceDone(self.index, reason, stop if stop in self._asked_stops else None)
+            self.done = ChoiceDone(self.index, self._reason(finish), stop if stop in self._asked_stops else None)
             events.append(self.done)
         return events
+
+    def _reason(self, finish: str) -> Literal["stop", "length", "tool_calls"]:
+        return "length" if finish == "length" else "stop"
 
     def _measure(self, n: int) -> None:
         """The time since the tokens before, shared out among the new ones."""

@@ -1,4 +1,4 @@
-"""What must be in one place per node: sessions, admission, the ledger, the metrics.
+"""What must be in one place per node: sessions, admission, the ledger, kept responses, the metrics.
 
 The pipeline sees it through `Core`. `LocalCore` is the thing itself; `remote_core` offers it to door processes.
 """
@@ -17,6 +17,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.service.health import Health, check
 from emberline.service.histogram import Counts
 from emberline.service.metrics import Metrics
+from emberline.service.responses import Responses, ResponseStore
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import Entry, Known
 
@@ -61,6 +62,9 @@ class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Core(Protocol):
+    @property
+    def responses(self) -> ResponseStore: ...
+
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         """The longest known beginning of the conversation whose messages have these digests."""
 
@@ -79,8 +83,9 @@ class Core(Protocol):
 
 
 class LocalCore:
-    def __init__(self, fleet: Fleet, ledger: Ledger, sessions: Sessions) -> None:
+    def __init__(self, fleet: Fleet, ledger: Ledger, sessions: Sessions, responses: Responses) -> None:
         self.fleet = fleet
+        self.responses = responses
         self._ledger = ledger
         self._sessions = sessions
         self._metrics = Metrics(fleet)

@@ -15,7 +15,10 @@ from emberline.service.wire import (
     AskHealth,
     Call,
     Find,
+    Forget,
+    Keep,
     Notice,
+    Recall,
     Settle,
     to_core_decoder,
 )
@@ -107,6 +110,12 @@ class _DoorLink(Link):
             self._close(call.settlement.row.id)
             await core.settle(call.settlement)
             return Answer(call.seq)
+        if isinstance(call, Keep):
+            return Answer(call.seq, done=await core.responses.keep(call.record))
+        if isinstance(call, Recall):
+            return Answer(call.seq, records=await core.responses.recall(call.account, call.response_id, call.whole))
+        if isinstance(call, Forget):
+            return Answer(call.seq, done=await core.responses.forget(call.account, call.response_id))
         if isinstance(call, AskHealth):
             return Answer(call.seq, health=await core.health())
         return Answer(call.seq, metrics=await core.metrics())

@@ -1,30 +1,47 @@
 """Putting a service together: in the core process, and in a door process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emberline.accounts.ledger import Ledger
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.fleet import MAX_WAITING, Fleet
+from emberline.protocol.frames import Vocabulary
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.prepare import Served
 from emberline.service.remote_core import RemoteCore
+from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Store
+from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.model import TextModel
 
 DATABASE = "emberline.db"
 CORE_WAIT_S = 5.0
 
 
-async def open_service(served: Sequence[Served], *, data_dir: Path, max_waiting: int = MAX_WAITING) -> Service:
+async def open_service(
+    served: Sequence[Served],
+    *,
+    data_dir: Path,
+    max_waiting: int = MAX_WAITING,
+    retention_days: int = RETENTION_DAYS,
+) -> Service:
     """The core process's service. Opens the store in `data_dir` and connects to the engines in the background."""
     engines = _engines(served)
     by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
     store = await Store.open(data_dir / DATABASE)
-    core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions())
-    return Service(core, served, engines, close_core=store.close)
+    responses = Responses(store, retention_days)
+    await responses.open()
+    core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions(), responses)
+
+    async def close_core() -> None:
+        await responses.close()
+        await store.close()
+
+    return Service(core, served, engines, close_core, GrammarCompiler())
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -40,12 +57,19 @@ async def open_door(served: Sequence[Served], *, core_socket: Path) -> Service:
     engines = _engines(served)
     core = RemoteCore(core_socket, list(engines.values()))
     await core.wait_connected(CORE_WAIT_S)
-    return Service(core, served, engines, close_core=core.close)
+    return Service(core, served, engines, core.close, GrammarCompiler())
 
 
 def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:
     """By endpoint name. The service starts them."""
-    endpoints = [endpoint for item in served for endpoint in item.endpoints]
-    engines = {endpoint.name: EngineClient(endpoint) for endpoint in endpoints}
-    assert len(engines) == len(endpoints), "endpoint names are unique"
+    engines: dict[str, EngineClient] = {}
+    for item in served:
+        for endpoint in item.endpoints:
+            assert endpoint.name not in engines, "endpoint names are unique"
+            engines[endpoint.name] = EngineClient(endpoint)
+            engines[endpoint.name].vocabulary = _words_of(item.text)
     return engines
+
+
+def _words_of(text: TextModel) -> Callable[[], Vocabulary]:
+    return lambda: text.vocabulary

@@ -1,10 +1,10 @@
 """From a canonical request to token ids that fit: the checks, the session, the template, the tokenizer."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -13,14 +13,25 @@ from emberline.catalog.card import ModelCard
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams, ThinkingLimit
 from emberline.service.clock import Clock
 from emberline.service.core import Core, Memory
 from emberline.service.validate import validate, validate_prompt
 from emberline.text.digest import chain_digests
+from emberline.text.grammar.spec import GrammarSpec
 from emberline.text.model import TextModel
-from emberline.text.prompt import Entry, Prompt, build_prompt, turn_entries
+from emberline.text.prompt import (
+    Entry,
+    Prompt,
+    build_prompt,
+    prompt_kwargs,
+    render_prompt,
+    thinking_begun,
+    turn_entries,
+)
 from emberline.text.tokenizer import OFF_LOOP_BYTES
+from emberline.text.tools.limit import thinking_limit
+from emberline.text.tools.spec import grammar_spec
 
 T = TypeVar("T")
 
@@ -46,11 +57,25 @@ class Prepared:
     prompt: Prompt
     digests: list[bytes]  # of a conversation's messages
     clock: Clock
+    thinking: bool | None = False  # whether the prompt has begun reasoning; None: the reply may
+    thinking_limit: ThinkingLimit | None = None
+    grammar: bytes = b""  # encoded; empty: anything goes
+
+    @property
+    def parsed(self) -> bool:
+        """Whether the reply may be more than text."""
+        return bool(self.request.tools) or self.thinking is not False
+
+
+class Grammars(Protocol):
+    async def compile(self, spec: GrammarSpec) -> bytes:
+        """The encoded grammar; BadInput where the spec is at fault."""
 
 
 class Preparer:
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, grammars: Grammars) -> None:
         self._core = core
+        self._grammars = grammars
         self._threads = ThreadPoolExecutor(2, "emberline-text")
 
     def close(self) -> None:
@@ -65,21 +90,36 @@ class Preparer:
         digests: list[bytes] = []
         known = None
         if request.messages is not None:
-            digests = await self._run(request, lambda: chain_digests(request.messages or (), request.template_kwargs))
+            digests = await self._run(request, lambda: _digests(served.text, request))
             known = await self._core.find(principal.account, info.fingerprint, digests)
-        prompt = await self._run(request, lambda: build_prompt(served.text, request, known))
+        rendered = await self._run(request, lambda: render_prompt(served.text, request))
+        thinking = thinking_begun(served.text, rendered)
+        spec = grammar_spec(served.text, request, thinking)
+        tokenising = self._run(request, lambda: build_prompt(served.text, request, known, rendered))
+        grammar = b""
+        if spec is None:
+            prompt = await tokenising
+        else:
+            compiling = self._grammars.compile(spec)
+            prompt, grammar, _ = await asyncio.gather(tokenising, compiling, self._spell(served.text))
         sampling = _fit(sampling, prompt.n_ids, info.context_len, _prompt_field(request))
-        return Prepared(request, principal, served, info, sampling, prompt, digests, clock)
+        limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
+        return Prepared(request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar)
 
     async def count(self, request: GenerateRequest, served: Served) -> int:
         validate_prompt(request, served.text.vocab_size)
         return (await self._run(request, lambda: build_prompt(served.text, request))).n_ids
 
-    async def memories(self, prepared: Prepared, replies: list[tuple[str, bytes]]) -> list[Memory]:
-        """What the next turn of this conversation will want to find again; `replies` are texts and their token ids."""
+    async def memories(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[Memory]:
+        """What the next turn of this conversation will want to find again; `replies` come with their token ids."""
         if prepared.request.messages is None:
             return []
         return await self._run(prepared.request, lambda: _memories(prepared, replies))
+
+    async def _spell(self, text: TextModel) -> None:
+        """Engines that follow a grammar learn the vocabulary first: made ready here, once, off the event loop."""
+        if "vocabulary" not in text.__dict__:
+            await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
     async def _run(self, request: GenerateRequest, work: Callable[[], T]) -> T:
         if _n_bytes(request) <= OFF_LOOP_BYTES:
@@ -89,8 +129,23 @@ class Preparer:
 
 def _n_bytes(request: GenerateRequest) -> int:
     """Of the request's text, near enough: beyond ASCII a character has three bytes or so."""
-    texts = [message.content for message in request.messages or ()] + [request.prompt or ""]
-    return sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
+    texts = [*_texts(request), request.prompt or ""]
+    n_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
+    return n_tools + sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
+
+
+def _texts(request: GenerateRequest) -> Iterator[str]:
+    """What the messages say."""
+    for message in request.messages or ():
+        yield message.content
+        if message.reasoning is not None:
+            yield message.reasoning
+        for call in message.tool_calls:
+            yield call.arguments
+
+
+def _digests(text: TextModel, request: GenerateRequest) -> list[bytes]:
+    return chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools)
 
 
 def _prompt_field(request: GenerateRequest) -> str:
@@ -122,10 +177,9 @@ def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) 
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-def _memories(prepared: Prepared, replies: list[tuple[str, bytes]]) -> list[Memory]:
+def _memories(prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[Memory]:
     entries: dict[bytes, Entry] = {}
-    for text, reply_ids in replies:
-        reply = Message("assistant", text)
+    for reply, reply_ids in replies:
         entries |= turn_entries(
             prepared.served.text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids
         )

@@ -5,13 +5,14 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.link import Link, dial, retry_delays
 from emberline.protocol.errors import Unavailable, from_info
+from emberline.protocol.record import Record
 from emberline.service.core import Ask, Settlement
 from emberline.service.health import Health
 from emberline.service.wire import (
@@ -21,7 +22,10 @@ from emberline.service.wire import (
     AskMetrics,
     Call,
     Find,
+    Forget,
+    Keep,
     Notice,
+    Recall,
     Seen,
     Settle,
     from_core_decoder,
@@ -38,6 +42,7 @@ class RemoteCore:
 
     def __init__(self, socket_path: Path, engines: Sequence[EngineClient]) -> None:
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
+        self.responses = RemoteResponses(self._call)
         self._engines = engines
         self._refused: Counter[str] = Counter()  # since the last notice
         self._noticed_s = 0.0  # when the last notice went out
@@ -123,6 +128,22 @@ class RemoteCore:
         refused, self._refused = dict(self._refused), Counter()
         self._noticed_s = now_s
         self._link.send(Notice([Seen(client.name, client.load, now_s - client.progress_s) for client in news], refused))
+
+
+class RemoteResponses:
+    """The core's kept responses."""
+
+    def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[Answer]]) -> None:
+        self._call = call
+
+    async def keep(self, record: Record) -> bool:
+        return (await self._call(lambda seq: Keep(seq, record))).done
+
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+        return (await self._call(lambda seq: Recall(seq, account, response_id, whole))).records
+
+    async def forget(self, account: str, response_id: str) -> bool:
+        return (await self._call(lambda seq: Forget(seq, account, response_id))).done
 
 
 class _CoreLink(Link):

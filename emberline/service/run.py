@@ -10,10 +10,11 @@ from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.stream import Stream
 from emberline.protocol.errors import DeadlineExceeded, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice import Choice
 from emberline.service.core import Ask
 from emberline.service.histogram import GAP_BOUNDS_S, Histogram
+from emberline.service.parsed_choice import ParsedChoice
 from emberline.service.prepare import Prepared
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
@@ -30,7 +31,8 @@ class Run:
     def __init__(self, prepared: Prepared, admit: Admit) -> None:
         self.prepared = prepared
         self.gaps = Histogram(GAP_BOUNDS_S)
-        self.choices = [Choice(index, prepared, self.gaps) for index in range(prepared.request.n)]
+        kind = ParsedChoice if prepared.parsed else Choice
+        self.choices: list[Choice] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
         self.engine: EngineClient | None = None
         self.lost_engine: EngineClient | None = None  # the one that died before the first token
         self.first_token_us: int | None = None
@@ -51,13 +53,14 @@ class Run:
         return Usage(
             prompt_tokens=self.prepared.prompt.n_ids,
             completion_tokens=sum(choice.n_tokens for choice in self.choices),
+            reasoning_tokens=sum(choice.n_reasoning for choice in self.choices),
             cached_by_tier=self._cached_by_tier,
         )
 
     @property
-    def replies(self) -> list[tuple[str, bytes]]:
-        """Each choice's text and token ids."""
-        return [(choice.text, bytes(choice.output_ids)) for choice in self.choices]
+    def replies(self) -> list[tuple[Message, bytes]]:
+        """Each choice's message and token ids."""
+        return [(choice.message, bytes(choice.output_ids)) for choice in self.choices]
 
     async def admit(self) -> None:
         """Get an engine; Overloaded or Unavailable when there is none for us."""
@@ -163,6 +166,8 @@ class Run:
                     session=request.session,
                     priority=request.priority,
                     deadline_s=left_s,
+                    grammar=prepared.grammar,
+                    thinking_limit=prepared.thinking_limit,
                 )
             )
         return made

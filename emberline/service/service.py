@@ -17,7 +17,9 @@ from emberline.service.clock import Clock
 from emberline.service.core import Ask, Core, Memory, Settlement
 from emberline.service.health import Health
 from emberline.service.prepare import Prepared, Preparer, Served
+from emberline.service.responses import ResponseStore
 from emberline.service.run import Run
+from emberline.text.grammar.compiler import GrammarCompiler
 
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
 _MODEL_ID_CHARS = 256
@@ -35,13 +37,15 @@ class Service:
         served: Sequence[Served],
         engines: Mapping[str, EngineClient],
         close_core: Callable[[], Awaitable[None]],
+        grammars: GrammarCompiler,
     ) -> None:
         self.core = core
         self._served = {item.card.id: item for item in served}
         self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
         self._engines = engines  # by endpoint name
         self._close_core = close_core
-        self._preparer = Preparer(core)
+        self._grammars = grammars
+        self._preparer = Preparer(core, grammars)
         self._running: set[Run] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -62,6 +66,11 @@ class Service:
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine is asked."""
         return await self._preparer.count(request, self._resolve(request.model))
+
+    @property
+    def responses(self) -> ResponseStore:
+        """Answers kept for later requests to continue."""
+        return self.core.responses
 
     async def health(self) -> Health:
         """Not ok while draining, so that balancers in front send their requests elsewhere."""
@@ -96,6 +105,7 @@ class Service:
         while self._settling:
             await asyncio.gather(*self._settling, return_exceptions=True)
         self._preparer.close()
+        await self._grammars.close()
         await self._close_core()
 
     # --- the pipeline ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, SamplingParams
+from emberline.service.validate_tools import validate_tools
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -21,6 +22,11 @@ def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
     """The request's sampling parameters, checked, the seed as u64. BadInput names the field that is wrong."""
     validate_prompt(request, vocab_size)
     _check_range("n", request.n, 1, MAX_CHOICES)
+    budget = request.reasoning.budget_tokens
+    if budget is not None and not 0 <= budget <= _I32:
+        raise BadInput(
+            f"the budget of reasoning is a number of tokens from 0 to {_I32}, not {budget}", param="reasoning"
+        )
     if request.deadline_s is not None and not (isfinite(request.deadline_s) and request.deadline_s > 0):
         raise BadInput(f"deadline_s must be a positive number of seconds, not {request.deadline_s}", param="deadline_s")
     return validate_sampling(request.sampling, vocab_size)
@@ -40,6 +46,7 @@ def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
         ids = np.frombuffer(request.prompt_ids, "<u4")
         if len(ids) and int(ids.max()) >= vocab_size:
             raise BadInput(f"prompt token id {ids.max()} is beyond the vocabulary of {vocab_size}", param="prompt")
+    validate_tools(request)
 
 
 def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:

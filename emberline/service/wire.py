@@ -4,6 +4,7 @@ import msgspec
 
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.record import Record
 from emberline.service.core import Ask, Settlement
 from emberline.service.health import Health
 from emberline.text.prompt import Known
@@ -24,6 +25,24 @@ class Admit(msgspec.Struct, tag="admit"):
 class Settle(msgspec.Struct, tag="settle"):
     seq: int
     settlement: Settlement
+
+
+class Keep(msgspec.Struct, tag="keep"):
+    seq: int
+    record: Record
+
+
+class Recall(msgspec.Struct, tag="recall"):
+    seq: int
+    account: str
+    response_id: str
+    whole: bool
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    seq: int
+    account: str
+    response_id: str
 
 
 class AskHealth(msgspec.Struct, tag="health"):
@@ -58,8 +77,10 @@ class Answer(msgspec.Struct, omit_defaults=True):
     engine: str = ""
     health: Health | None = None
     metrics: bytes = b""
+    records: list[Record] = []
+    done: bool = False  # of keep and forget
 
 
-Call = Find | Admit | Settle | AskHealth | AskMetrics
+Call = Find | Admit | Settle | Keep | Recall | Forget | AskHealth | AskMetrics
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice)
 from_core_decoder = msgspec.msgpack.Decoder(Answer)

@@ -28,6 +28,24 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         "CREATE INDEX usage_by_account ON usage (account, created_us)",
     ),
+    (
+        """
+        CREATE TABLE responses (
+            id TEXT PRIMARY KEY,
+            account TEXT NOT NULL,
+            parent TEXT,
+            depth INTEGER NOT NULL,
+            created_us BIGINT NOT NULL,
+            expires_us BIGINT NOT NULL,
+            n_bytes BIGINT NOT NULL,
+            input TEXT NOT NULL,
+            body TEXT NOT NULL
+        )
+        """,
+        "CREATE INDEX responses_by_parent ON responses (parent)",
+        "CREATE INDEX responses_by_expiry ON responses (expires_us)",
+        "CREATE INDEX responses_by_account ON responses (account, created_us)",
+    ),
 )
 
 

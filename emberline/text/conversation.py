@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from emberline.protocol.request import Message, ToolCall
+from emberline.text.tools.form import ToolForm, family_ids
+from emberline.text.tools.teach import result_text
 
 Turn = dict[str, Any]
 
@@ -19,40 +21,69 @@ class Roles:
         self.tool = re.search(r"""["']tool["']""", source) is not None
         self.tool_calls = "tool_calls" in source
 
-    def turns(self, messages: Sequence[Message]) -> list[Turn]:
+    def turns(self, messages: Sequence[Message], own: ToolForm | None = None) -> list[Turn]:
         """A role that the template does not know becomes the nearest one that every template does.
 
         developer → system. tool → user; results of one round of calls, and a user message right after them, make one
         turn, as templates without the role want user and assistant to alternate. An assistant's tool calls → JSON
-        lines in its text.
+        lines in its text. With `own`, calls and results are written in that form whatever the template knows.
         """
         turns: list[Turn] = []
         results = False  # whether the last turn holds tool results
         for message in messages:
-            turn = self._turn(message)
-            was_results, results = results, message.role == "tool" and not self.tool
+            turn = self._turn(message, own)
+            was_results, results = results, message.role == "tool" and turn["role"] == "user"
             if was_results and turn["role"] == "user":
                 turns[-1]["content"] += "\n\n" + turn["content"]
             else:
                 turns.append(turn)
         return turns
 
-    def _turn(self, message: Message) -> Turn:
+    def _turn(self, message: Message, own: ToolForm | None) -> Turn:
         role = message.role
         if role == "developer" and not self.developer:
             role = "system"
-        elif role == "tool" and not self.tool:
+        elif role == "tool" and (own is not None or not self.tool):
             role = "user"
         turn: Turn = {"role": role, "content": message.content}
+        if message.role == "tool" and own is not None:
+            turn["content"] = result_text(message.content)
+        if message.reasoning is not None:
+            turn["reasoning_content"] = message.reasoning
         if message.name is not None:
             turn["name"] = message.name
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
-        if message.tool_calls and self.tool_calls:
+        if message.tool_calls and own is not None:
+            turn["content"] = "\n".join(filter(None, [message.content, own.write(message.tool_calls)]))
+        elif message.tool_calls and self.tool_calls:
             turn["tool_calls"] = [_call(call) for call in message.tool_calls]
         elif message.tool_calls:
             turn["content"] = "\n".join(filter(None, [message.content, *map(_call_text, message.tool_calls)]))
         return turn
+
+
+def with_system_text(turns: list[Turn], text: str) -> list[Turn]:
+    """The text at the end of the system message that comes first, or as one."""
+    first, *others = turns
+    if first["role"] != "system":
+        return [{"role": "system", "content": text}, *turns]
+    return [{**first, "content": "\n\n".join(filter(None, [first["content"], text]))}, *others]
+
+
+def with_family_ids(messages: Sequence[Message], form: ToolForm) -> Sequence[Message]:
+    """The messages with call ids as the family's templates want them."""
+    ids = family_ids(form.ids, [call for message in messages for call in message.tool_calls])
+    if not ids:
+        return messages
+    return [
+        msgspec.structs.replace(
+            message,
+            tool_calls=tuple(msgspec.structs.replace(call, id=ids[call.id]) for call in message.tool_calls),
+            tool_call_id=ids.get(message.tool_call_id or "", message.tool_call_id),
+        )
+        for message in messages
+    ]
 
 
 def gather_system(turns: list[Turn]) -> list[Turn]:

@@ -1,7 +1,7 @@
 """A conversation's digests: one for each message, over it and all before it.
 
-Two conversations share a digest exactly when they share the messages up to there: role, text, name and parsed tool
-calls, each typed and length-prefixed, under a keyed hash.
+Two conversations share a digest exactly when they share the messages up to there: role, text, name, reasoning and
+parsed tool calls, each typed and length-prefixed, under a keyed hash.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,19 @@ from typing import Any
 
 import msgspec
 
-from emberline.protocol.request import Message, ToolCall
+from emberline.protocol.request import Message, Tool, ToolCall
 
 DIGEST_BYTES = 16
 _canonical = msgspec.json.Encoder(order="deterministic")
 
 
-def chain_digests(messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[bytes]:
-    """The digest after each message. `template_kwargs` decide what the template writes, so they root the chain."""
-    digest = blake2b(_canonical.encode(template_kwargs or {}), key=b"emberline.messages", digest_size=DIGEST_BYTES)
+def chain_digests(
+    messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Tool] = ()
+) -> list[bytes]:
+    """The digest after each message. `template_kwargs` and tools decide what the template writes: they root the
+    chain."""
+    root = _canonical.encode([template_kwargs or {}, tools])
+    digest = blake2b(root, key=b"emberline.messages", digest_size=DIGEST_BYTES)
     digests: list[bytes] = []
     parent = digest.digest()
     for message in messages:
@@ -34,6 +38,8 @@ def extend(parent: bytes, message: Message) -> bytes:
         fields += [b"n", message.name]
     if message.tool_call_id is not None:
         fields += [b"i", message.tool_call_id]
+    if message.reasoning is not None:
+        fields += [b"g", message.reasoning]
     for call in message.tool_calls:
         fields += [b"t", call.id, call.name, _arguments(call)]
     for field in fields:

@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import Message
+from emberline.protocol.frames import Vocabulary
+from emberline.protocol.request import Message, Tool
 from emberline.protocol.tokens import unpack
+from emberline.text.conversation import Turn, with_family_ids, with_system_text
 from emberline.text.detokenizer import Detokenizer
 from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.guard import Guard
 from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
 from emberline.text.template import ChatTemplate
 from emberline.text.tokenizer import Tokenizer
+from emberline.text.tools import families, teach, thinking
+from emberline.text.tools.automaton import ReplyForm, ReplyParser
 from emberline.weights.errors import BadCheckpoint
 from emberline.weights.gguf import GGUFFile
 
@@ -36,6 +40,11 @@ class TextModel:
         self.bos_id = tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size
         self.chat_stops = template.stops  # stop strings that chats with this model need beside its end tokens
+        self.tool_form = families.detect(template.source, "tools" in template.variables, tokenizer.special)
+        self.think_form = thinking.detect(template.source, tokenizer.added, tokenizer.special)
+        self._reply_forms = {True: ReplyForm(self.tool_form, self.think_form), False: ReplyForm(None, self.think_form)}
+        self.reply_signs = self._reply_forms[True].signs
+        self.mark_ids = frozenset(self._reply_forms[True].sign_of)  # special tokens that mean something in replies
 
     @classmethod
     def load(cls, path: Path) -> "TextModel":
@@ -46,6 +55,12 @@ class TextModel:
     def longest_token_chars(self) -> int:
         """No token stands for more characters than this."""
         return self.tokenizer.longest_token_chars()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What every token stands for, as engines learn it to follow grammars."""
+        special = {token_id: text for text, token_id in self.tokenizer.special.items()}
+        return Vocabulary([self.tokenizer.token_bytes[token_id] for token_id in range(self.vocab_size)], special)
 
     def encode(self, text: str, special: bool) -> bytes:
         """Ids (u32 little-endian) of text alone; with `special`, special tokens in it are parsed."""
@@ -68,15 +83,34 @@ class TextModel:
         return self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt)
 
     def render_guarded(
-        self, messages: Sequence[Message], kwargs: Mapping[str, Any], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> Rendered:
-        turns = self.template.turns(messages)
+        turns = self._turns(messages, tools)
+        given = teach.template_tools(tools) if tools and not self.tool_form.own else None
         try:
-            mark = self.guard.choose(turns, kwargs)
-            turns, kwargs = self.guard.mark(turns, mark), self.guard.mark(kwargs, mark)
+            mark = self.guard.choose(turns, kwargs, given)
+            turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
         except RecursionError:
             raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
-        return Rendered(self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt), mark)
+        text = self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt, tools=given)
+        return Rendered(text, mark)
+
+    def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
+        if not tools or not self.tool_form.own:
+            return self.template.turns(with_family_ids(messages, self.tool_form))
+        return with_system_text(self.template.turns(messages, self.tool_form), teach.system_text(tools))
+
+    def reply_parser(
+        self, prompt_ids: bytes, tools: Sequence[Tool], thinking: bool | None, detokenizer: Detokenizer | None = None
+    ) -> ReplyParser:
+        """For the reply to a prompt that declares these tools; `thinking` is what `thinking.begun` says of it."""
+        names = frozenset(tool.name for tool in tools)
+        return ReplyParser(self._reply_forms[bool(tools)], detokenizer or self.detokenizer(prompt_ids), names, thinking)
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""

@@ -6,6 +6,7 @@ alone where a special token bounds it, so that no token could have reached acros
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,9 @@ from emberline.protocol.request import GenerateRequest, Message
 from emberline.protocol.tokens import count, unpack
 from emberline.text.digest import TextHash, extend
 from emberline.text.model import Rendered, TextModel
+from emberline.text.tools import thinking
+from emberline.text.tools.form import signed
+from emberline.text.tools.reply import Reply
 
 _WINDOW_BYTES = 1024
 
@@ -51,14 +55,41 @@ class Prompt(msgspec.Struct, frozen=True):
         return count(self.ids)
 
 
-def build_prompt(model: TextModel, request: GenerateRequest, known: Known | None = None) -> Prompt:
-    """The request's prompt. `known` comes from the sessions of the same account and model."""
+def prompt_kwargs(model: TextModel, request: GenerateRequest) -> dict[str, Any]:
+    """What the template is told: the request's own arguments, and what its reasoning comes to."""
+    return {**thinking.template_kwargs(request.reasoning, model.template.variables), **request.template_kwargs}
+
+
+def render_prompt(model: TextModel, request: GenerateRequest) -> Rendered | None:
+    """The text of a conversation; None for a request that brings its prompt."""
+    if request.messages is None:
+        return None
+    rendered = model.render_guarded(request.messages, prompt_kwargs(model, request), request.tools)
+    if model.think_form is None:
+        return rendered
+    variables = model.template.variables
+    more = thinking.suffix(model.think_form, rendered.text, request.reasoning, variables)
+    return Rendered(rendered.text + more, rendered.mark)
+
+
+def thinking_begun(model: TextModel, rendered: Rendered | None) -> bool | None:
+    """As `thinking.begun`; False where there is none to expect."""
+    if model.think_form is None or rendered is None:
+        return False
+    return thinking.begun(model.think_form, rendered.text)
+
+
+def build_prompt(
+    model: TextModel, request: GenerateRequest, known: Known | None = None, rendered: Rendered | None = None
+) -> Prompt:
+    """The request's prompt. `known` comes from the sessions of the same account and model; `rendered`, where it is
+    there already, from `render_prompt`."""
     if request.prompt_ids is not None:
         return Prompt(request.prompt_ids)
     if request.prompt is not None:
         return Prompt(model.encode_prompt(request.prompt))
-    assert request.messages is not None
-    rendered = model.render_guarded(request.messages, request.template_kwargs)
+    rendered = rendered or render_prompt(model, request)
+    assert rendered is not None
     start = _usable(model, rendered.text, known) if known is not None else None
     if known is None or start is None:
         return Prompt(model.with_bos(model.tokenizer.encode_marked(*rendered)), rendered)
@@ -81,29 +112,33 @@ def prompt_entry(model: TextModel, prompt: Prompt) -> Entry | None:
 def reply_entry(
     model: TextModel, request: GenerateRequest, prompt: Prompt, reply: Message, reply_ids: bytes
 ) -> Entry | None:
-    """Prompt and reply, if the template writes the reply back exactly as the model did.
+    """Prompt and reply, if the template writes the reply back as the model did: its text exactly, its calls in JSON
+    that means the same.
 
     None when it does not (it trims, it drops reasoning), when a stop string cut the reply shorter than its ids, and
-    when the ids hold special tokens or broken characters. An end token at the end of the ids is left out.
+    when the ids hold special tokens without a meaning in replies, or broken characters. An end token at the end of
+    the ids is left out.
     """
     if prompt.rendered is None or request.messages is None:
         return None
     ids = unpack(reply_ids)
-    if ids and ids[-1] in model.special_ids:
+    if ids and ids[-1] in model.special_ids and ids[-1] not in model.mark_ids:
         ids.pop()
-    if not model.special_ids.isdisjoint(ids):
+    if not (model.special_ids - model.mark_ids).isdisjoint(ids):
         return None
-    text = _exact_text(model, prompt.ids, ids)
-    if text is None:
-        return None
+    messages = (*request.messages, reply)
     try:
-        whole = model.render_guarded((*request.messages, reply), request.template_kwargs, add_generation_prompt=False)
+        kwargs = prompt_kwargs(model, request)
+        whole = model.render_guarded(messages, kwargs, request.tools, add_generation_prompt=False)
     except BadInput:  # a template may refuse what it has just led to
         return None
-    beginning = prompt.rendered.text + model.guard.mark(text, whole.mark)
-    if not whole.text.startswith(beginning):
+    text = _exact_text(model, prompt.ids, ids, whole.mark)
+    if text is None or not whole.text.startswith(prompt.rendered.text):
         return None
-    return _entry(prompt.ids + reply_ids[: 4 * len(ids)], beginning, len(beginning))
+    end: int | None = len(prompt.rendered.text) + len(text)
+    if not whole.text.startswith(text, len(prompt.rendered.text)):
+        end = _reworded_end(model, request, prompt, reply, ids, whole) if reply.tool_calls else None
+    return None if end is None else _entry(prompt.ids + reply_ids[: 4 * len(ids)], whole.text, end)
 
 
 def turn_entries(
@@ -139,14 +174,60 @@ def _through_last_special(model: TextModel, ids: bytes) -> bytes:
     return b""
 
 
-def _exact_text(model: TextModel, prompt_ids: bytes, ids: Sequence[int]) -> str | None:
-    """The text that the ids are, byte for byte; None when they are not whole characters."""
-    detokenizer = model.detokenizer(prompt_ids)
+def _exact_text(model: TextModel, prompt_ids: bytes, ids: Sequence[int], mark: str) -> str | None:
+    """The text that the ids are, byte for byte, with `mark` where a template's text has it; None when they are not
+    whole characters."""
+    if model.mark_ids.isdisjoint(ids):
+        return _exact_run(model, prompt_ids, ids, mark)
+    texts: list[str] = []
+    run: list[int] = []
+    before = prompt_ids
+    for token_id in (*ids, None):
+        if token_id is not None and token_id not in model.mark_ids:
+            run.append(token_id)
+            continue
+        text = _exact_run(model, before, run, mark)
+        if text is None:
+            return None
+        texts.append(text)
+        if token_id is not None:
+            texts.append(model.token_text(token_id).decode())
+            before, run = token_id.to_bytes(4, "little"), []
+    return "".join(texts)
+
+
+def _exact_run(model: TextModel, before: bytes, ids: Sequence[int], mark: str) -> str | None:
+    detokenizer = model.detokenizer(before)
     text = detokenizer.push(ids)
     if detokenizer.finish():
         return None
     raw = b"".join(map(model.tokenizer.token_bytes.__getitem__, ids))
-    return text if raw.endswith(text.encode()) else None
+    marked: str = model.guard.mark(text, mark)
+    return marked if raw.endswith(text.encode()) else None
+
+
+def _reworded_end(
+    model: TextModel, request: GenerateRequest, prompt: Prompt, reply: Message, ids: Sequence[int], whole: Rendered
+) -> int | None:
+    """Where the template's text of the reply ends, if that text says what the ids say, and both what the reply does.
+
+    It ends at the first special token that is no part of it.
+    """
+    assert prompt.rendered is not None
+    begun = thinking_begun(model, prompt.rendered)
+    parser = model.reply_parser(prompt.ids, request.tools, begun)
+    if not Reply().add(parser.push(ids)).add(parser.finish()).says(reply):
+        return None
+    parser = model.reply_parser(prompt.ids, request.tools, begun)
+    told = Reply()
+    end = len(prompt.rendered.text)
+    for at, piece in enumerate(model.tokenizer.split_special(whole.text[end:])):
+        if at % 2 and model.tokenizer.special[piece] not in model.mark_ids:
+            return end if told.add(parser.finish()).says(reply) else None
+        text = signed(piece, model.reply_signs) if at % 2 else piece
+        told.add(parser.push_text(text.replace(whole.mark, "") if whole.mark else text))
+        end += len(piece)
+    return None
 
 
 def _usable(model: TextModel, text: str, known: Known) -> Cut | None:

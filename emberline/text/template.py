@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, meta
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message
 from emberline.text.conversation import Roles, Turn, fold_system, gather_system, text_arguments
 from emberline.text.sandbox import MAX_CHARS, BoundedEnvironment, TemplateLimit, TemplateRefusal
+from emberline.text.tools.form import ToolForm
 from emberline.weights.errors import BadCheckpoint
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -33,19 +34,27 @@ class ChatTemplate:
         self.source = PLAIN if source is None else source
         self.stops = PLAIN_STOPS if source is None else ()
         self._template = _compiled(self.source)
+        self.variables = _variables(self.source)  # what it reads, by name
         self._roles = Roles(self.source)
         self._tokens = dict(tokens or {})
 
-    def turns(self, messages: Sequence[Message]) -> list[Turn]:
+    def turns(self, messages: Sequence[Message], own: ToolForm | None = None) -> list[Turn]:
         if not messages:
             raise BadInput("messages is empty; send at least one message", param="messages")
-        return self._roles.turns(messages)
+        return self._roles.turns(messages, own)
 
-    def render(self, turns: list[Turn], kwargs: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        turns: list[Turn],
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """The whole text. A template that refuses the turns gets them in other shapes before we give up."""
         if taken := _OURS & kwargs.keys():
             raise BadInput(f"template arguments may not set {min(taken)!r}", param="template_kwargs")
-        values = self._tokens | {"tools": None, "documents": None, **kwargs}
+        values = self._tokens | {"tools": tools, "documents": None, **kwargs}
         values["add_generation_prompt"] = add_generation_prompt
         refusal: BadInput | None = None
         for attempt in _attempts(turns):
@@ -95,3 +104,9 @@ def _compiled(source: str) -> Template:
         return _environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise BadCheckpoint(f"the chat template does not compile: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _variables(source: str) -> frozenset[str]:
+    """Of a source that compiles."""
+    return frozenset(meta.find_undeclared_variables(_environment.parse(source)))

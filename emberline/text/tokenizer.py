@@ -57,6 +57,7 @@ class Tokenizer:
                 raise BadCheckpoint(f"added token {token.content!r} cannot have the id {token_id}: ids are left out")
         self.special = {token.content: token_id for token_id, token in parts.added.items() if token.special}
         self.special_ids = frozenset(self.special.values())
+        self.added = frozenset(token.content for token in parts.added.values())
         self._added_text = "\0".join(token.content for token in parts.added.values())
         self.bound = cache(self._bound)
         self.token_bytes = TokenBytes(self._parsing, parts, self.special_ids)
@@ -64,7 +65,7 @@ class Tokenizer:
         self._words = self._make_words()
         pattern = trie.longest(self.special)
         self.match_special = re.compile(pattern).match
-        self._split_special = re.compile(f"({pattern})").split
+        self.split_special = re.compile(f"({pattern})").split  # ordinary and special in turn
         self._packed = {text: pack([token_id]) for text, token_id in self.special.items()}
 
     def longest_token_chars(self) -> int:
@@ -77,7 +78,7 @@ class Tokenizer:
             return _encode(self._parsing if special else self._plain, text)
         if not special:
             return self._encode_words(text)
-        pieces = self._split_special(text)  # ordinary and special in turn
+        pieces = self.split_special(text)
         ids = [self._packed[piece] if at % 2 else self._encode_words(piece) for at, piece in enumerate(pieces)]
         return b"".join(ids)
 

@@ -13,7 +13,7 @@ from emberline.weights.errors import BadCheckpoint
 from emberline.weights.fields import Fields
 from emberline.weights.gguf import GGUFFile, GGUFTensor
 from emberline.weights.quants import FORMATS
-from emberline.weights.tensor import Weight
+from emberline.weights.tensor import Place, Weight
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # a GGUF of Mistral calls itself llama
 # Control tokens that end a turn, for files that name only one of several as eos.
@@ -129,7 +129,7 @@ def _weight(file: GGUFFile, tensor: GGUFTensor, config: ModelConfig) -> Weight:
         raise BadCheckpoint(f"tensor {tensor.name!r} is {tensor.kind} {tensor.shape}: neither a matrix nor a vector")
     raw = file.bytes_of(tensor).reshape(tensor.shape[0], -1)
     order = _unpermuted(tensor, config) if config.architecture == "llama" else None
-    return Weight(tensor.name, tensor.shape, tensor.kind, raw, order)
+    return Weight(tensor.name, tensor.shape, tensor.kind, raw, order, place=Place(file.path, tensor.offset))
 
 
 def _unpermuted(tensor: GGUFTensor, config: ModelConfig) -> NDArray[np.intp] | None:

@@ -10,7 +10,7 @@ from emberline.weights.config import ModelConfig
 from emberline.weights.errors import BadCheckpoint
 from emberline.weights.hf_config import read_config
 from emberline.weights.safetensors import KINDS, SafetensorsFile
-from emberline.weights.tensor import Weight
+from emberline.weights.tensor import Place, Weight
 
 MAX_JSON_BYTES = 64 << 20
 _INDEX = "model.safetensors.index.json"
@@ -104,7 +104,9 @@ def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
             raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}: read are {', '.join(KINDS)}")
         raw = file.bytes_of(tensor).reshape(tensor.shape[0], -1)
         shift = 1.0 if config.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
-        weights.append(Weight(name, tensor.shape, kind, raw, shift=shift))
+        weights.append(
+            Weight(name, tensor.shape, kind, raw, shift=shift, place=Place(file.path, file.offset_of(tensor)))
+        )
     return weights
 
 

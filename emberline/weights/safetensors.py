@@ -24,7 +24,8 @@ class SafeTensor(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFile:
-    def __init__(self, name: str, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, name = path, path.name
         self._map = data
         self._start = 8 + int.from_bytes(data[:8], "little")
         if len(data) < 8 or self._start > min(len(data), MAX_HEADER_BYTES):
@@ -42,7 +43,7 @@ class SafetensorsFile:
     def open(cls, path: Path) -> "SafetensorsFile":
         try:
             with path.open("rb") as file:
-                return cls(path.name, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                return cls(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except FileNotFoundError:
             raise BadCheckpoint(f"{path.name} is missing") from None
         except ValueError as error:
@@ -57,6 +58,10 @@ class SafetensorsFile:
             return  # refused when asked for, so that a folder may hold what nobody reads
         if min(tensor.shape, default=1) < 1 or math.prod(tensor.shape) * FORMATS[kind].block_bytes != end - begin:
             raise BadCheckpoint(f"{what} of shape {tensor.shape} does not take {end - begin} bytes")
+
+    def offset_of(self, tensor: SafeTensor) -> int:
+        """Of its bytes, from the beginning of the file."""
+        return self._start + tensor.data_offsets[0]
 
     def bytes_of(self, tensor: SafeTensor) -> Bytes:
         begin, end = tensor.data_offsets

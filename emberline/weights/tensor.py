@@ -1,7 +1,8 @@
 """One weight of a checkpoint: bytes in the file until somebody asks for numbers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,13 @@ class Affine:
         return (grouped * self.scale[..., None] + self.offset[..., None]).reshape(self.codes.shape)
 
 
+class Place(NamedTuple):
+    """Where a weight's bytes lie."""
+
+    path: Path
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     name: str
@@ -37,6 +45,7 @@ class Weight:
     raw: Bytes  # [rows, row_bytes], a view of the mapped file; a vector is n rows of one number
     order: NDArray[np.intp] | None = None  # row i of the weight is row order[i] of the file
     shift: float = 0.0  # added to every number (Hugging Face's Gemma stores norms minus one)
+    place: Place | None = None  # of `raw`, for those who read the file themselves
 
     def _rows(self, start: int = 0, stop: int | None = None) -> Bytes:
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
@@ -60,6 +69,10 @@ class Weight:
         codes, scale, offset = fmt.unpack(self._rows().reshape(-1, fmt.block_bytes))
         groups = (rows, cols // GROUP)
         return Affine(codes.reshape(rows, cols), scale.reshape(groups), offset.reshape(groups), fmt.bits)
+
+    def into(self, target: "torch.Tensor") -> None:
+        """The numbers to where they are wanted, in that tensor's type."""
+        target.copy_(self.tensor(target.dtype, "cpu"))
 
     def tensor(self, dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> "torch.Tensor":
         """The numbers as a torch tensor; half precision is not detoured through float32."""

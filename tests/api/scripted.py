@@ -13,10 +13,22 @@ from emberline.api.asgi import ASGIApp
 from emberline.api.ports import Events
 from emberline.catalog.card import ModelCard, PathSource
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 from emberline.protocol.principal import Principal
+from emberline.protocol.record import Record
 from emberline.protocol.request import GenerateRequest
 from emberline.service.health import Health
+from emberline.service.responses import ResponseStore
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 KEY = "correct-horse-battery-staple"
@@ -50,6 +62,57 @@ async def hello(request: GenerateRequest) -> AsyncIterator[TextEvent]:
     yield Completed(Usage(prompt_tokens=12, completion_tokens=3 * request.n, cached_by_tier={"device": 8}))
 
 
+class MemoryResponses:
+    """Responses kept in a dict, for tests of other things; what keeping means is tested on the real store."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+
+    async def keep(self, record: Record) -> bool:
+        self.records[record.id] = record
+        return True
+
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+        record = self.records.get(response_id)
+        if record is None or record.account != account:
+            return []
+        earlier = await self.recall(account, record.parent, True) if whole and record.parent else []
+        return [*earlier, record]
+
+    async def forget(self, account: str, response_id: str) -> bool:
+        return bool(await self.recall(account, response_id)) and self.records.pop(response_id) is not None
+
+
+AGENT = (
+    ReasoningDelta(0, "Two "),
+    ReasoningDelta(0, "towns."),
+    TextDelta(0, "Let me "),
+    TextDelta(0, "look."),
+    ToolCallStarted(0, 0, "call_a", "weather"),
+    ToolCallDelta(0, 0, '{"town":'),
+    ToolCallDelta(0, 0, '"Oslo"}'),
+    ToolCallStarted(0, 1, "call_b", "weather"),
+    ToolCallDelta(0, 1, '{"town":"Rome"}'),
+    ChoiceDone(0, "tool_calls"),
+)
+AGENT_USAGE = Usage(prompt_tokens=12, completion_tokens=30, reasoning_tokens=4, cached_by_tier={"device": 8})
+
+
+def says(*events: TextEvent, usage: Usage = USAGE) -> Script:
+    """A script of these events, between a start and an end."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(Usage(prompt_tokens=12, completion_tokens=1, cached_by_tier={"device": 8}))
+        for event in events:
+            yield event
+        yield Completed(usage)
+
+    return script
+
+
+agent = says(*AGENT, usage=AGENT_USAGE)  # thinks, speaks, and calls a function twice
+
+
 class ScriptedService:
     def __init__(self, script: Script = hello) -> None:
         self.script = script
@@ -57,6 +120,7 @@ class ScriptedService:
         self.principals: list[Principal] = []
         self.open = 0  # event streams not closed yet
         self.ok = True
+        self.responses: ResponseStore = MemoryResponses()
 
     async def generate(self, request: GenerateRequest, principal: Principal) -> Events:
         self.resolve(request.model)

@@ -8,11 +8,14 @@ import httpx
 import pytest
 
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, ToolCall
+from emberline.protocol.request import GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
 
 from .scripted import MODEL, USAGE, ScriptedService
 
 BODY = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 CF = "/client/v4/accounts/acme/ai"
 USAGE_JSON = '{"input_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":8,"output_tokens":3}'
 
@@ -114,12 +117,13 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
         messages=(
             Message("system", "You are\nkind."),
             Message("user", "Hi"),
-            Message("assistant", "Let me look.", tool_calls=(ToolCall("t1", "look", '{"at":1}'),)),
+            Message("assistant", "Let me look.", tool_calls=(ToolCall("t1", "look", '{"at":1}'),), reasoning="hm"),
             Message("tool", "nothing", tool_call_id="t1"),
             Message("user", "So?"),
         ),
         sampling=SamplingParams(temperature=0.2, top_p=1e-6, top_k=9, stop=("END",)),
         session="ann",
+        reasoning=Reasoning(enabled=False),
     )
 
 
@@ -144,9 +148,20 @@ async def test_error_forms(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools[0]` needs an `input_schema"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL | {"name": "no spaces"}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"input_schema": []}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ({"thinking": {"type": "sometimes"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format"),
+        ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
+        ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0]"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),

@@ -1,13 +1,17 @@
 """The HTTP surface against its own description: nothing a client sends breaks the server or its promises."""
 
+from collections.abc import AsyncIterator
+
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import CheckFunction
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 
 from emberline.catalog.card import ModelCard
+from emberline.protocol.events import TextEvent
+from emberline.protocol.request import GenerateRequest
 
-from .scripted import CARDS, KEY, ScriptedService, app_of
+from .scripted import CARDS, KEY, ScriptedService, agent, app_of, hello
 
 
 class Obliging(ScriptedService):
@@ -17,7 +21,12 @@ class Obliging(ScriptedService):
         return CARDS[0]
 
 
-service = Obliging()
+def obliging(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+    """Whoever offers tools sees them called."""
+    return agent(request) if request.tools else hello(request)
+
+
+service = Obliging(obliging)
 app = app_of(service, KEY, hosts=("testserver",))
 bounded = settings(
     max_examples=8,

@@ -12,7 +12,7 @@ import pytest
 from emberline.protocol import tokens
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TextLogprob, Usage
-from emberline.protocol.request import GenerateRequest, Message, Priority, SamplingParams, ToolCall
+from emberline.protocol.request import GenerateRequest, Message, Priority, Reasoning, SamplingParams, ToolCall
 
 from .scripted import MODEL, USAGE, ScriptedService
 
@@ -123,7 +123,8 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
         n=2,
         session="k",
         priority=Priority.FLEX,
-        template_kwargs={"enable_thinking": False, "reasoning_effort": "low"},
+        template_kwargs={"enable_thinking": False},
+        reasoning=Reasoning(enabled=False, effort="low"),
     )  # fmt: skip
 
 

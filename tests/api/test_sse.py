@@ -177,7 +177,7 @@ async def test_one_send_per_event(service: ScriptedService) -> None:
         app_of(service), "/v1/chat/completions", json.dumps(DOORS["/v1/chat/completions"] | {"stream": True}).encode()
     )
     await asyncio.wait_for(wire.task, 2)
-    assert len(wire.sent) == 1 + 1 + 3 + 1 + 1  # the head, the role, three texts, the finish, the end
+    assert len(wire.sent) == 1 + 3 + 1 + 1  # the head, three texts (the role goes with the first), the finish, the end
 
 
 async def test_one_log_line_with_the_id(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:

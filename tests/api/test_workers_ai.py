@@ -81,8 +81,8 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
     assert request.reject_if_busy
     assert request.messages == (
         Message("user", "Hi"),
-        Message("assistant", "", tool_calls=(ToolCall("", "f", '{"a":1}'),)),
-        Message("tool", "42", "f"),
+        Message("assistant", "", tool_calls=(ToolCall("call_0", "f", '{"a":1}'),)),
+        Message("tool", "42", "f", tool_call_id="call_0"),
     )
     assert request.session == "ses_1"
     assert request.sampling == SamplingParams(
@@ -103,8 +103,10 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
         ({"prompt": "a", "top_k": 51}, "top_k", 5006),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", 5006),
         ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty", 5006),
-        ({"prompt": "a", "tools": [{"name": "f"}]}, "tools", 5006),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", 5006),
+        ({"prompt": "a", "tools": [{"name": "f", "parameters": 5}]}, "tools[0].parameters", 5006),
+        ({"prompt": "a", "tools": [{"name": "f"}], "raw": True}, "tools", 5006),
+        ({"prompt": "a", "tool_choice": "required"}, "tool_choice", 5006),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", 5006),
         ({"prompt": "a", "lora": "my-lora"}, "lora", 5006),
         ({"prompt": "a", "functions": [{}]}, "functions", 5006),
         ({"prompt": "a", "n": 2}, "n", 5006),

@@ -26,5 +26,10 @@ def test_words():
     assert parse("say=count").words([5], (2,)) == []
 
 
+def test_several_turns():
+    script = parse("say=17.4/9")
+    assert [script.words([5], (2,), turn) for turn in range(3)] == [[17, 4], [9], [9]]
+
+
 def test_counting_leaves_out_end_tokens():
     assert [countable(n, 6, (2, 3)) for n in range(6)] == [0, 1, 4, 5, 0, 1]

@@ -1,0 +1,213 @@
+"""Checks and measures the GPU engine on this host. `--help` lists what can be left out."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import disk, report, shapes, workloads
+from benchmarks.gpu.engine import Worker, worker
+from benchmarks.gpu.workloads import Prompts
+
+SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # in one worker's life
+SECTIONS = ("kernels", "models", *sorted(SERVED), "start", "deterministic", "smollm2")
+PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
+
+
+def main() -> int:
+    args = _parse()
+    args.work.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {"device": _device()}
+    peer: dict[str, Any] = {}
+    for name, measure in _plan(args).items():
+        if name in args.only or (name == "served" and SERVED.intersection(args.only)):
+            _section(name, measure, figures, args)
+    if args.vllm is not None:
+        _section("vllm", lambda: peer.update(_vllm(args)), figures, args)
+    _save(args, figures, peer)
+    print(report.table(figures, peer))
+    return 1 if figures.get("failed") else 0
+
+
+def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """What can be measured, in order."""
+    folder = args.work / "llama-8b"
+    return {
+        "kernels": lambda: _kernels(),
+        "models": lambda: _models(),
+        "served": lambda: _served(folder, args),
+        "start": lambda: _starts(folder, args),
+        "deterministic": lambda: _deterministic(args),
+        "smollm2": lambda: _smollm2(args),
+    }
+
+
+def _section(name: str, measure: Callable[[], Any], figures: dict[str, Any], args: argparse.Namespace) -> None:
+    """A failure is told and the rest goes on: device time is dear."""
+    begin = time.perf_counter()
+    try:
+        found = measure()
+    except Exception as error:
+        if args.strict:
+            raise
+        figures.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:2000]
+        print(f"{name}: FAILED: {error}", flush=True)
+    else:
+        if isinstance(found, dict):
+            figures |= found
+        print(f"{name}: {time.perf_counter() - begin:.1f} s {json.dumps(found)}", flush=True)
+    _save(args, figures, {})
+
+
+def _kernels() -> dict[str, Any]:
+    from benchmarks.gpu import kernels
+
+    return {"kernels": kernels.check()}
+
+
+def _models() -> dict[str, Any]:
+    from benchmarks.gpu import checks
+
+    return {"models": checks.against_transformers()}
+
+
+def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    begin = time.perf_counter()
+    n_bytes = _in_a_process(folder)
+    figures["written_s"] = time.perf_counter() - begin
+    with worker(folder, args.work / "worker.log", "--max-running", str(args.max_running)) as engine:
+        figures["ready_s"] = engine.ready_s
+        figures["memory"] = _memory(engine, n_bytes)
+        client, prompts = engine.client, Prompts(0)
+        client.generate(prompts.many(2, 64), 8)
+
+        def part(name: str, measure: Callable[[], Any]) -> None:
+            begun = time.perf_counter()
+            if name.partition(".")[0] in args.only:
+                figures[name.rpartition(".")[2]] = found = measure()
+                print(f"  {name}: {time.perf_counter() - begun:.1f} s {json.dumps(found)}", flush=True)
+
+        try:
+            part("decode", lambda: {f"b{b}": workloads.decode(client, prompts, b) for b in args.batches})
+            part("decode.warm", lambda: {f"b{b}": workloads.decode(client, prompts, b, 0.7) for b in (1, 64)})
+            part("decode.cpu_ms_per_step", lambda: 1e3 * workloads.cpu_per_step(engine, prompts))
+            part("prefill", lambda: {str(n): workloads.prefill(client, prompts, n) for n in (8192, 32768)})
+            part("throughput", lambda: workloads.throughput(client, prompts))
+            part("agentic", lambda: workloads.agentic(client, prompts))
+            part("mixed", lambda: {f"every_{s}s": workloads.mixed(client, prompts, s) for s in (1.0, 0.5)})
+            part("context.whole_context_s", lambda: workloads.whole_context(client, prompts, client.info.context_len))
+        except Exception as error:  # what was measured before it counts
+            figures["failed"] = {"served": f"{type(error).__name__}: {error}"}
+        figures["memory_after"] = _memory(engine, n_bytes)
+    return figures
+
+
+def _in_a_process(folder: Path) -> int:
+    """Writes the model in a process of its own, which then leaves the device alone."""
+    code = "import sys; from pathlib import Path; from benchmarks.gpu.shapes import LLAMA_8B, write"
+    code += "; print(write(Path(sys.argv[1]), LLAMA_8B))"
+    command = [sys.executable, "-c", code, str(folder)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _memory(engine: Worker, weights: int) -> dict[str, float]:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) << 20
+    kv = int(str(engine.facts["kv_bytes"]))
+    gib = 1 << 30
+    return {
+        "used_gib": used / gib,
+        "kv_gib": kv / gib,
+        "kv_tokens": float(str(engine.facts["kv_tokens"])),
+        "beside_gib": (used - weights - kv) / gib,
+    }
+
+
+def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """From process start to the first token, weights dropped from the page cache, kernels compiled and not."""
+    n_bytes = _in_a_process(folder)
+    found: dict[str, Any] = {}
+    for name in ("empty", "cached"):
+        shapes.forget(folder)
+        rate = disk.direct_rate(folder / "model.safetensors")
+        shapes.forget(folder)
+        env = {"TRITON_CACHE_DIR": str(args.work / "triton-of-start")}
+        with worker(folder, args.work / "start.log", env=env) as engine:
+            engine.client.generate([Prompts(3).of(64)], 1)
+            first_s = time.perf_counter() - engine.began_s
+        found[name] = {
+            "first_token_s": first_s,
+            "ready_s": engine.ready_s,
+            "disk_gb_s": rate / 1e9,
+            "beyond_disk_s": first_s - n_bytes / rate,
+        }
+    return {"start": found}
+
+
+def _deterministic(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.gpu import checks
+
+    folder = args.work / "llama-8b-short"
+    config = shapes.LLAMA_8B | {"num_hidden_layers": 2}
+    shapes.write(folder, config)
+    with worker(folder, args.work / "deterministic.log", "--deterministic", "--kv-bytes", str(8 << 30)) as engine:
+        return {"deterministic": {"same_in_any_batch": checks.same_in_any_batch(engine.client, Prompts(5))}}
+
+
+def _smollm2(args: argparse.Namespace) -> dict[str, Any]:
+    if args.smollm2 is None:
+        return {}
+    with worker(args.smollm2, args.work / "smollm2.log") as engine:
+        prompts = Prompts(7, engine.client.info.vocab_size)
+        found = workloads.decode(engine.client, prompts, 1)
+        return {"smollm2": {"tok_s": found["steady_tok_s"], "ready_s": engine.ready_s}}
+
+
+def _vllm(args: argparse.Namespace) -> dict[str, Any]:
+    env = {**os.environ, "PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
+    figures: dict[str, Any] = {}
+    parts: list[tuple[str, ...]] = [()]
+    if "mixed" in args.only:
+        parts += [("--mixed", "2048"), ("--mixed", "8192")]  # what its async engine takes, what its server takes
+    for part in parts:
+        out = args.work / f"vllm-{'-'.join(part) or 'offline'}.json"
+        with (args.work / "vllm.log").open("ab") as log:
+            subprocess.run([sys.executable, str(PEER), str(out), *part], check=True, env=env, stdout=log, stderr=log)
+        found = json.loads(out.read_text())
+        figures |= {"mixed": {"every_0.5s": next(iter(found.values()))}} | found if part else found
+    return figures
+
+
+def _device() -> str:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
+def _save(args: argparse.Namespace, figures: dict[str, Any], peer: dict[str, Any]) -> None:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"emberline": figures, "vllm": peer}, indent=1))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-gpu"), help="a folder with 20 GB to spare")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the figures as JSON")
+    parser.add_argument(
+        "--only", nargs="+", default=SECTIONS, choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, default=list(workloads.BATCHES))
+    parser.add_argument("--max-running", type=int, default=512, help="as the peer has it")
+    parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
+    parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked bundle of vLLM")
+    parser.add_argument("--strict", action="store_true", help="stop at the first failure")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+"""A worker process and a client on its socket: what is measured here is what a front door would see."""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emberline.protocol import frames
+from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Welcome
+from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.protocol.tokens import pack, unpack
+
+WAIT_S = 300.0
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it."""
+
+    sent_s: float
+    n_prompt: int
+    times_s: list[float] = field(default_factory=list)  # of each token
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    cached: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.sent_s
+
+
+class Client:
+    def __init__(self, path: str) -> None:
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.connect(path)
+        self._buffer = FrameBuffer()
+        self.answers: dict[str, Answer] = {}
+        self._open = 0
+        self._serial = 0
+        self.load = frames.EngineLoad()
+        self._sock.sendall(frames.encode(Hello("", frames.VERSION)))
+        while not self._receive(WAIT_S):
+            pass
+
+    def submit(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> list[Answer]:
+        requests, answers = [], []
+        for prompt in prompts:
+            self._serial += 1
+            sampling = SamplingParams(max_tokens=n_out, ignore_eos=True, temperature=temperature, seed=self._serial)
+            request = EngineRequest(id=f"r{self._serial}", prompt_ids=pack(prompt), sampling=sampling)
+            requests.append(request)
+            answers.append(Answer(0.0, len(prompt)))
+            self.answers[request.id] = answers[-1]
+        frame = frames.encode(Submit(requests))
+        now = time.perf_counter()
+        for answer in answers:
+            answer.sent_s = now
+        self._open += len(answers)
+        self._sock.sendall(frame)
+        return answers
+
+    def run(self, until_s: float | None = None) -> None:
+        """Receive until every request has ended, or until a moment."""
+        while self._open:
+            wait_s = WAIT_S if until_s is None else until_s - time.perf_counter()
+            if wait_s <= 0:
+                return
+            self._receive(wait_s)
+            if until_s is None and wait_s == 0:
+                raise TimeoutError("the engine says nothing")
+
+    def generate(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[Answer]]:
+        begin = time.perf_counter()
+        answers = self.submit(prompts, n_out, temperature)
+        self.run()
+        wrong = [answer.finish for answer in answers if answer.finish != "length"]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} requests ended with {wrong[0]}")
+        return time.perf_counter() - begin, answers
+
+    def _receive(self, wait_s: float) -> bool:
+        if not select.select([self._sock], [], [], wait_s)[0]:
+            return False
+        data = self._sock.recv(1 << 20)
+        if not data:
+            raise RuntimeError("the engine hung up")
+        for payload in self._buffer.feed(data):
+            self._take(frames.from_engine_decoder.decode(payload))
+        return True
+
+    def _take(self, message: frames.FromEngine) -> None:
+        now = time.perf_counter()
+        if isinstance(message, Refused):
+            raise RuntimeError(message.error.message)
+        if isinstance(message, Welcome):
+            self.info = message.info
+            return
+        assert isinstance(message, Step)
+        self.load = message.load
+        for delta in message.deltas:
+            answer = self.answers[delta.id]
+            ids = unpack(delta.token_ids)
+            answer.tokens += ids
+            answer.times_s += [now] * len(ids)
+            if delta.usage is not None:
+                answer.cached = delta.usage.cached_tokens
+            if delta.finish is not None:
+                answer.finish = delta.finish if delta.error is None else delta.error.message
+                self._open -= 1
+                del self.answers[delta.id]
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@dataclass
+class Worker:
+    pid: int
+    began_s: float
+    ready_s: float  # after the process was started
+    facts: dict[str, object]
+    client: Client
+
+    def cpu_s(self) -> float:
+        """Time on all cores so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Worker]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/engine.sock"
+        command = [sys.executable, "-m", "emberline.engine.worker", "--model", str(model), "--socket", path, *flags]
+        began_s = time.perf_counter()
+        with log.open("ab") as sink:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, env={**os.environ, **(env or {})})
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline() or "{}")
+            if not ready.get("ready"):
+                raise RuntimeError(f"the worker did not start: {ready.get('error')}; see {log}")
+            client = Client(path)
+            yield Worker(process.pid, began_s, time.perf_counter() - began_s, ready, client)
+            client.close()
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,0 +1,87 @@
+"""One table: what was measured, the peer, the ratio, and what it must be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    title: str
+    key: str  # a dotted path into the figures
+    better: str  # "more" or "less"
+    must: float | None = None  # least ratio to the peer
+    limit: float | None = None  # or a bound of the figure itself
+    unit: str = ""
+
+
+LINES = (
+    *(
+        Line(f"decode, batch {batch}", f"decode.b{batch}.steady_tok_s", "more", must, unit="tok/s")
+        for batch, must in ((1, 1.20), (8, 1.12), (32, 1.12), (64, 1.15), (128, 1.15), (256, 1.12))
+    ),
+    *(Line(f"the same, temperature 0.7, batch {b}", f"warm.b{b}.steady_tok_s", "more", unit="tok/s") for b in (1, 64)),
+    Line("prefill 8,192", "prefill.8192", "less", 1.0, unit="s"),
+    Line("prefill 32,768", "prefill.32768", "less", 1.0, unit="s"),
+    Line("512 × 1,024/256", "throughput.s", "less", 1.06, unit="s"),
+    Line("agentic 32 × 8", "agentic.s", "less", 1.25, unit="s"),
+    Line("mixed, every 0.5 s: ITL p99", "mixed.every_0.5s.itl_ms.p99", "less", limit=20.0, unit="ms"),
+    Line("mixed, every 0.5 s: TTFT p50", "mixed.every_0.5s.ttft_s.p50", "less", limit=0.27, unit="s"),
+    Line("start beyond the drive, kernels cached", "start.cached.beyond_disk_s", "less", limit=6.0, unit="s"),
+    Line("start beyond the drive, empty cache", "start.empty.beyond_disk_s", "less", limit=20.0, unit="s"),
+    Line("memory beside weights and KV", "memory.beside_gib", "less", limit=1.5, unit="GiB"),
+    Line("CPU per decode step, batch 64", "cpu_ms_per_step", "less", limit=1.5, unit="ms"),
+    Line("context of 131,072", "whole_context_s", "less", unit="s"),
+    Line("SmolLM2-135M, batch 1", "smollm2.tok_s", "more", limit=1200.0, unit="tok/s"),
+)
+
+
+def pick(figures: Figures, key: str) -> float | None:
+    """`mixed.every_0.5s.itl_ms.p99`: keys may have dots in them, so the longest that fits is taken."""
+    if key in figures:
+        value = figures[key]
+        return float(value) if isinstance(value, int | float) else None
+    for end in range(len(key) - 1, 0, -1):
+        if key[end] == "." and isinstance(inner := figures.get(key[:end]), dict):
+            return pick(inner, key[end + 1 :])
+    return None
+
+
+def table(ours: Figures, theirs: Figures) -> str:
+    rows = [("", "Emberline", "vLLM", "ratio", "must", "")]
+    for line in LINES:
+        mine, peer = pick(ours, line.key), pick(theirs, line.key.replace("steady_tok_s", "tok_s"))
+        if mine is None:
+            continue
+        ratio = None if not peer or not mine else mine / peer if line.better == "more" else peer / mine
+        rows.append(
+            (
+                line.title,
+                f"{mine:.4g} {line.unit}",
+                *map(_text, (peer, ratio)),
+                _must(line),
+                _verdict(line, mine, ratio),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _must(line: Line) -> str:
+    if line.must is not None:
+        return f"≥ {line.must:.2f}×"
+    return "" if line.limit is None else f"{'≥' if line.better == 'more' else '≤'} {line.limit:g}"
+
+
+def _verdict(line: Line, mine: float, ratio: float | None) -> str:
+    if line.limit is not None:
+        limit = line.limit
+        return "ok" if (mine >= limit if line.better == "more" else mine <= limit) else "short"
+    if line.must is None or ratio is None:
+        return ""
+    return "ok" if ratio >= line.must else "short"

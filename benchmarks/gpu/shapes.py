@@ -1,0 +1,97 @@
+"""Models of random weights, written as Hugging Face folders: speed does not depend on the values."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "initializer_range": 0.02,
+}
+
+
+def tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama's weights, in the order of its layers."""
+    hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for n in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{n}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (q, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, q),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
+    """A folder with config.json and one safetensors file of random bf16; its bytes. Written once."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "model.safetensors"
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in tensors(config).items():
+        n_bytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + n_bytes]}
+        offset += n_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    if path.exists() and path.stat().st_size == 8 + len(text) + offset:
+        return offset
+    generator = torch.Generator(device).manual_seed(0)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in tensors(config).values():
+            numbers = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+            if len(shape) == 1:
+                numbers.add_(1)
+            file.write(memoryview(numbers.cpu().view(torch.int16).numpy()).cast("B"))
+    return offset
+
+
+def forget(folder: Path) -> None:
+    """Drop the weights, and nothing else, from the page cache."""
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

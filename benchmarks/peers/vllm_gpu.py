@@ -1,0 +1,181 @@
+"""vLLM on one GPU, offline: the workloads of `benchmarks.gpu` with the same shapes and formulas. Figures go to a file.
+
+Runs under a Python that has torch and transformers, with an unpacked bundle of vLLM on PYTHONPATH and nothing of ours.
+"""
+
+import asyncio
+import importlib.abc
+import importlib.machinery
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+os.environ |= {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the bundle
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+ABSENT = {"xgrammar", "soundfile", "pycountry", "tilelang", "supervisor"}  # imported by vLLM, never used here
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules left out of the bundle: importing one gives an object that answers to anything."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in ABSENT:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        module = MagicMock(name=spec.name)
+        for key, value in dict(__spec__=spec, __path__=[], __name__=spec.name, __version__="0").items():
+            setattr(module, key, value)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(Absent())  # here, and so in the processes that vLLM starts too
+
+
+def model_folder() -> str:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    from shapes import LLAMA_8B
+
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def offline() -> dict[str, Any]:
+    started = time.perf_counter()
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    figures: dict[str, Any] = {"version": vllm.__version__, "import_s": time.perf_counter() - started}
+    started = time.perf_counter()
+    llm = LLM(
+        model=model_folder(),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=True,
+        gpu_memory_utilization=0.9,
+        max_model_len=40960,
+        max_num_seqs=512,
+        seed=0,
+    )
+    figures["init_s"] = time.perf_counter() - started
+    source = random.Random(0)
+
+    def some(n: int) -> list[int]:
+        return [source.randrange(1000, 120_000) for _ in range(n)]
+
+    def generate(prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[list[int]]]:
+        sampling = SamplingParams(max_tokens=n_out, ignore_eos=True, temperature=temperature, detokenize=False)
+        begin = time.perf_counter()
+        outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - begin, [list(out.outputs[0].token_ids) for out in outs]
+
+    def decode(batch: int, temperature: float = 0.0) -> dict[str, float]:
+        for _ in range(2):
+            first_s, _ = generate([some(512) for _ in range(batch)], 1, temperature)
+            whole_s, _ = generate([some(512) for _ in range(batch)], 129, temperature)
+        return {"tok_s": batch * 128 / (whole_s - first_s)}
+
+    generate([some(64), some(64)], 8)
+    figures["decode"] = {f"b{batch}": decode(batch) for batch in (1, 8, 32, 64, 128, 256)}
+    figures["warm"] = {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)}
+    figures["prefill"] = {str(n): min(generate([some(n)], 1)[0] for _ in range(3)) for n in (8192, 32768)}
+    seconds, outs = generate([some(1024) for _ in range(512)], 256)
+    figures["throughput"] = {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds}
+    system = some(4096)
+    histories = [system + some(256) for _ in range(32)]
+    begin = time.perf_counter()
+    for _ in range(8):
+        _, outs = generate(histories, 128)
+        histories = [history + out + some(384) for history, out in zip(histories, outs)]
+    figures["agentic"] = {"s": time.perf_counter() - begin}
+    cache = llm.llm_engine.vllm_config.cache_config
+    figures["kv_tokens"] = cache.num_gpu_blocks * cache.block_size
+    return figures
+
+
+async def mixed(budget: int, every_s: float = 0.5) -> dict[str, Any]:
+    """The pace of 32 streams while prompts of 8,192 tokens arrive; the tokens of a step decide it."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model_folder(),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.9,
+            max_model_len=40960,
+            max_num_seqs=256,
+            max_num_batched_tokens=budget,
+            seed=0,
+        )
+    )
+    source, n_asked = random.Random(1), 0
+
+    async def ask(n_in: int, n_out: int) -> list[float]:
+        """When it was sent, and when each token came."""
+        nonlocal n_asked
+        n_asked += 1
+        prompt = {"prompt_token_ids": [source.randrange(1000, 120_000) for _ in range(n_in)]}
+        kind = RequestOutputKind.DELTA
+        sampling = SamplingParams(
+            max_tokens=n_out, ignore_eos=True, temperature=0.0, detokenize=False, output_kind=kind
+        )
+        times = [time.perf_counter()]
+        async for _ in engine.generate(prompt, sampling, request_id=f"r{n_asked}"):
+            times.append(time.perf_counter())
+        return times
+
+    await asyncio.gather(*(ask(256, 16) for _ in range(4)))
+    streams = asyncio.gather(*(ask(512, 1200) for _ in range(32)))
+    await asyncio.sleep(0.5)
+    arrivals = []
+    while not streams.done():
+        arrivals.append(asyncio.create_task(ask(8192, 16)))
+        await asyncio.sleep(every_s)
+    gaps = sorted(after - before for times in await streams for before, after in itertools.pairwise(times[1:]))
+    waits = sorted(times[1] - times[0] for times in await asyncio.gather(*arrivals))
+    engine.shutdown()
+
+    def at(values: list[float], q: float) -> float:
+        return values[min(len(values) - 1, int(q * len(values)))]
+
+    return {
+        "itl_ms": {f"p{int(q * 100)}": 1e3 * at(gaps, q) for q in (0.5, 0.9, 0.99)},
+        "ttft_s": {f"p{int(q * 100)}": at(waits, q) for q in (0.5, 0.9)},
+        "budget": budget,
+    }
+
+
+def main() -> None:
+    """vllm_gpu.py OUT [--mixed BUDGET ...]: one engine a process, so each part is run in one of its own."""
+    out, *rest = sys.argv[1:]
+    if rest and rest[0] == "--mixed":
+        figures = {f"budget_{n}": asyncio.run(mixed(int(n))) for n in rest[1:]}
+    else:
+        figures = offline()
+    Path(out).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

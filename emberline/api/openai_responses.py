@@ -1,0 +1,261 @@
+"""OpenAI's Responses API: create and stream, continue by id, read back, delete, count."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from emberline.api.body import read_json
+from emberline.api.call import Call
+from emberline.api.departure import while_connected
+from emberline.api.errors import NoPreviousResponse, NoSuchResponse
+from emberline.api.openai_responses_items import Item, ItemReference, items_decoder, parse, response_of, settle
+from emberline.api.openai_responses_output import Composer
+from emberline.api.openai_responses_request import SEALED, ResponsesRequest, response_id
+from emberline.api.openai_responses_stream import Draft, ResponseStream
+from emberline.api.openai_responses_tools import offered
+from emberline.api.ports import Events
+from emberline.api.reply import HeaderList, Reply, encode, json_reply
+from emberline.api.sse import stream
+from emberline.api.unbuilt import refuse_unbuilt, unsupported
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLarge
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    ToolCallDelta,
+)
+from emberline.protocol.record import MAX_DEPTH, MAX_HISTORY_BYTES, Record
+from emberline.protocol.request import GenerateRequest
+
+PAGE = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+MAX_REFERENCED = 256  # responses that the references of one request may point into
+_OWN = re.compile(r"resp_[0-9a-f]{32}")
+_CALLED_HERE = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+class _Output(msgspec.Struct):
+    output: list[Item]
+
+
+_output_decoder = msgspec.json.Decoder(_Output)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: what it continues, what it brings, what it becomes."""
+
+    body: ResponsesRequest
+    id: str
+    created_us: int
+    history: list[Record]  # of the response that it continues, oldest first
+    past: list[Item]
+    new: list[Item]
+    request: GenerateRequest
+    draft: Draft
+
+
+async def create(call: Call) -> Reply | None:
+    turn = await _turn(call)
+    events = _kept(call, turn, call.service.generate(turn.request, call.principal))
+    headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
+    if turn.body.stream:
+        options = turn.body.stream_options
+        encoder = ResponseStream(call, turn.draft, padded=bool(options and options.include_obfuscation))
+        await stream(call, events, encoder, headers)
+        return None
+    await while_connected(call.receive, _compose(events, turn.draft))
+    return json_reply(turn.draft.whole, headers=headers)
+
+
+async def count_tokens(call: Call) -> Reply:
+    turn = await _turn(call)
+    n_tokens = await call.service.count_tokens(turn.request, call.principal)
+    return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def retrieve(call: Call) -> Reply:
+    if call.query().get("stream", "false") != "false":
+        raise unsupported("stream")
+    (record,) = await _recalled(call)
+    return Reply(200, record.body.encode())
+
+
+async def list_input_items(call: Call) -> Reply:
+    """All that the response was made from: earlier turns, which it continued, and its own."""
+    query = call.query()
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise BadInput("`limit` must be a whole number from 1 to 100", param="limit")
+    if order not in ("asc", "desc"):
+        raise BadInput("`order` may be asc or desc", param="order")
+    *earlier, own = await _recalled(call, whole=True)
+    items = [item for record in earlier for item in _items(record)] + items_decoder.decode(own.input)
+    if order == "desc":
+        items.reverse()
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise BadInput(f"`after`: there is no item {after!r}", param="after")
+    first = 0 if after is None else ids.index(after) + 1
+    shown = items[first : first + int(limit)]
+    ends = {"first_id": shown[0].id if shown else None, "last_id": shown[-1].id if shown else None}
+    return json_reply({"object": "list", "data": shown, **ends, "has_more": first + len(shown) < len(items)})
+
+
+async def delete(call: Call) -> Reply:
+    await _recalled(call)
+    if not await call.service.responses.forget(call.principal.account, call.tail):
+        raise _no_such(call.tail)
+    return json_reply({"id": call.tail, "object": "response", "deleted": True})
+
+
+async def cancel(call: Call) -> Reply:
+    await _recalled(call)
+    raise BadInput("only a response made with `background` can be cancelled; this one is complete", param="background")
+
+
+# --- what a request is ------------------------------------------------------------------------------------------------
+
+
+async def _turn(call: Call) -> Turn:
+    body = await read_json(call, _decoder)
+    refuse_unbuilt(body)
+    own_id, created_us = response_id(call), time.time_ns() // 1000
+    key = own_id.removeprefix("resp_")
+    offer = offered(body.tools, body.tool_choice)
+    history = await _history(call, body.previous_response_id)
+    past = [item for record in history for item in _items(record)]
+    given = parse(body.input)
+    new = settle(await _resolved(call, given), key)
+    where = ["previous_response_id"] * len(past) + [f"input[{i}]" for i in range(len(new))]
+    request = body.to_request(call, past + new, where, offer)
+    sealed = body.includes(SEALED)
+    composer = Composer(key, offer.called, summarise=body.summarises, sealed=sealed)
+    draft = Draft(body.echo(own_id, created_us // 1_000_000), composer)
+    return Turn(body, own_id, created_us, history, past, new, request, draft)
+
+
+async def _history(call: Call, previous: str | None) -> list[Record]:
+    if previous is None:
+        return []
+    records = await _find(call, previous, whole=True)
+    if not records:
+        raise NoPreviousResponse(
+            f"there is no response {previous!r} to continue: it was not stored, has expired or was deleted",
+            param="previous_response_id",
+        )
+    return records
+
+
+async def _resolved(call: Call, given: list[Item | ItemReference]) -> list[Item]:
+    """The items with references replaced by what they refer to."""
+    wanted = {item.id: response_of(item.id) for item in given if isinstance(item, ItemReference)}
+    if not wanted:
+        return [item for item in given if not isinstance(item, ItemReference)]
+    ids = {found for found in wanted.values() if found is not None}
+    if len(ids) > MAX_REFERENCED:
+        raise BadInput(f"`input` refers to items of {len(ids)} responses, at most {MAX_REFERENCED}", param="input")
+    recalled = await asyncio.gather(*(_find(call, one) for one in ids))
+    known = {item.id: item for records in recalled for record in records for item in _items(record)}
+    items: list[Item] = []
+    for i, item in enumerate(given):
+        if isinstance(item, ItemReference):
+            if item.id not in known:
+                raise NoSuchResponse(f"there is no stored item {item.id!r}: send the item itself", param=f"input[{i}]")
+            item = known[item.id]
+        items.append(item)
+    return items
+
+
+async def _recalled(call: Call, whole: bool = False) -> list[Record]:
+    records = await _find(call, call.tail, whole)
+    if not records:
+        raise _no_such(call.tail)
+    return records
+
+
+async def _find(call: Call, name: str, whole: bool = False) -> list[Record]:
+    """The store is asked only for ids that could be ours."""
+    if not _OWN.fullmatch(name):
+        return []
+    return await call.service.responses.recall(call.principal.account, name, whole)
+
+
+def _no_such(name: str) -> NoSuchResponse:
+    return NoSuchResponse(f"there is no response {name[:100]!r}: it was not stored, has expired or was deleted")
+
+
+def _items(record: Record) -> list[Item]:
+    return items_decoder.decode(record.input) + _output_decoder.decode(record.body).output
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+async def _kept(call: Call, turn: Turn, events: Events) -> AsyncGenerator[TextEvent, None]:
+    """The events, the last of them once the response can be found by its id."""
+    new = encode(turn.new).decode() if turn.body.kept else ""
+    if turn.body.kept and len(new) + sum(record.n_bytes for record in turn.history) > MAX_HISTORY_BYTES:
+        raise TooLarge(f"the conversation is larger than {MAX_HISTORY_BYTES >> 20} MiB", param="input")
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if type(event) is Completed:
+                    turn.draft.complete(event.usage)
+                    if turn.body.kept:
+                        await _keep(call, turn, new)
+                yield event
+    except EmberlineError as error:
+        if error.param in _CALLED_HERE:
+            error.param = _CALLED_HERE[error.param]
+        raise
+
+
+async def _keep(call: Call, turn: Turn, new: str) -> None:
+    """Keep what is new; or all, where the chain is long or what was continued has been deleted meanwhile."""
+    responses, parent = call.service.responses, turn.history[-1] if turn.history else None
+    record = Record(
+        id=turn.id,
+        account=call.principal.account,
+        parent=parent.id if parent else None,
+        depth=parent.depth + 1 if parent else 0,
+        created_us=turn.created_us,
+        input=new,
+        body=encode(turn.draft.whole).decode(),
+    )
+    if record.depth < MAX_DEPTH and await responses.keep(record):
+        return
+    whole = encode([*turn.past, *turn.new]).decode()
+    await responses.keep(msgspec.structs.replace(record, parent=None, depth=0, input=whole))
+
+
+async def _compose(events: Events, draft: Draft) -> None:
+    composer = draft.composer
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, TextDelta):
+                composer.delta(event)
+            elif isinstance(event, ReasoningDelta):
+                composer.reasoning(event)
+            elif isinstance(event, ToolCallDelta):
+                composer.call_delta(event)
+            elif isinstance(event, ChoiceDone):
+                draft.done(event)
+            elif isinstance(event, Completed):
+                return
+            elif not isinstance(event, Started):
+                composer.call_started(event)
+    raise Internal("the answer ended before it was complete")

@@ -1,0 +1,116 @@
+"""One response while it is made: its object, and the typed events that a stream tells it by."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from emberline.api.call import Call
+from emberline.api.errors import codes
+from emberline.api.openai_responses_output import Composer, Event
+from emberline.api.padding import pads
+from emberline.api.reply import encode
+from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError
+from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
+
+Json = dict[str, Any]
+
+
+class Draft:
+    """A response object that fills up. `whole` is final once `complete` was called."""
+
+    def __init__(self, echo: Json, composer: Composer) -> None:
+        self.composer = composer
+        self.whole = echo
+        self._cut = False
+
+    def done(self, event: ChoiceDone) -> list[Event]:
+        self._cut = event.finish == "length"
+        return self.composer.done(event)
+
+    def complete(self, usage: Usage) -> None:
+        self.whole |= {"output": self.composer.items, "usage": usage_body(usage)}
+        if self._cut:
+            self.whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            self.whole |= {"status": "completed", "completed_at": int(time.time())}
+
+    def fail(self, error: EmberlineError) -> None:
+        self.composer.end("incomplete")
+        problem = {"code": _failure(error), "message": error.message}
+        self.whole |= {"completed_at": None, "incomplete_details": None, "usage": None}
+        self.whole |= {"status": "failed", "output": self.composer.items, "error": problem}
+
+
+class ResponseStream:
+    """The encoder of one stream: every event has its name and its number. Nothing follows the last one."""
+
+    def __init__(self, call: Call, draft: Draft, *, padded: bool) -> None:
+        self._call = call
+        self._draft = draft
+        self._composer = draft.composer
+        self._n_sent = 0
+        self._pads: Iterator[bytes] | None = pads() if padded else None
+
+    def started(self, usage: Usage) -> bytes:
+        whole = self._draft.whole
+        return self._told(
+            [{"type": "response.created", "response": whole}, {"type": "response.in_progress", "response": whole}]
+        )
+
+    def delta(self, event: TextDelta) -> bytes:
+        return self._told(self._composer.delta(event))
+
+    def reasoning(self, event: ReasoningDelta) -> bytes:
+        return self._told(self._composer.reasoning(event))
+
+    def call_started(self, event: ToolCallStarted) -> bytes:
+        return self._told(self._composer.call_started(event))
+
+    def call_delta(self, event: ToolCallDelta) -> bytes:
+        return self._told(self._composer.call_delta(event))
+
+    def done(self, event: ChoiceDone) -> bytes:
+        return self._told(self._draft.done(event))
+
+    def completed(self, usage: Usage) -> bytes:
+        whole = self._draft.whole
+        return self._told([{"type": f"response.{whole['status']}", "response": whole}])
+
+    def failed(self, error: EmberlineError) -> bytes:
+        """Some clients read the one, some the other."""
+        self._call.names.retell(error)
+        self._draft.fail(error)
+        code = codes(error).openai_code or _failure(error)
+        said = {"code": code, "message": error.message, "param": error.param}
+        told = {"type": "error", **said, "error": {"type": codes(error).openai_type, **said}}
+        return self._told([told, {"type": "response.failed", "response": self._draft.whole}])
+
+    def _told(self, events: list[Event]) -> bytes:
+        told = b""
+        for event in events:
+            kind: str = event["type"]
+            event["sequence_number"] = self._n_sent
+            self._n_sent += 1
+            if self._pads is not None and kind.endswith(".delta"):
+                event["obfuscation"] = next(self._pads).decode()
+            told += b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(event))
+        return told
+
+
+def usage_body(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _failure(error: EmberlineError) -> str:
+    """The few words that a failed response knows for what went wrong."""
+    if isinstance(error, ContextExceeded):
+        return "context_length_exceeded"
+    if isinstance(error, BadInput):
+        return "invalid_prompt"
+    return "rate_limit_exceeded" if error.kind == "overloaded" else "server_error"

@@ -1,0 +1,68 @@
+"""A model on a CUDA device and everything around it: kernels, sampler, runner, and how the memory is split."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from emberline.engine.gpu_memory import MemoryBudget, budget, state_bytes
+from emberline.engine.gpu_runner import GpuRunner
+from emberline.engine.gpu_slots import SamplerTable
+from emberline.engine.limits import Limits
+from emberline.engine.pace import Pace
+from emberline.kernels.gpu import inputs, sampling
+from emberline.kernels.gpu.workspace import Sizes, Workspace
+from emberline.models import Model
+from emberline.weights.config import ModelConfig
+
+ATTENTION_SLOWNESS = 1.5  # of an operation in attention beside one in a matrix product; the pace corrects it
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GpuEngine:
+    """What has its memory before the KV cache takes the rest."""
+
+    model: Model
+    device: str
+    sampler: SamplerTable
+    memory: MemoryBudget
+    pace: Pace
+
+    @classmethod
+    def open(cls, model: Model, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
+        """`limits` of the model; the cache may bound its context further."""
+        weights = torch.cuda.memory_allocated(device)
+        sizes = Sizes.of(model.config, limits.token_budget, limits.max_running, limits.max_running)
+        workspace = Workspace.bytes(sizes)
+        model.kernels.reserve(sizes)
+        before = torch.cuda.memory_allocated(device)
+        sampler = sampling.SamplerTable(limits.max_running, limits.vocab_size, device)
+        state = state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
+        free, total = torch.cuda.mem_get_info(device)
+        memory = budget(total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes)
+        _log.info("%s", memory.table())
+        return cls(model, device, sampler, memory, make_pace(model.config))
+
+    def runner(self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True) -> GpuRunner:
+        return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs)
+
+
+class _Kernels:
+    """The Triton kernels as the runner calls them."""
+
+    prepare = staticmethod(inputs.prepare)
+    keep = staticmethod(inputs.keep)
+    draw = staticmethod(sampling.draw)
+
+
+def make_pace(config: ModelConfig) -> Pace:
+    """The first guess of what context costs, by operations: a token meets every weight once, and each token before it
+    twice per head and dimension."""
+    per_layer = config.hidden_size * config.head_dim * 2 * (config.n_heads + config.n_kv_heads)
+    per_layer += 3 * config.hidden_size * config.mlp_size
+    n_full = sum(window is None for window in config.windows) if config.windows else config.n_layers
+    per_context = 2 * config.n_heads * config.head_dim * n_full * ATTENTION_SLOWNESS
+    return Pace(per_context / (per_layer * config.n_layers))

@@ -1,0 +1,216 @@
+"""Carries out plans on an accelerator. State lives there by slot; a step ships what changed, and nothing waits.
+
+launch:  changes -> packet -> inputs -> forward -> draw -> keep     queued, as one captured graph where it decodes
+sample:  what of this had to wait for masks; then tokens -> pinned host memory -> mark
+result:  sleeps until the mark
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.engine import shared_prefix
+from emberline.engine.gpu_batch import Batch, DecodeBuffers, MixedBuffers
+from emberline.engine.gpu_graphs import Graphs, bucket
+from emberline.engine.gpu_outputs import Draw, Drawn, Outputs, drawn_on
+from emberline.engine.gpu_slots import SamplerTable, Slots
+from emberline.engine.gpu_stream import DeviceLost
+from emberline.engine.limits import Limits
+from emberline.engine.pace import Pace, Work
+from emberline.engine.plan import Masks, StepPlan
+from emberline.engine.runner import Model, allocate_pool
+from emberline.kernels.inputs import DecodeInputs, SlotState
+from emberline.kv.budget import blocks_of
+
+STEPS_IN_FLIGHT = 2
+
+
+class Kernels(Protocol):
+    """The launches around a forward pass. `kernels.inputs` and `kernels.sampling` are their plain forms."""
+
+    def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs) -> None: ...
+    def keep(self, tokens: Tensor, slots: Tensor, state: SlotState) -> None: ...
+    def draw(self, logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: Drawn) -> None: ...
+
+
+@dataclass(slots=True)
+class _Launched:
+    batch: Batch
+    outputs: Outputs
+    work: Work
+    draw: Callable[[], None] | None  # still to be done, when the masks are there
+
+
+class GpuStep:
+    """A step in the device's queue."""
+
+    def __init__(self, runner: "GpuRunner", launched: _Launched | Exception) -> None:
+        self._runner = runner
+        self._launched = launched
+
+    def sample(self, masks: Masks | None = None) -> None:
+        if isinstance(self._launched, Exception):
+            return
+        try:
+            self._runner.finish(self._launched, masks)
+        except Exception as error:
+            self._launched = error
+
+    def result(self) -> Sequence[Draw]:
+        if isinstance(self._launched, Exception):
+            raise fatal(self._launched)
+        return self._runner.read(self._launched)
+
+
+class GpuRunner:
+    """Owns the KV pools, the slots and the fixed buffers. Everything is queued on one stream, in the plans' order."""
+
+    def __init__(
+        self,
+        model: Model,
+        n_blocks: Sequence[int],
+        limits: Limits,
+        device: str,
+        kernels: Kernels,
+        sampler: SamplerTable,
+        pace: Pace | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self._model, self._kernels, self._pace = model, kernels, pace
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(stream)  # the default one cannot be captured
+        self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
+        self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
+        rows, groups, width = limits.max_running, len(self._kv), blocks_of(limits.context_len)
+        self._max_rows = rows
+        self._slots = Slots(rows, groups, width, sampler, self._device)
+        self._decode = DecodeBuffers(rows, groups, width, self._device)
+        self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
+        self._drawn = drawn_on(rows, self._device)
+        self._outputs = [Outputs(rows, self._device) for _ in range(STEPS_IN_FLIGHT + 1)]
+        self._n_launched = 0
+        self._graphs = Graphs(self._device, graphs)
+        self._pads = graphs
+        self._sharing: tuple[bytes, int] | None = None  # the rows that were last looked at, and when
+        self._shared: shared_prefix.SharedPrefix | None = None
+
+    @property
+    def n_graphs(self) -> int:
+        return len(self._graphs)
+
+    def launch(self, plan: StepPlan) -> GpuStep:
+        try:
+            with torch.inference_mode():
+                return GpuStep(self, self._launch(plan))
+        except Exception as error:
+            return GpuStep(self, error)
+
+    def _launch(self, plan: StepPlan) -> _Launched:
+        outputs = self._outputs[self._n_launched % len(self._outputs)]
+        self._n_launched += 1
+        outputs.began.record()
+        slots = self._slots
+        for admission in plan.admissions:
+            slots.admit(admission)
+        batch = Batch.of(plan, slots)
+        for row in plan.rows:
+            slot = slots[row.slot]
+            slots.grow(row, slot, tell=bool(batch.chunks))
+            slots.ban(row, slot)
+        slots.ship()
+        draw = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
+        return _Launched(batch, outputs, _work(batch), draw)
+
+    def finish(self, launched: _Launched, masks: Masks | None) -> None:
+        """The draws, where they had to wait, and their way to the host."""
+        batch = launched.batch
+        with torch.inference_mode():
+            if launched.draw is not None:
+                self._slots.allow(batch.slots, masks)
+                self._slots.sampler.upload()
+                launched.draw()
+            launched.outputs.fetch(self._drawn, batch.n_draws, batch.logprobs is not None)
+
+    def read(self, launched: _Launched) -> list[Draw]:
+        outputs = launched.outputs
+        draws = outputs.read(launched.batch.order, launched.batch.logprobs)
+        if self._pace is not None and (seconds := outputs.done.seconds_since(outputs.began)) is not None:
+            self._pace.observe(launched.work, seconds)
+        return draws
+
+    # --- decode -----------------------------------------------------------------------------------------------------
+
+    def _launch_decode(self, batch: Batch) -> Callable[[], None] | None:
+        n_rows = bucket(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
+        self._decode.send(batch.decodes, n_rows)
+        cascade = self._look_for_shared(batch)
+        draws = not batch.masked
+        key = ("decode", n_rows, cascade, draws)
+        logits = self._graphs.run(key, lambda: self._decode_body(n_rows, cascade, draws))
+        return None if draws else lambda: self._draw_decode(logits)
+
+    def _decode_body(self, n_rows: int, cascade: bool, draws: bool) -> Tensor:
+        self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
+        logits = self._model.forward(self._decode.step(n_rows, cascade), self._kv)
+        if draws:
+            self._draw_decode(logits)
+        return logits
+
+    def _draw_decode(self, logits: Tensor) -> None:
+        to, n_rows = self._decode.inputs, len(logits)
+        self._draw(logits, to.slots[:n_rows], to.context_lens[:n_rows])
+
+    def _look_for_shared(self, batch: Batch) -> bool:
+        """Whether enough is shared to be read once; looked at anew only when other rows decode."""
+        if not self._block_bytes or len(batch.decodes) < 4:
+            return False
+        slots = np.array([row.slot for row in batch.decodes])
+        key = slots.tobytes(), self._slots.n_admitted
+        if key != self._sharing:
+            self._sharing = key
+            n_full = np.array([row.start // 16 for row in batch.decodes], np.int32)
+            tables = self._slots.tables[0, slots, : int(n_full.max(initial=1))]
+            found = shared_prefix.find(tables, n_full)
+            worth = found is not None and found.saved_blocks() * self._block_bytes >= shared_prefix.MIN_SAVED_BYTES
+            self._shared = found if worth else None
+            if self._shared is not None:
+                self._decode.send_shared(self._shared)
+        return self._shared is not None
+
+    # --- chunks -----------------------------------------------------------------------------------------------------
+
+    def _launch_mixed(self, batch: Batch) -> Callable[[], None] | None:
+        step = self._mixed.send(batch, self._slots)
+        logits = self._model.forward(step.inputs, self._kv)
+        if batch.masked:
+            return lambda: self._draw(logits, step.slots, step.positions)
+        if batch.n_draws:
+            self._draw(logits, step.slots, step.positions)
+        return None
+
+    def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+        drawn = self._drawn.first(len(slots))
+        self._kernels.draw(logits, self._slots.sampler, slots, positions, drawn)
+        self._kernels.keep(drawn.token_ids, slots, self._slots.state)
+
+
+def _work(batch: Batch) -> Work:
+    work = Work(len(batch.decodes))
+    for row in batch.chunks:
+        work.add(row.end - row.start, row.end)
+    return work
+
+
+def fatal(error: Exception) -> Exception:
+    """An error of the device itself comes back as DeviceLost; memory that ran out is the step's alone."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, torch.AcceleratorError):
+        return error
+    lost = DeviceLost(str(error))
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,134 @@
+"""What a GPU runner knows of the sequence in each slot, here and on the device, and what it must still tell there."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from emberline.engine.gpu_stream import Upload
+from emberline.engine.plan import Admission, Masks, Row
+from emberline.kernels.inputs import SlotState
+from emberline.kernels.sampling import SamplerRow
+from emberline.kv.budget import blocks_of
+from emberline.kv.pool import NULL_BLOCK
+
+_CHANGES = 1 << 15  # table entries told at once
+
+
+class SamplerTable(Protocol):
+    """Sampling parameters by slot, on the device. `upload` queues what was set since the last one."""
+
+    def set(self, slot: int, row: SamplerRow) -> None: ...
+    def ban(self, slot: int, ids: tuple[int, ...]) -> None: ...
+    def allow(self, slots: list[int], bits: NDArray[np.uint32]) -> None: ...
+    def upload(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Slot:
+    n_prompt: int
+    masked: bool  # a grammar decides what it may draw
+    logprobs: int | None
+    passed: list[int]
+    banned: tuple[int, ...] = ()
+    sampler: SamplerRow = field(default_factory=SamplerRow)
+
+
+class Slots:
+    """Tables are kept twice: here to be looked at, there to be read by kernels."""
+
+    def __init__(self, n_slots: int, n_groups: int, width: int, sampler: Any, device: torch.device) -> None:
+        self.tables = np.zeros((n_groups, n_slots, width), np.int32)
+        self.state = SlotState(
+            torch.zeros(n_slots, dtype=torch.int32, device=device),
+            torch.zeros(n_groups, n_slots, width, dtype=torch.int32, device=device),
+        )
+        self.n_admitted = 0
+        self.sampler: SamplerTable = sampler
+        self._slots: list[Slot | None] = [None] * n_slots
+        self._changed: list[NDArray[np.int32]] = []  # places in the flat tables
+        self._upload = Upload(2 * _CHANGES, device)
+        self._changes = torch.zeros(2 * _CHANGES, dtype=torch.int32, device=device)
+
+    def __getitem__(self, slot: int) -> Slot:
+        found = self._slots[slot]
+        assert found is not None, "a row needs an admission first"
+        return found
+
+    def admit(self, admission: Admission) -> None:
+        request, sampling = admission.request, admission.request.sampling
+        looks_back = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+        row = SamplerRow(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+            seed=admission.seed,
+            prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if looks_back else None,
+            output_ids=np.frombuffer(admission.output_ids, "<u4") if looks_back else None,
+            logprobs=sampling.logprobs,
+        )
+        self.sampler.set(admission.slot, row)
+        self._slots[admission.slot] = Slot(
+            n_prompt=len(request.prompt_ids) // 4,
+            masked=bool(request.grammar),
+            logprobs=sampling.logprobs,
+            passed=[0] * len(self.tables),
+            sampler=row,
+        )
+        for g, blocks in enumerate(admission.blocks):
+            self.tables[g, admission.slot, : len(blocks)] = blocks
+            self._note(g, admission.slot, 0, len(blocks))
+        self.n_admitted += 1
+
+    def grow(self, row: Row, slot: Slot, *, tell: bool) -> None:
+        """Take a row's changes of its table in; tell the device too, unless the step's packet does."""
+        if row.blocks is not None:
+            stop = blocks_of(row.end)
+            for g, blocks in enumerate(row.blocks):
+                self.tables[g, row.slot, stop - len(blocks) : stop] = blocks
+                if tell:
+                    self._note(g, row.slot, stop - len(blocks), stop)
+        if row.passed != slot.passed:
+            for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
+                self.tables[g, row.slot, old:new] = NULL_BLOCK
+                if tell or new - old > 1:
+                    self._note(g, row.slot, old, new)
+            slot.passed = row.passed
+
+    def ban(self, row: Row, slot: Slot) -> None:
+        if row.banned != slot.banned:
+            slot.banned = row.banned
+            self.sampler.ban(row.slot, row.banned)
+
+    def allow(self, slots: list[int], masks: Masks | None) -> None:
+        """What the grammars' slots may draw in this step."""
+        if masks is not None:
+            self.sampler.allow([slots[place] for place in masks.rows], masks.bits)
+
+    def ship(self) -> None:
+        """Queue everything that changed."""
+        self.sampler.upload()
+        if not self._changed:
+            return
+        places = np.concatenate(self._changed)
+        self._changed.clear()
+        values = self.tables.reshape(-1)[places]  # of now: a place noted twice gets one value
+        for first in range(0, len(places), _CHANGES):
+            some = places[first : first + _CHANGES]
+            array, n = self._upload.array(), len(some)
+            array[:n], array[n : 2 * n] = some, values[first : first + n]
+            sent = self._upload.send(2 * n, self._changes)
+            self.state.tables.view(-1).index_put_((sent[:n].long(),), sent[n:])
+
+    def _note(self, group: int, slot: int, start: int, stop: int) -> None:
+        if start < stop:
+            _, n_slots, width = self.tables.shape
+            first = (group * n_slots + slot) * width
+            self._changed.append(np.arange(first + start, first + stop, dtype=np.int32))

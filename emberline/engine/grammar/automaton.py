@@ -1,0 +1,457 @@
+"""A grammar as an automaton over bytes and special tokens, built as texts lead through it.
+
+A state is what may still follow: an expression, and the next state is its derivative by a byte. States are shared
+(equal ones are one object) and never change, so a sequence keeps a list of them to go back. Every state knows the
+fewest bytes and special tokens to the end, which is what closes a reply in time. Counted repeats count; they are never
+unrolled. The meaning is that of the grammar, whatever the engine's matcher makes of it.
+"""
+
+from collections.abc import Callable, Iterable
+from os.path import commonprefix
+from typing import Final
+
+from emberline.engine.grammar.bounds import NEVER, costs
+from emberline.protocol import grammar as ir
+
+MAX_STATES = 20_000  # kept for the next time; what is in use lives on
+MAX_NESTING = 280  # of what is still open, where a text can be read in several ways
+MAX_READINGS = 2048  # of one text at a time
+
+_TOKEN: Final = 256  # symbols: a byte, or this plus a special token's id
+_LIKED = b"a0bcdefghijklmnopqrstuvwxyz123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # where any character will do
+
+
+_FEW: Final = 8  # options that are not worth a tree
+_MAX_FORKS: Final = 60  # of a tree, one behind the other
+
+
+class TooComplex(Exception):
+    """The text can be read in too many ways at once."""
+
+
+class State:
+    """What may follow. `cost`: of the cheapest way to the end; 0: it may end here."""
+
+    __slots__ = ("cost", "nesting", "next")
+
+    def __init__(self, cost: int, nesting: int = 0) -> None:
+        self.cost = cost
+        self.nesting = nesting
+        self.next: dict[int, State] = {}  # by symbol, filled as it is asked for
+
+
+class _Literal(State):
+    __slots__ = ("text",)
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(len(text))
+        self.text = text
+
+
+class _Byte(State):
+    __slots__ = ("ranges",)
+
+    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(1)
+        self.ranges = ranges
+
+
+class _Special(State):
+    __slots__ = ("token_id",)
+
+    def __init__(self, token_id: int) -> None:
+        super().__init__(1)
+        self.token_id = token_id
+
+
+class _Free(State):
+    """Text that avoids strings: how far into them it is, and how many bytes its last character still lacks."""
+
+    __slots__ = ("avoids", "lacks", "place")
+
+    def __init__(self, avoids: "_Avoider", place: int, lacks: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(len(lacks))
+        self.avoids, self.place, self.lacks = avoids, place, lacks
+
+
+class _Then(State):
+    __slots__ = ("first", "rest")
+
+    def __init__(self, first: State, rest: State) -> None:
+        super().__init__(first.cost + rest.cost, max(first.nesting + 1, rest.nesting))
+        self.first, self.rest = first, rest
+
+
+class _Any(State):
+    __slots__ = ("options",)
+
+    def __init__(self, options: tuple[State, ...]) -> None:
+        super().__init__(min(option.cost for option in options), 1 + max(option.nesting for option in options))
+        self.options = options
+
+
+class _Repeat(State):
+    __slots__ = ("item", "least", "most")
+
+    def __init__(self, item: State, least: int, most: int | None) -> None:
+        super().__init__(least * item.cost, item.nesting)
+        self.item, self.least, self.most = item, least, most
+
+
+class _Call(State):
+    __slots__ = ("number",)
+
+    def __init__(self, number: int, cost: int) -> None:
+        super().__init__(cost)
+        self.number = number
+
+
+DEAD: Final = State(NEVER)
+END: Final = State(0)
+
+
+class Automaton:
+    """Of one grammar; for one thread at a time."""
+
+    def __init__(self, grammar: ir.Grammar) -> None:
+        self._costs = costs(grammar)
+        self._known: dict[tuple[object, ...], State] = {}
+        self._characters: dict[tuple[tuple[int, int], ...], State] = {}
+        self._avoiders: dict[tuple[str, ...], _Avoider] = {}
+        self._rules: list[State] = []
+        self._rules = [self._build(rule) for rule in grammar.rules]
+        self.start: State = self._rules[0]
+
+    def step(self, state: State, symbol: int) -> State:
+        """After one more byte, or `token` symbol; DEAD where the grammar does not allow it."""
+        found = state.next.get(symbol)
+        if found is None:
+            if len(self._known) > MAX_STATES:
+                self._forget()
+            try:
+                found = self._derive(state, symbol)
+            except RecursionError:
+                raise TooComplex from None
+            if found.nesting > MAX_NESTING:
+                raise TooComplex
+        return found
+
+    def feed(self, state: State, text: bytes) -> State:
+        for byte in text:
+            state = state.next.get(byte) or self.step(state, byte)
+        return state
+
+    def token(self, state: State, token_id: int) -> State:
+        return self.step(state, _TOKEN + token_id)
+
+    def closing(self, state: State) -> list[bytes | int]:
+        """The cheapest way to the end: texts, and ids of special tokens between them."""
+        found: list[bytes | int] = []
+        todo = [state]
+        while todo:
+            one = todo.pop()
+            match one:
+                case _Literal():
+                    found.append(one.text)
+                case _Byte():
+                    found.append(_liked(one.ranges))
+                case _Special():
+                    found.append(one.token_id)
+                case _Free():
+                    found.append(one.avoids.finish(one.place, one.lacks))
+                case _Then():
+                    todo += (one.rest, one.first)
+                case _Any():
+                    todo.append(min(one.options, key=lambda option: option.cost))
+                case _Repeat():
+                    todo += [one.item] * (one.least if one.item.cost else 0)
+                case _Call():
+                    if one.cost:
+                        todo.append(self._rules[one.number])
+        return _joined(found)
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    def _share(self, key: tuple[object, ...], make: Callable[[], State]) -> State:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make()
+        return found
+
+    def _literal(self, text: bytes) -> State:
+        return self._share(("text", text), lambda: _Literal(text)) if text else END
+
+    def _then(self, first: State, rest: State) -> State:
+        if first is DEAD or rest is DEAD:
+            return DEAD
+        if first is END:
+            return rest
+        if rest is END:
+            return first
+        chain = []
+        while isinstance(first, _Then):  # kept as a list: only its head changes from byte to byte
+            chain.append(first.first)
+            first = first.rest
+        chain.append(first)
+        for part in reversed(chain):
+            rest = self._pair(part, rest)
+        return rest
+
+    def _pair(self, first: State, rest: State) -> State:
+        return self._share((first, rest), lambda: _Then(first, rest))
+
+    def _any(self, options: Iterable[State]) -> State:
+        found: dict[State, None] = {}
+        for option in options:
+            if isinstance(option, _Any):
+                found.update(dict.fromkeys(option.options))
+            elif option is not DEAD:
+                found[option] = None
+        if len(found) <= 1:
+            return next(iter(found), DEAD)
+        if len(found) > MAX_READINGS and self._rules:  # while it is built, any number of options may be listed
+            raise TooComplex
+        return self._share(("any", frozenset(found)), lambda: _Any(tuple(found)))
+
+    def _repeat(self, item: State, least: int, most: int | None) -> State:
+        if most == 0 or item is END:
+            return END
+        if item is DEAD:
+            return DEAD if least else END
+        least = least if item.cost else 0
+        return self._share(("repeat", item, least, most), lambda: _Repeat(item, least, most))
+
+    def _forget(self) -> None:
+        for state in self._known.values():
+            state.next.clear()
+        self._known.clear()
+
+    # --- from expressions --------------------------------------------------------------------------------------------
+
+    def _build(self, expression: ir.Expression) -> State:
+        match expression:
+            case ir.Text():
+                return self._literal(expression.text.encode())
+            case ir.Chars():
+                return self._character(expression.ranges)
+            case ir.Token():
+                return self._share(("token", expression.token_id), lambda: _Special(expression.token_id))
+            case ir.Free():
+                avoids = self._avoiders.setdefault(expression.without, _Avoider(expression.without))
+                return self._free(avoids, 0, ())
+            case ir.Sequence():
+                state: State = END
+                for item in reversed(expression.items):
+                    state = self._then(self._build(item), state)
+                return state
+            case ir.Choice():
+                return self._choice([self._build(option) for option in expression.options])
+            case ir.Repeat():
+                return self._repeat(self._build(expression.item), expression.least, expression.most)
+            case ir.Rule():
+                cost = self._costs[expression.number]
+                return self._share(("call", expression.number), lambda: _Call(expression.number, cost))
+
+    def _choice(self, options: list[State], depth: int = 0) -> State:
+        """Many options with beginnings in common (an enum, names of tools) as a tree, so that few are open at once."""
+        if len(options) <= _FEW or depth > _MAX_FORKS:
+            return self._any(options)
+        groups: dict[int | State, list[State]] = {}
+        for option in options:
+            text = _beginning(option)
+            groups.setdefault(text[0] if text else option, []).append(option)
+        found = []
+        for group in groups.values():
+            shared = commonprefix([_beginning(option) for option in group]) if len(group) > 1 else b""
+            if shared:
+                rests = [self._without(option, len(shared)) for option in group]
+                found.append(self._then(self._literal(shared), self._choice(rests, depth + 1)))
+            else:
+                found += group
+        return self._any(found)
+
+    def _without(self, option: State, n: int) -> State:
+        if isinstance(option, _Then):
+            return self._then(self._without(option.first, n), option.rest)
+        assert isinstance(option, _Literal)
+        return self._literal(option.text[n:])
+
+    def _character(self, ranges: tuple[tuple[int, int], ...]) -> State:
+        found = self._characters.get(ranges)
+        if found is None:
+            found = self._any(self._bytes(path) for low, high in ranges for path in _utf8(low, high))
+            self._characters[ranges] = found
+        return found
+
+    def _bytes(self, path: tuple[tuple[int, int], ...]) -> State:
+        state: State = END
+        for step in reversed(path):
+            state = self._then(self._share(("byte", step), lambda step=step: _Byte((step,))), state)  # type: ignore[misc]
+        return state
+
+    def _free(self, avoids: "_Avoider", place: int, lacks: tuple[tuple[int, int], ...]) -> State:
+        return self._share(("free", avoids, place, lacks), lambda: _Free(avoids, place, lacks))
+
+    # --- derivatives -------------------------------------------------------------------------------------------------
+
+    def _derive(self, state: State, symbol: int) -> State:
+        found = state.next.get(symbol)
+        if found is not None:
+            return found
+        match state:
+            case _Then():
+                found = self._derive_then(state, symbol)
+            case _Any():
+                found = self._any([self._derive(option, symbol) for option in state.options])
+            case _Repeat():
+                once = self._derive(state.item, symbol)
+                most = None if state.most is None else state.most - 1
+                found = self._then(once, self._repeat(state.item, max(0, state.least - 1), most))
+            case _Call():
+                found = self._derive(self._rules[state.number], symbol)
+            case _:
+                found = self._derive_leaf(state, symbol)
+        if found.cost >= NEVER:
+            found = DEAD  # it could go on, but never end
+        state.next[symbol] = found
+        return found
+
+    def _derive_then(self, state: _Then, symbol: int) -> State:
+        options = []
+        rest: State = state
+        while isinstance(rest, _Then):
+            options.append(self._then(self._derive(rest.first, symbol), rest.rest))
+            if rest.first.cost:
+                return self._any(options)
+            rest = rest.rest
+        options.append(self._derive(rest, symbol))
+        return self._any(options)
+
+    def _derive_leaf(self, state: State, symbol: int) -> State:
+        match state:
+            case _Literal():
+                return self._literal(state.text[1:]) if state.text[0] == symbol else DEAD
+            case _Byte():
+                return END if any(low <= symbol <= high for low, high in state.ranges) else DEAD
+            case _Special():
+                return END if symbol == _TOKEN + state.token_id else DEAD
+            case _Free() if symbol < _TOKEN:
+                return self._derive_free(state, symbol)
+        return DEAD
+
+    def _derive_free(self, state: _Free, byte: int) -> State:
+        if state.lacks:
+            (low, high), *more = state.lacks
+            lacks = tuple(more) if low <= byte <= high else None
+        else:
+            lacks = _lacks(byte)
+        place = state.avoids.step(state.place, byte)
+        return DEAD if lacks is None or place < 0 else self._free(state.avoids, place, lacks)
+
+
+class _Avoider:
+    """Where a text stands in strings that must not occur in it."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._known: list[bytes] = [b""]  # beginnings of strings, longest that the text ends with
+        self._strings = [string.encode() for string in strings]
+        self._beginnings = {text[:n] for text in self._strings for n in range(len(text) + 1)} | {b""}
+        self._next: dict[tuple[int, int], int] = {}
+
+    def step(self, place: int, byte: int) -> int:
+        """The next place; negative when a string is complete."""
+        found = self._next.get((place, byte))
+        if found is None:
+            tail = self._known[place] + bytes([byte])
+            if any(tail.endswith(string) for string in self._strings):
+                found = -1
+            else:
+                while tail not in self._beginnings:
+                    tail = tail[1:]
+                if tail not in self._known:
+                    self._known.append(tail)
+                found = self._known.index(tail)
+            self._next[place, byte] = found
+        return found
+
+    def finish(self, place: int, lacks: tuple[tuple[int, int], ...]) -> bytes:
+        """Bytes that complete a character and none of the strings."""
+        found = b""
+        for low, high in lacks:
+            byte = next((one for one in range(low, high + 1) if self.step(place, one) >= 0), low)
+            place = max(0, self.step(place, byte))
+            found += bytes([byte])
+        return found
+
+
+def _beginning(option: State) -> bytes:
+    first = option.first if isinstance(option, _Then) else option
+    return first.text if isinstance(first, _Literal) else b""
+
+
+def _liked(ranges: tuple[tuple[int, int], ...]) -> bytes:
+    for byte in _LIKED:
+        if any(low <= byte <= high for low, high in ranges):
+            return bytes([byte])
+    return bytes([ranges[0][0]])
+
+
+def _joined(pieces: list[bytes | int]) -> list[bytes | int]:
+    found: list[bytes | int] = []
+    for piece in pieces:
+        if isinstance(piece, bytes) and found and isinstance(found[-1], bytes):
+            found[-1] += piece
+        elif piece != b"":
+            found.append(piece)
+    return found
+
+
+# --- UTF-8 --------------------------------------------------------------------------------------------------------------
+
+_TAIL = (0x80, 0xBF)
+
+
+def _lacks(byte: int) -> tuple[tuple[int, int], ...] | None:
+    """The bytes that must follow the first one of a character; None: it is no first byte."""
+    if byte < 0x80:
+        return ()
+    if 0xC2 <= byte <= 0xDF:
+        return (_TAIL,)
+    if 0xE0 <= byte <= 0xEF:
+        second = (0xA0, 0xBF) if byte == 0xE0 else (0x80, 0x9F) if byte == 0xED else _TAIL
+        return (second, _TAIL)
+    if 0xF0 <= byte <= 0xF4:
+        second = (0x90, 0xBF) if byte == 0xF0 else (0x80, 0x8F) if byte == 0xF4 else _TAIL
+        return (second, _TAIL, _TAIL)
+    return None
+
+
+def _utf8(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
+    """A range of code points as paths of byte ranges."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+        if low <= last and high >= first:
+            a, b = chr(max(low, first)).encode(), chr(min(high, last)).encode()
+            found += _paths(a, b)
+    return found
+
+
+def _paths(low: bytes, high: bytes) -> list[tuple[tuple[int, int], ...]]:
+    """All byte strings of one length between two, as products of ranges."""
+    if len(low) == 1:
+        return [((low[0], high[0]),)]
+    if low[0] == high[0]:
+        return [((low[0], low[0]), *path) for path in _paths(low[1:], high[1:])]
+    n = len(low) - 1
+    lowest, highest = bytes([0x80]) * n, bytes([0xBF]) * n
+    found = []
+    first, last = low[0], high[0]
+    if low[1:] != lowest:
+        found += [((first, first), *path) for path in _paths(low[1:], highest)]
+        first += 1
+    if high[1:] != highest:
+        found += [((last, last), *path) for path in _paths(lowest, high[1:])]
+        last -= 1
+    if first <= last:
+        found.append(((first, last), *([_TAIL] * n)))
+    return found

@@ -1,0 +1,149 @@
+"""Grammars that were compiled, and those being compiled: in a thread, so that no step waits for one."""
+
+import hashlib
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.engine.grammar import bounds
+from emberline.engine.grammar.automaton import Automaton
+from emberline.engine.grammar.guide import GrammarGuide
+from emberline.engine.grammar.lark import to_lark
+from emberline.engine.grammar.vocabulary import Vocabulary, digest
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded
+from emberline.protocol.frames import Vocabulary as Frame
+
+MAX_KEPT = 128
+MAX_KEPT_BYTES = 32 << 20  # of encoded grammars
+MAX_WAITING = 256
+MAX_USES = 200  # then it is compiled afresh: the library keeps every lexer state that a text has led it to
+
+# The library's limits, of what one grammar may cost. Fuel is time: about 50 and 14 units a microsecond.
+_LIMITS = dict(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=20_000_000,
+    step_lexer_fuel=500_000,
+    step_max_items=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Compiled:
+    prototype: Any
+    automaton: Automaton
+    n_uses: int = 0
+
+
+class Pending:
+    """A grammar on its way. `ready` once it is compiled or has failed."""
+
+    def __init__(self, encoded: bytes, vocabulary: Vocabulary) -> None:
+        self.encoded = encoded
+        self.vocabulary = vocabulary
+        self.digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+        self.compiled: _Compiled | None = None
+        self.error: EmberlineError | None = None
+        self.ready = False
+
+    def guide(self) -> GrammarGuide:
+        """For one more sequence; raises why there is none."""
+        if self.error is not None:
+            raise self.error
+        assert self.ready and self.compiled is not None
+        self.compiled.n_uses += 1
+        return GrammarGuide(self.compiled.prototype, self.compiled.automaton, self.vocabulary, self.digest)
+
+
+class Grammars:
+    """One per engine. `request` and `learn` are called by the step loop; the thread starts with the first grammar."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[bytes, Pending] = OrderedDict()
+        self._n_kept_bytes = 0
+        self._library: Any = None
+        self._queue: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def learn(self, frame: Frame) -> None:
+        """What tokens stand for. The first frame counts; another that differs is refused."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(frame, self._vocab_size)
+        elif self._vocabulary.digest != digest(frame):
+            raise BadInput("this vocabulary differs from the one that the engine has learned", param="vocabulary")
+
+    def request(self, encoded: bytes) -> Pending:
+        """The compiled grammar, now or soon."""
+        if self._vocabulary is None:
+            raise BadInput("a grammar needs the model's vocabulary, which was not sent", param="grammar")
+        if len(encoded) > bounds.MAX_BYTES:
+            raise BadInput(f"the grammar has {len(encoded)} bytes; at most {bounds.MAX_BYTES} are allowed", param="grammar")
+        found = self._kept.get(encoded)
+        if found is not None and (found.compiled is None or found.compiled.n_uses < MAX_USES):
+            self._kept.move_to_end(encoded)
+            return found
+        if self._queue.qsize() >= MAX_WAITING:
+            raise Overloaded("too many grammars wait to be compiled; try again", retry_after_s=1)
+        found = Pending(encoded, self._vocabulary)
+        self._keep(found)
+        self._queue.put(found)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._thread.start()
+        return found
+
+    def _keep(self, pending: Pending) -> None:
+        if self._kept.pop(pending.encoded, None) is None:
+            self._n_kept_bytes += len(pending.encoded)
+        self._kept[pending.encoded] = pending
+        while len(self._kept) > MAX_KEPT or (self._n_kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            old, _ = self._kept.popitem(last=False)
+            self._n_kept_bytes -= len(old)
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            pending = self._queue.get()
+            try:
+                pending.compiled = self._compile(pending)
+            except EmberlineError as error:
+                pending.error = error
+            except Exception:
+                _log.exception("a grammar could not be compiled", extra={"grammar": pending.digest})
+                pending.error = Internal("the engine could not compile this request's grammar")
+            pending.ready = True
+
+    def _compile(self, pending: Pending) -> _Compiled:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise BadInput(
+                "this engine cannot follow grammars: the package llguidance is not installed there", param="grammar"
+            ) from None
+        grammar = bounds.read(pending.encoded)
+        self._check_tokens(grammar, pending.vocabulary)
+        if self._library is None:
+            self._library = pending.vocabulary.library()
+        source = LLMatcher.grammar_from_lark(to_lark(grammar))
+        prototype = LLMatcher(self._library, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if prototype.is_error():
+            _log.warning(
+                "a grammar was refused: %s", prototype.get_error()[:500], extra={"grammar": pending.digest}
+            )
+            raise BadInput("the grammar is too complex to be followed; use a simpler schema", param="grammar")
+        return _Compiled(prototype, Automaton(grammar))
+
+    def _check_tokens(self, grammar: bounds.ir.Grammar, vocabulary: Vocabulary) -> None:
+        for token_id in bounds.tokens(grammar):
+            if token_id not in vocabulary.special:
+                raise BadInput(f"the grammar names token {token_id}, which is no special token here", param="grammar")

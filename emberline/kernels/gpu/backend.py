@@ -1,0 +1,189 @@
+"""The Backend protocol in Triton: one workspace, nothing allocated inside a layer, every launch fit for a CUDA graph."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
+from emberline.kernels.gpu import cascade, dense_attention, embedding, plan
+from emberline.kernels.gpu.decode_attention import decode
+from emberline.kernels.gpu.launch import INTERPRETED, dependent
+from emberline.kernels.gpu.matmul import GATES, Job, Matrix, Multiplier
+from emberline.kernels.gpu.norms import add_norm
+from emberline.kernels.gpu.prefill_attention import chunks
+from emberline.kernels.gpu.quantised import QuantisedMatrix, pack, quantised_rows
+from emberline.kernels.gpu.rope import rope_write
+from emberline.kernels.gpu.step import Chunk, StepShape
+from emberline.kernels.gpu.workspace import MLP_TOKENS, Sizes, Workspace
+from emberline.protocol.layout import KVGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the layers of a step share."""
+
+    step: Any
+    shape: StepShape
+    kv: list[Tensor]
+    angles: list[tuple[Tensor, Tensor]]  # by KV group
+    pieces: list[plan.Pieces]
+
+
+class TritonBackend:
+    name = "triton"
+    kv_keys = "token"
+
+    def __init__(
+        self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False
+    ) -> None:
+        self.device = device
+        self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
+        self.kv_dtype = str(self.dtype).removeprefix("torch.")
+        self._deterministic = deterministic
+        self._pdl = dependent()
+        self._space: Workspace | None = None
+        self._multiply: Multiplier | None = None
+
+    # --- memory and weights ---------------------------------------------------------------------------------------
+
+    def reserve(self, sizes: Sizes) -> None:
+        """The workspace, once. Without a call it is made, and grows, when a step begins: never inside a capture."""
+        self._space = Workspace(sizes, self.device, self.dtype)
+        self._multiply = Multiplier(self._space, self._deterministic, self._pdl)
+
+    def matrix(
+        self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
+    ) -> Matrix | QuantisedMatrix:
+        added = None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
+        parts = [w.affine() for w in weights]
+        if all(part is not None for part in parts):
+            return pack(parts, added, self.device, self.dtype)
+        rows = [w.shape[0] for w in weights]
+        stacked = torch.empty(sum(rows), weights[0].shape[1], dtype=self.dtype, device=self.device)
+        for weight, place in zip(weights, stacked.split(rows), strict=True):
+            into = getattr(weight, "into", None)
+            if into is not None:
+                into(place)
+            else:
+                place.copy_(weight.tensor(self.dtype, self.device))
+        return Matrix(stacked, added)
+
+    def vector(self, weight: WeightSource) -> Tensor:
+        return weight.tensor(torch.float32, self.device)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
+        shape = getattr(step, "shape", None) or _shape_of(step)
+        space = self._workspace
+        rows = 0 if self._deterministic else shape.decode_rows
+        angles, pieces = [], []
+        for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
+            angles.append(plan.angles(step.positions, rope, space.flat(f"angles{i}", torch.float32)))
+            shares = shape.shares if group.window is None else None
+            room = space.flat(f"pieces{i}", torch.int32)
+            pieces.append(plan.cut(step.context_lens, rows, group.kv_heads, group.window, shares, room))
+        return Context(step, shape, kv, angles, pieces)
+
+    @property
+    def _workspace(self) -> Workspace:
+        assert self._space is not None, "reserve() comes first"
+        return self._space
+
+    def rows(self, matrix: Matrix | QuantisedMatrix, ids: Tensor, factor: float) -> Tensor:
+        out = self._workspace.take("residual", len(ids), matrix.shape[1])
+        if isinstance(matrix, QuantisedMatrix):
+            quantised_rows(matrix, ids, factor, out)
+        else:
+            embedding.rows(matrix.weight, ids, factor, out)
+        return out
+
+    def linear(self, x: Tensor, matrix: Matrix | QuantisedMatrix, norm: Tensor, eps: float) -> Tensor:
+        out = self._workspace.take("logits", len(x), matrix.shape[0], dtype=torch.float32)
+        self._product(x, matrix, out, Job(norm, eps))
+        return out
+
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+        space, tokens = self._workspace, len(x)
+        for layer in layers:
+            qkv = space.take("qkv", tokens, layer.qkv.shape[0])
+            self._product(x, layer.qkv, qkv, Job(layer.norm, layer.eps))
+            attended = space.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
+            self._attend(qkv, attended, layer.attention, context)
+            self._add(attended, layer.output, x, layer.post_norm, layer.eps)
+            for start in range(0, tokens, MLP_TOKENS):
+                self._mlp(layer.mlp, x[start : start + MLP_TOKENS])
+
+    def _product(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
+        assert self._multiply is not None
+        self._multiply(x, matrix, out, job)
+
+    def _add(self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+        if post_norm is None:
+            self._product(x, matrix, residual, Job(add=True))
+            return
+        out = self._workspace.take("gate_up", *residual.shape)
+        self._product(x, matrix, out, Job())
+        add_norm(residual, out, None, None, eps, post=post_norm, pdl=self._pdl)
+
+    def _mlp(self, mlp: MLP, x: Tensor) -> None:
+        activated = self._workspace.take("activated", len(x), mlp.down.shape[1])
+        self._product(x, mlp.gate_up, activated, Job(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation)))
+        self._add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def _attend(self, qkv: Tensor, out: Tensor, at: Attention, context: Context) -> None:
+        step, shape, space = context.step, context.shape, self._workspace
+        pool, tables = context.kv[at.group][:, at.index], step.block_tables[at.group]
+        decodes = 0 if self._deterministic else shape.decode_rows
+        if decodes:
+            prefix = None
+            if shape.shared is not None and at.window is None:
+                parts = cascade.attend_prefix(
+                    qkv, at, context.angles[at.group], pool, tables, shape.shared, space.prefix, space.prefix_peaks,
+                    decodes, pdl=self._pdl,
+                )  # fmt: skip
+                prefix = (space.prefix, space.prefix_peaks, shape.shares, parts)
+            decode(
+                qkv, out, at, context.angles[at.group], pool, tables, context.pieces[at.group], space.partial,
+                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl,
+            )  # fmt: skip
+        if len(qkv) > decodes:
+            self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
+
+    def _attend_chunks(
+        self, qkv: Tensor, out: Tensor, at: Attention, context: Context, pool: Tensor, tables: Tensor, first: int
+    ) -> None:
+        step, space, tokens = context.step, self._workspace, len(qkv)
+        queries = space.take("queries", tokens, at.heads * at.head_dim)
+        listed = [] if self._deterministic else context.shape.chunks or []
+        dense = [c for c in listed if dense_attention.serves(at, c.n)]
+        own = space.take("own", 2, tokens - first, at.kv_heads * at.head_dim)
+        rope_write(
+            qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, first,
+            copy=(own[0], own[1]) if dense else None, pdl=self._pdl,
+        )  # fmt: skip
+        if len(dense) < len(listed) or not listed:
+            chunks(
+                queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, first,
+                pdl=self._pdl, skip=dense_attention.MIN_TOKENS if dense else 0,
+            )  # fmt: skip
+        room = space.flat("gathered", self.dtype)
+        halves = (room[: len(room) // 2], room[len(room) // 2 :])
+        for c in dense:
+            new = slice(c.start, c.start + c.n)
+            mine = (own[0, c.start - first :][: c.n], own[1, c.start - first :][: c.n])
+            dense_attention.attend(queries[new], mine, at, pool, tables[c.row], c.context, halves, out[new])
+
+
+def _shape_of(step: Any) -> StepShape:
+    """For steps that come without: asks the device, and waits."""
+    starts, contexts = step.query_starts.tolist(), step.context_lens.tolist()
+    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    decodes = next((row for row, n in enumerate(lengths) if n != 1), len(lengths))
+    rest = [Chunk(row, starts[row], lengths[row], contexts[row]) for row in range(decodes, len(lengths))]
+    return StepShape(decodes, max((c.n for c in rest), default=0), chunks=rest)

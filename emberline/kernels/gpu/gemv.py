@@ -1,0 +1,101 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+"""One token times a matrix, with the norm before and the gate or the residual behind folded in.
+
+The sum of squares accumulates in the same loop as the product, and the scale is applied at the end. Weights are asked
+for before the kernel waits for its input: at batch 1 what matters is that the memory never idles.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.gpu.activation import activated
+from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, release_next
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    rows: int  # of the matrix, per program; of gate and of up each, where there is a gate
+    cols: int  # per step of the loop
+    warps: int
+    fetch: int = 0  # bytes of each row, a power of two, asked into the L2 cache before the input is there
+
+
+@triton.jit
+def _gemv(
+    x, weight, bias, norm, out, n, k, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATE: 0 none, 1 SiLU, 2 GELU; rows n .. 2n - 1 of the matrix are then what the gate multiplies."""
+    release_next(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)
+    ok = row < n
+    at = weight + row.to(tl.int64)[:, None] * k + col[None, :]
+    mask = ok[:, None] if EVEN else ok[:, None] & (col < k)[None, :]
+    w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    second = at + n.to(tl.int64) * k
+    if GATE:
+        w2 = tl.load(second, mask=mask, other=0.0, eviction_policy="evict_first")
+    if FETCH > 0:
+        ahead = weight + tl.minimum(row, n - 1).to(tl.int64) * k + COLS
+        fetch_to_l2(ahead, FETCH)
+        if GATE:
+            fetch_to_l2(ahead + n.to(tl.int64) * k, FETCH)
+    await_inputs(PDL)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    acc2 = tl.zeros([ROWS, COLS], tl.float32)
+    squares = tl.zeros([COLS], tl.float32)
+    for start in range(0, k, COLS):
+        here = w
+        ahead_mask = ok[:, None] & (start + COLS + col < k)[None, :]
+        w = tl.load(at + start + COLS, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
+        if GATE:
+            here2 = w2
+            w2 = tl.load(second + start + COLS, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
+        inside = start + col < k
+        v = tl.load(x + start + col, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += v * v
+            v *= tl.load(norm + start + col, mask=inside, other=0.0)
+        acc += here.to(tl.float32) * v[None, :]
+        if GATE:
+            acc2 += here2.to(tl.float32) * v[None, :]
+    result = tl.sum(acc, 1)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares) / k + eps)
+        result *= scale
+    if BIAS:
+        result += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)
+    if GATE:
+        result = activated(result, GATE == 2) * (tl.sum(acc2, 1) * scale)
+    if ADD:
+        result += tl.load(out + row, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=ok)
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tile: GemvTile,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: int = 0,
+    add: bool = False,
+    pdl: bool = False,
+) -> None:
+    """x: [1, k]; weight: [n, k], or [2n, k] with a gate; out: [1, n], any float type."""
+    n, k = out.shape[1], weight.shape[1]
+    fetch = tile.fetch if pdl and tile.cols * 2 + tile.fetch <= k * weight.element_size() else 0
+    _gemv[(cdiv(n, tile.rows),)](
+        x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
+        NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, COLS=tile.cols,
+        EVEN=k % tile.cols == 0, FETCH=fetch, PDL=pdl, **options(pdl, num_warps=tile.warps),
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Every projection: which kernel multiplies, by the number of tokens and the matrix's shape.
+
+The tables were measured on an H200 (docs/design/gpu-kernels.md); nothing is tuned at run time. The norm before, the
+gate or the residual behind are folded in where that pays, and are launches of their own where not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.gpu.activation import gate as apply_gate
+from emberline.kernels.gpu.fixed import fixed
+from emberline.kernels.gpu.gemv import GemvTile, gemv
+from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv
+from emberline.kernels.gpu.norms import add_norm
+from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
+from emberline.kernels.gpu.workspace import MLP_TOKENS, Workspace
+
+GATES = ("", "silu", "gelu_tanh")
+MAX_SKINNY = 64  # tokens; above, cuBLAS
+MAX_FOLDED_NORM = 16  # tokens up to which the norm is cheaper inside the matmul than as a launch of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    weight: Tensor  # [n, k]; gate and up of an MLP are stacked
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """out = rms_norm(x) · matrixᵀ + bias, gated, or added to out."""
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gate: int = 0  # index into GATES
+    add: bool = False
+
+
+def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | SkinnyTile | None:
+    """The kernel for m tokens and n output columns; None: cuBLAS."""
+    if m == 1 and not (gated and n >= 8192):
+        return _gemv_tile(n * (2 if gated else 1), k)
+    if m > MAX_SKINNY:
+        return None
+    return _skinny_tile(m, n, k, gated)
+
+
+def _gemv_tile(rows: int, k: int) -> GemvTile:
+    each = 8
+    while each > 1 and rows // each < 3 * SM_COUNT:
+        each //= 2
+    if k >= 4096 and rows >= 6144:
+        return GemvTile(each, 1024, 4, 2048)
+    if k >= 8192:
+        return GemvTile(each, 1024, 8, 2048)
+    return GemvTile(each, 512, 4)
+
+
+def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyTile:
+    if gated:
+        if n >= 8192:
+            return SkinnyTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyTile(128, 64, 1, 4, 8)
+        return SkinnyTile(64, 64, 1, 6, 4)
+    tiles = cdiv(n, 64)
+    if tiles >= SM_COUNT // 2 + 8:
+        return SkinnyTile(64, 128, 1, 5, 4)
+    splits = 2
+    while tiles * splits * 2 <= SM_COUNT and k >= 512 * splits:
+        splits *= 2
+    if splits == 2 and k % 512 == 0 and m <= 32:
+        return SkinnyTile(64, 256, 2, 3, 4, 256)
+    return SkinnyTile(64, 128, splits, 5 if splits == 2 else 3, 4)
+
+
+class Multiplier:
+    """Multiplies, with the workspace's scratch. `deterministic`: what a token gets does not depend on the others."""
+
+    def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
+        self._space = workspace
+        self._deterministic = deterministic
+        self._pdl = pdl
+
+    def __call__(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job) -> None:
+        """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
+        if not len(x):
+            return
+        if self._deterministic:
+            self._separate(x, matrix, out, job, fixed_order=True)
+            return
+        (m, n), k = out.shape, x.shape[1]
+        tile = choose(m, n, k, bool(job.gate))
+        if isinstance(tile, GemvTile):
+            gemv(
+                x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
+                pdl=self._pdl,
+            )  # fmt: skip
+        elif tile is not None and partial_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
+            self._skinny(x, matrix, out, job, tile)
+        else:
+            self._separate(x, matrix, out, job)
+
+    def _skinny(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, tile: SkinnyTile) -> None:
+        norm = job.norm
+        if norm is not None and len(x) > MAX_FOLDED_NORM:
+            x, norm = self._normed(x, job), None
+        skinny(
+            x, matrix.weight, out, tile, self._space.matmul, self._space.counters, bias=matrix.bias, norm=norm,
+            eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl,
+        )  # fmt: skip
+
+    def _normed(self, x: Tensor, job: Job) -> Tensor:
+        normed = self._space.take("normed", *x.shape)
+        add_norm(x, None, job.norm, normed, job.eps, pdl=self._pdl)
+        return normed
+
+    def _separate(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, fixed_order: bool = False) -> None:
+        if job.norm is not None:
+            x = self._normed(x, job)
+        product = self._fixed if fixed_order else _cublas
+        if not job.gate:
+            product(x, matrix, out, job.add)
+            return
+        assert len(x) <= MLP_TOKENS
+        both = self._space.take("gate_up", len(x), matrix.weight.shape[0])
+        product(x, matrix, both, False)
+        apply_gate(both, GATES[job.gate], out, pdl=self._pdl)
+
+    def _fixed(self, x: Tensor, matrix: Matrix, out: Tensor, add: bool) -> None:
+        fixed(x, matrix.weight, matrix.bias, out, add, pdl=self._pdl)
+
+
+def _cublas(x: Tensor, matrix: Matrix, out: Tensor, add: bool) -> None:
+    weight = matrix.weight.T
+    if add:
+        out.addmm_(x, weight)
+    elif out.dtype != x.dtype and not INTERPRETED:
+        torch.mm(x, weight, out_dtype=out.dtype, out=out)
+    elif out.dtype != x.dtype:
+        out.copy_(x @ weight)
+    else:
+        torch.mm(x, weight, out=out)
+    if matrix.bias is not None:
+        out.add_(matrix.bias)

@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+"""Attention of chunks: several new tokens of a sequence against its cache, themselves included.
+
+A tile holds the query heads that share a KV head for a run of tokens, so that short chunks fill it too. Every query
+walks the keys from the front in the same tiles, alone or in company, in whatever chunks: the result is the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.backend import Attention
+from emberline.kernels.gpu.decode_attention import LOG2_E
+from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+
+
+@triton.jit
+def find_tile(index, query_starts, first_row, n_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Of tiles of TOKENS new tokens, row after row: the row of tile `index`, tiles before that row, tiles in all."""
+    row = first_row
+    before = 0
+    carry = 0
+    for start in range(0, n_rows, ROWS):
+        r = start + tl.arange(0, ROWS)
+        ok = r < n_rows
+        a = tl.load(query_starts + first_row + r, mask=ok, other=0)
+        b = tl.load(query_starts + first_row + r + 1, mask=ok, other=0)
+        tiles = tl.cdiv(b - a, TOKENS)
+        ends = carry + tl.cumsum(tiles, 0)
+        passed = (ends <= index) & ok
+        row += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+        carry += tl.sum(tiles)
+    return row, before, carry
+
+
+@triton.jit
+def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    safe = higher
+    if MASKED:
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
+    return higher, total, out
+
+
+@triton.jit(do_not_specialize=["first_row", "n_rows", "window"])
+def _chunks(
+    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, scale, window, block_stride, table_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+    WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = QUERIES // GROUP
+    head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    await_inputs(PDL)
+    release_next(PDL)
+    row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, TOKENS, ROWS)
+    if index < n_tiles:
+        start = tl.load(query_starts + row)
+        n = tl.load(query_starts + row + 1) - start
+        context = tl.load(context_lens + row)
+        first = (index - before) * TOKENS
+        m, d, t = tl.arange(0, QUERIES), tl.arange(0, PAD), tl.arange(0, TILE)
+        token = first + m // GROUP
+        mine = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
+        at = ((start + token).to(tl.int64) * kv_heads + head) * (GROUP * DIM) + (m % GROUP) * DIM
+        queries = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
+        lowest = context - n + first  # position of the tile's first query
+        position = (context - n + token)[:, None]
+        end = tl.minimum(lowest + TOKENS, context)
+        table = tables + row.to(tl.int64) * table_stride
+        keys = pool + head * (16 * DIM)
+        values = keys + kv_heads * (16 * DIM)
+        begin = 0
+        full = (lowest + 1) // TILE * TILE  # tiles before this are seen whole
+        if WINDOWED:
+            begin = tl.maximum(lowest - window + 1, 0) // TILE * TILE
+            full = begin
+        peak = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, PAD], tl.float32)
+        for at_token in tl.range(begin, full, TILE, num_stages=STAGES):
+            block = tl.load(table + (at_token + t) // 16).to(tl.int64)
+            place = (block * block_stride + ((at_token + t) % 16) * DIM)[:, None] + d[None, :]
+            if DIM == PAD:
+                k = tl.load(keys + place)
+                v = tl.load(values + place)
+            else:
+                k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
+                v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
+            peak, total, acc = _step(queries, k, v, True, peak, total, acc, scale, False)
+        for at_token in tl.range(full, end, TILE, num_stages=STAGES):
+            key = at_token + t
+            ok = key < end
+            block = tl.load(table + key // 16, mask=ok, other=0).to(tl.int64)
+            place = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
+            inside = ok[:, None] & (d < DIM)[None, :]
+            k = tl.load(keys + place, mask=inside, other=0.0)
+            v = tl.load(values + place, mask=inside, other=0.0)
+            visible = key[None, :] <= position
+            if WINDOWED:
+                visible &= key[None, :] > position - window
+            peak, total, acc = _step(queries, k, v, visible, peak, total, acc, scale, True)
+        tl.store(out + at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+
+
+def chunks(
+    q: Tensor,
+    out: Tensor,
+    at: Attention,
+    pool: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    tokens: int,
+    first_row: int = 0,
+    pdl: bool = False,
+    queries: int = 128,
+    tile: int = 64,
+    stages: int = 3,
+    warps: int = 8,
+) -> None:
+    """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
+
+    k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed.
+    """
+    n_rows = query_starts.shape[0] - 1 - first_row
+    if not tokens or not n_rows:
+        return
+    group = at.heads // at.kv_heads
+    queries = max(queries, power_of_two(group))
+    grid = (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
+    _chunks[grid](
+        q, out, pool, tables, query_starts, context_lens, first_row, n_rows, at.scale * LOG2_E, at.window or 0,
+        pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim, PAD=power_of_two(at.head_dim), QUERIES=queries,
+        TILE=tile, WINDOWED=at.window is not None, ROWS=64, STAGES=stages, PDL=pdl,
+        **options(pdl, num_warps=warps, num_stages=stages),
+    )  # fmt: skip

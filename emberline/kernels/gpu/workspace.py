@@ -1,0 +1,118 @@
+"""The one piece of memory that all layers of all steps share, sized before anything is allocated.
+
+    residual | normed, then attended | qkv | kv gathered | gate, up | activated | partial sums | rotary, pieces
+                                     '--------- logits, once the layers are done ---------'
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.gpu import cascade, dense_attention, plan
+from emberline.kernels.gpu.launch import cdiv
+
+MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
+PARTIAL_FLOATS = 4 << 20  # for matmuls with split columns
+COUNTERS = 1 << 16
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    groups: int
+    max_tokens: int
+    max_rows: int
+    max_samples: int
+    item: int = 2  # bytes of an activation
+
+    @classmethod
+    def of(cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2) -> "Sizes":
+        groups = len(set(config.windows or (None,)))
+        shape = (config.hidden_size, config.n_heads, config.n_kv_heads, config.head_dim, config.mlp_size)
+        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item)
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def holds(self, tokens: int, rows: int, samples: int) -> bool:
+        return tokens <= self.max_tokens and rows <= self.max_rows and samples <= self.max_samples
+
+
+def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
+    """Name to (offset, bytes)."""
+    places: dict[str, tuple[int, int]] = {}
+    wide = max(s.hidden, s.heads * s.head_dim)
+    pieces = plan.n_pieces(s.max_rows, s.kv_heads)
+    parts = max(cascade.n_parts(rows, s.heads, s.kv_heads) * rows for rows in _row_counts(s.max_rows))
+    end = 0
+
+    def place(name: str, size: int, at: int | None = None) -> None:
+        nonlocal end
+        start = end if at is None else at
+        places[name] = (start, size)
+        end = max(end, cdiv(start + size, _ALIGN) * _ALIGN)
+
+    place("residual", s.max_tokens * s.hidden * s.item)
+    place("normed", s.max_tokens * wide * s.item)
+    layers = end
+    place("qkv", s.max_tokens * s.qkv * s.item)
+    place("queries", s.max_tokens * s.heads * s.head_dim * s.item)
+    place("own", 2 * s.max_tokens * s.kv_heads * s.head_dim * s.item)
+    gathered = dense_attention.SEGMENT if s.head_dim in dense_attention.DIMS else 0
+    place("gathered", 2 * gathered * s.kv_heads * s.head_dim * s.item)
+    # The MLP runs after attention: its intermediates lie where attention's were.
+    place("gate_up", min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp * s.item, layers)
+    start, size = places["gate_up"]
+    place("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
+    place("logits", s.max_samples * s.vocab * 4, layers)
+    place("matmul", PARTIAL_FLOATS * 4)
+    place("partial", pieces * s.heads * s.head_dim * 4)
+    place("peaks", pieces * s.heads * 2 * 4)
+    place("prefix", parts * s.heads * s.head_dim * 4)
+    place("prefix_peaks", parts * s.heads * 2 * 4)
+    for group in range(s.groups):
+        place(f"angles{group}", s.max_tokens * s.head_dim * 4)
+        place(f"pieces{group}", pieces * plan.PIECE_FIELDS * 4)
+    place("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
+    return places
+
+
+def _row_counts(most: int) -> list[int]:
+    return sorted({1, most, *(1 << i for i in range(most.bit_length()))})
+
+
+class Workspace:
+    @staticmethod
+    def bytes(sizes: Sizes) -> int:
+        return max(offset + size for offset, size in _layout(sizes).values())
+
+    def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
+        self.sizes = sizes
+        self._dtype = dtype
+        self._places = _layout(sizes)
+        self._memory = torch.empty(self.bytes(sizes), dtype=torch.uint8, device=device)
+        self.counters = self.flat("counters", torch.int32)[:COUNTERS].zero_()
+        self.row_counters = self.flat("counters", torch.int32)[COUNTERS:].zero_()
+        self.partial = self.flat("partial", torch.float32)
+        self.peaks = self.flat("peaks", torch.float32)
+        self.prefix = self.flat("prefix", torch.float32)
+        self.prefix_peaks = self.flat("prefix_peaks", torch.float32)
+        self.matmul = self.flat("matmul", torch.float32)
+
+    def flat(self, name: str, dtype: torch.dtype) -> Tensor:
+        offset, size = self._places[name]
+        return self._memory[offset : offset + size].view(dtype)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The beginning of a place as a tensor."""
+        return self.flat(name, dtype or self._dtype)[: prod(shape)].view(shape)

@@ -1,0 +1,125 @@
+"""A sequence whose tokens may be reasoning and tool calls too."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from emberline.protocol.events import ReasoningDelta, TextEvent, ToolCallDelta, ToolCallStarted
+from emberline.protocol.request import Message, ToolCall
+from emberline.service.choice import Choice
+from emberline.service.histogram import Histogram
+from emberline.service.prepare import Prepared
+from emberline.text.tools.automaton import ReplyParser
+from emberline.text.tools.pieces import Argued, CallBegun, Piece, Said, Thought
+from emberline.text.tools.reply import Reply
+
+
+class ParsedChoice(Choice):
+    """Stop strings are looked for in text only. Once only text can follow, it is a plain choice again."""
+
+    __slots__ = ("_call_ids", "_form", "_n_reasoning", "_origin", "_parser", "_reply")
+
+    def __init__(self, index: int, prepared: Prepared, gaps: Histogram) -> None:
+        super().__init__(index, prepared, gaps)
+        text, request = prepared.served.text, prepared.request
+        parser = text.reply_parser(prepared.prompt.ids, request.tools, prepared.thinking, self._detokenizer)
+        self._parser: ReplyParser | None = parser
+        self._form = text.tool_form
+        self._origin = f"{request.id}/{index}"
+        self._reply = Reply()  # its reasoning and calls; the text is in `pieces`
+        self._call_ids: list[str] = []
+        self._n_reasoning = 0
+
+    @property
+    def n_reasoning(self) -> int:
+        return self._n_reasoning
+
+    @property
+    def message(self) -> Message:
+        calls = [
+            ToolCall(call_id, call.name, call.arguments)
+            for call_id, call in zip(self._call_ids, self._reply.calls, strict=True)
+        ]
+        return Message("assistant", self.text, tool_calls=tuple(calls), reasoning=self._reply.reasoning or None)
+
+    def _read(self, ids: list[int], finish: str | None, n_free: int) -> list[TextEvent]:
+        if self._parser is None:
+            return super()._read(ids, finish, n_free)
+        spoken: list[bool] = []
+        free = self._parse(self._parser, ids[: max(0, n_free)], spoken)
+        rest = self._parse(self._parser, ids[max(0, n_free) :], spoken)
+        if self._logprobs:
+            self._keep_logprobs(spoken)
+        events: list[TextEvent] = []
+        self._absorb(free, events, searched=False)
+        stop = self._absorb(rest, events)
+        if stop is None and finish is not None:
+            stop = self._absorb(self._parser.finish(), events)
+        if stop is not None:
+            return [*events, *self._events("", "stop", stop)]
+        if finish is not None:
+            self._flush(events)
+            events += self._events("", finish, None)
+        elif self._parser.plain:
+            self._parser = None
+        return events
+
+    def _parse(self, parser: ReplyParser, ids: Sequence[int], spoken: list[bool]) -> list[Piece]:
+        """Token by token where each must be told apart: reasoning is counted, and only text has log-probabilities.
+        `spoken` then learns which tokens are text."""
+        if not self._logprobs and not parser.thinking and parser.decided:
+            return parser.push(ids)
+        pieces: list[Piece] = []
+        for token_id in ids:
+            was_thinking, was_text = parser.thinking, parser.in_text
+            new = parser.push((token_id,))
+            pieces += new
+            self._n_reasoning += was_thinking or parser.thinking
+            spoken.append((was_text and parser.in_text) or any(type(piece) is Said for piece in new))
+        return pieces
+
+    def _keep_logprobs(self, spoken: list[bool]) -> None:
+        """Of the new tokens, which come last, those that are text."""
+        n_before = max(0, len(self._logprobs) - len(spoken))
+        new = self._logprobs[n_before:]
+        kept = [entry for entry, is_text in zip(new, spoken, strict=False) if is_text]
+        self._logprobs = self._logprobs[:n_before] + kept
+
+    def _absorb(self, pieces: list[Piece], events: list[TextEvent], *, searched: bool = True) -> str | None:
+        """Appends the pieces' events; the stop string that ended the text, if one did."""
+        self._reply.add(piece for piece in pieces if type(piece) is not Said)
+        for piece in pieces:
+            if isinstance(piece, Said):
+                text, stop = piece.text, None
+                if searched and self._stops is not None:
+                    text, stop = self._stops.push(text)
+                events += self._events(text, None, None)
+                if stop is not None:
+                    return stop
+                continue
+            self._flush(events)
+            if isinstance(piece, Thought):
+                events.append(ReasoningDelta(self.index, piece.text))
+            elif isinstance(piece, CallBegun):
+                events.append(self._started(piece))
+            elif isinstance(piece, Argued):
+                events.append(ToolCallDelta(self.index, len(self._call_ids) - 1, piece.text))
+        return None
+
+    def _flush(self, events: list[TextEvent]) -> None:
+        """Text that was held back as a stop string's beginning, now that it is none."""
+        if self._stops is not None:
+            events += self._events(self._stops.finish(), None, None)
+
+    def _started(self, call: CallBegun) -> ToolCallStarted:
+        n_calls, number = len(self._call_ids), call.number
+        call_id = self._form.call_id(f"{self._origin}/{n_calls}", call.name, number)
+        while call_id in self._call_ids:  # a model that counts wrongly
+            number = str(int(number) + 1)
+            call_id = self._form.call_id(f"{self._origin}/{n_calls}", call.name, number)
+        self._call_ids.append(call_id)
+        return ToolCallStarted(self.index, n_calls, call_id, call.name)
+
+    def _reason(self, finish: str) -> Literal["stop", "length", "tool_calls"]:
+        if self._call_ids and finish != "length":
+            return "tool_calls"
+        return super()._reason(finish)

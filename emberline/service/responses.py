@@ -1,0 +1,157 @@
+"""Responses that are kept, so that a later request can continue them by id.
+
+A record holds only what its own turn added and the id of the response it continues; a conversation is read by walking
+from its end to its beginning. Who deletes a response, or lets it expire, no longer sees it at once; its row goes when
+no kept response continues it any more, so that nothing that builds on it breaks.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from typing import Protocol
+
+import msgspec
+
+from emberline.protocol.errors import EmberlineError, TooLarge
+from emberline.protocol.record import MAX_HISTORY_BYTES, Record
+from emberline.store import Store
+
+RETENTION_DAYS = 30
+MAX_BYTES = 4 << 30  # of all that is kept; beyond it the account that holds most loses its oldest
+TIDY_INTERVAL_S = 3600.0
+_AT_ONCE = 64  # rows removed together: they share a commit
+_DAY_US = 86_400 * 1_000_000
+
+log = logging.getLogger("emberline.responses")
+
+
+class ResponseStore(Protocol):
+    async def keep(self, record: Record) -> bool:
+        """Return once the record is durable. False: its parent is gone, and nothing was kept."""
+
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+        """The response, and with `whole` before it all that it continues, oldest first. Empty: there is none."""
+
+    async def forget(self, account: str, response_id: str) -> bool:
+        """Whether there was one to forget."""
+
+
+_COLUMNS = "id, account, parent, depth, created_us, input, body"
+_INSERT = f"""
+    INSERT INTO responses ({_COLUMNS}, expires_us, n_bytes) SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?
+    WHERE ? = 0 OR EXISTS (SELECT 1 FROM responses WHERE id = ? AND account = ?)
+    RETURNING id
+"""
+_ONE = f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND account = ? AND expires_us > ?"
+# The ids first, the texts by a join at the end: a walk carries no bodies.
+_WALK = """
+    WITH RECURSIVE walk (id, parent, step) AS (
+        SELECT id, parent, 0 FROM responses WHERE id = ? AND account = ? AND expires_us > ?
+        UNION ALL
+        SELECT earlier.id, earlier.parent, walk.step + 1 FROM responses AS earlier JOIN walk ON earlier.id = walk.parent
+    )
+"""
+_WALK_BYTES = f"{_WALK} SELECT SUM(n_bytes) FROM walk JOIN responses ON responses.id = walk.id"
+_WALK_ROWS = f"""
+    {_WALK} SELECT {", ".join(f"responses.{name}" for name in _COLUMNS.split(", "))}
+    FROM walk JOIN responses ON responses.id = walk.id ORDER BY walk.step DESC
+"""
+_HIDE = "UPDATE responses SET expires_us = 0 WHERE id = ? AND account = ? AND expires_us > ? RETURNING id"
+_CHILDLESS = "NOT EXISTS (SELECT 1 FROM responses AS later WHERE later.parent = responses.id)"
+_REMOVE = f"DELETE FROM responses WHERE id = ? AND expires_us <= ? AND {_CHILDLESS} RETURNING account, parent, n_bytes"
+_EXPIRED = f"SELECT id FROM responses WHERE expires_us <= ? AND {_CHILDLESS} LIMIT {_AT_ONCE}"
+_OLDEST = f"SELECT id FROM responses WHERE account = ? AND {_CHILDLESS} ORDER BY created_us LIMIT {_AT_ONCE}"
+
+
+class Responses:
+    """The kept responses themselves, in the core's store."""
+
+    def __init__(self, store: Store, retention_days: int = RETENTION_DAYS, max_bytes: int = MAX_BYTES) -> None:
+        self.n_bytes: Counter[str] = Counter()  # by account
+        self._store = store
+        self._retention_us = retention_days * _DAY_US
+        self._max_bytes = max_bytes
+        self._full = asyncio.Event()
+        self._tidying: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Learn how much is kept and tidy up from now on."""
+        for account, n_bytes in await self._store.read("SELECT account, SUM(n_bytes) FROM responses GROUP BY account"):
+            self.n_bytes[str(account)] = int(n_bytes or 0)
+        self._tidying = asyncio.create_task(self._keep_tidy())
+
+    async def close(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
+
+    async def keep(self, record: Record) -> bool:
+        own = (record.id, record.account, record.parent, record.depth, record.created_us, record.input, record.body)
+        bounds = (record.created_us + self._retention_us, record.n_bytes)
+        parent = (int(record.parent is not None), record.parent, record.account)
+        if not await self._store.write(_INSERT, (*own, *bounds, *parent)):
+            return False
+        self.n_bytes[record.account] += record.n_bytes
+        if self.n_bytes.total() > self._max_bytes:
+            self._full.set()
+        return True
+
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+        wanted = (response_id, account, _now_us())
+        if not whole:
+            rows = await self._store.read(_ONE, wanted)
+        else:
+            ((n_bytes,),) = await self._store.read(_WALK_BYTES, wanted)
+            if int(n_bytes or 0) > MAX_HISTORY_BYTES:
+                raise TooLarge(
+                    f"the conversation behind {response_id} is larger than {MAX_HISTORY_BYTES >> 20} MiB: begin anew",
+                    param="previous_response_id",
+                )
+            rows = await self._store.read(_WALK_ROWS, wanted)
+        return [msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), Record) for row in rows]
+
+    async def forget(self, account: str, response_id: str) -> bool:
+        if not await self._store.write(_HIDE, (response_id, account, _now_us())):
+            return False
+        await self._remove(response_id, _now_us())
+        return True
+
+    async def tidy(self) -> None:
+        """Remove what has expired, then, while too much is kept, the oldest ends of conversations."""
+        now_us = _now_us()
+        while rows := await self._store.read(_EXPIRED, (now_us,)):
+            await asyncio.gather(*(self._remove(str(row[0]), now_us) for row in rows))
+        while self.n_bytes.total() > self._max_bytes:
+            ((account, _),) = self.n_bytes.most_common(1)
+            rows = await self._store.read(_OLDEST, (account,))
+            for (response_id,) in rows:
+                await self._store.write(_HIDE, (response_id, account, 0))
+                await self._remove(str(response_id), _now_us())
+                if self.n_bytes.total() <= self._max_bytes:
+                    return
+            if not rows:  # our count was wrong: believe the table
+                del self.n_bytes[account]
+
+    async def _remove(self, response_id: str, now_us: int) -> None:
+        """The row, if it has expired and nothing continues it; then likewise the one that it continued."""
+        next_id: str | None = response_id
+        while next_id is not None and (rows := await self._store.write(_REMOVE, (next_id, now_us))):
+            ((account, parent, n_bytes),) = rows
+            self.n_bytes[str(account)] -= int(n_bytes or 0)
+            next_id = None if parent is None else str(parent)
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            self._full.clear()
+            try:
+                await self.tidy()
+            except EmberlineError as error:  # the next round may find the store well again
+                log.error("old responses were not removed: %s", error.message)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._full.wait(), TIDY_INTERVAL_S)
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -1,0 +1,61 @@
+"""The process that builds grammars: `python -m emberline.text.grammar.child`. It is killed when it takes too long.
+
+Frames on stdin and stdout: length (u32, little-endian), then msgpack. In comes a `GrammarSpec`; out goes `Reply`.
+"""
+
+import resource
+import struct
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal
+from emberline.protocol.grammar import encode
+from emberline.text.grammar.build import build
+from emberline.text.grammar.spec import GrammarSpec
+
+LENGTH = struct.Struct("<I")
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    grammar: bytes = b""
+    error: ErrorInfo | None = None
+
+
+def answer(spec: bytes) -> Reply:
+    try:
+        return Reply(grammar=encode(build(msgspec.msgpack.decode(spec, type=GrammarSpec))))
+    except EmberlineError as error:
+        return Reply(error=error.info())
+    except (MemoryError, RecursionError):
+        return Reply(error=ErrorInfo("bad_input", "the demanded format is too complex: simplify it"))
+
+
+def _read(stream: BinaryIO, size: int) -> bytes | None:
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def main() -> None:
+    memory_bytes, cpu_s = int(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while (head := _read(source, LENGTH.size)) is not None:
+        spec = _read(source, LENGTH.unpack(head)[0])
+        if spec is None:
+            return
+        try:
+            reply = answer(spec)
+        except Exception as error:  # our bug: the request is told, the log too, and the next one is served
+            print(f"building a grammar failed: {error!r}", file=sys.stderr, flush=True)
+            reply = Reply(error=Internal("building the grammar failed").info())
+        data = msgspec.msgpack.encode(reply)
+        sink.write(LENGTH.pack(len(data)) + data)
+        sink.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Grammars as text: `root ::= …` as vLLM and llama.cpp write them."""
+
+from typing import Any
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Rule, Sequence, Text
+from emberline.text.grammar.automaton import tidy
+from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
+from emberline.text.grammar.ranges import ANY, Ranges, chars, complement, union
+from emberline.text.grammar.regex import parse
+
+MAX_TEXT = 256 << 10
+MAX_DEPTH = 50
+MAX_COUNT = 10_000
+PARAM = "guided_grammar"
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0": "\0"}
+_SIZES = {"x": 2, "u": 4, "U": 8}
+
+
+def grammar_expression(builder: Builder, text: Any) -> Expression:
+    """The expression of the rule called `root` (or `start`)."""
+    if not isinstance(text, str):
+        raise BadInput("a grammar must be a string", param=PARAM)
+    if len(text) > MAX_TEXT:
+        raise BadInput(f"a grammar may have {MAX_TEXT >> 10} KiB, not {len(text) >> 10}", param=PARAM)
+    rules = _Reader(builder, text).rules()
+    start = next((name for name in ("root", "start") if name in rules.bodies), None)
+    if start is None:
+        raise BadInput("the grammar has no rule called root: root ::= …", param=PARAM)
+    for name, line in rules.used.items():
+        if name not in rules.bodies:
+            raise BadInput(f"the grammar uses the rule {name!r} (line {line}), which it does not define", param=PARAM)
+    _define(builder, rules)
+    expression = Rule(rules.numbers[start])
+    if not builder.possible(expression):
+        raise BadInput(f"the grammar's rule {start!r} can never be completed: its recursion has no end", param=PARAM)
+    return expression
+
+
+class _Rules:
+    """Rules by name: number, body, and where names were used first."""
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self.numbers: dict[str, int] = {}
+        self.bodies: dict[str, Expression] = {}
+        self.used: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        if name not in self.numbers:
+            self.numbers[name] = self._builder.rule()
+        return self.numbers[name]
+
+
+def _define(builder: Builder, rules: _Rules) -> None:
+    """Defines the rules, direct left recursion turned into repetition; any other is an error."""
+    bodies = {rules.number(name): body for name, body in rules.bodies.items()}
+    names = {number: name for name, number in rules.numbers.items()}
+    nullable = _nullable(bodies)
+    bodies = {number: _unrolled(number, body, nullable) for number, body in bodies.items()}
+    lefts = {number: _lefts(body, nullable) for number, body in bodies.items()}
+    done: set[int] = set()
+    for first in lefts:
+        path: list[int] = []
+        stack: list[tuple[int, bool]] = [(first, False)]
+        while stack:
+            number, leaving = stack.pop()
+            if leaving:
+                done.add(path.pop())
+            elif number in path:
+                raise BadInput(
+                    f"the grammar's rule {names[number]!r} begins with itself through other rules: "
+                    "rewrite it so that recursion does not come first",
+                    param=PARAM,
+                )
+            elif number not in done:
+                path.append(number)
+                stack.append((number, True))
+                stack.extend((left, False) for left in lefts[number])
+    for number, body in bodies.items():
+        builder.define(number, body)
+
+
+def _nullable(bodies: dict[int, Expression]) -> set[int]:
+    found: set[int] = set()
+    while True:
+        more = {number for number, body in bodies.items() if number not in found and _may_be_empty(body, found)}
+        if not more:
+            return found
+        found |= more
+
+
+def _may_be_empty(expression: Expression, nullable: set[int]) -> bool:
+    match expression:
+        case Text(text):
+            return not text
+        case Rule(number):
+            return number in nullable
+        case Sequence(items):
+            return all(_may_be_empty(item, nullable) for item in items)
+        case Choice(options):
+            return any(_may_be_empty(option, nullable) for option in options)
+        case Repeat(item, least, _):
+            return least == 0 or _may_be_empty(item, nullable)
+        case _:
+            return False
+
+
+def _unrolled(number: int, body: Expression, nullable: set[int]) -> Expression:
+    """a ::= a x | y becomes a ::= y x*."""
+    options = body.options if isinstance(body, Choice) else (body,)
+    tails: list[Expression] = []
+    others: list[Expression] = []
+    for option in options:
+        items = option.items if isinstance(option, Sequence) else (option,)
+        if items[0] == Rule(number):
+            tails.append(sequence(*items[1:]))
+        else:
+            others.append(option)
+    tails = [tail for tail in tails if tail != EMPTY]
+    return sequence(choice(others), repeat(choice(tails))) if tails else choice(others)
+
+
+def _lefts(expression: Expression, nullable: set[int]) -> set[int]:
+    """Rules that an expression may begin with."""
+    match expression:
+        case Rule(number):
+            return {number}
+        case Choice(options):
+            return set().union(*(_lefts(option, nullable) for option in options))
+        case Repeat(item, _, _):
+            return _lefts(item, nullable)
+        case Sequence(items):
+            found: set[int] = set()
+            for item in items:
+                found |= _lefts(item, nullable)
+                if not _may_be_empty(item, nullable):
+                    break
+            return found
+        case _:
+            return set()
+
+
+class _Reader:
+    """Reads `name ::= alternatives`, and `name: alternatives` as Lark writes them."""
+
+    def __init__(self, builder: Builder, text: str) -> None:
+        self._builder, self._text, self._at = builder, text, 0
+        self._rules = _Rules(builder)
+
+    def _fail(self, what: str) -> None:
+        line = self._text.count("\n", 0, self._at) + 1
+        raise BadInput(f"the grammar cannot be read: {what} (line {line})", param=PARAM)
+
+    def rules(self) -> _Rules:
+        self._skip()
+        while self._at < len(self._text):
+            if self._text.startswith("%", self._at):
+                self._fail("directives (%import, %ignore …) are not supported")
+            name = self._name() or ""
+            if not name:
+                self._fail(f"a rule's name was expected, not {self._text[self._at : self._at + 10]!r}")
+            self._skip()
+            if not (self._take("::=") or self._take(":") or self._take("=")):
+                self._fail(f"::= was expected after {name!r}")
+            if name in self._rules.bodies:
+                self._fail(f"the rule {name!r} is defined twice")
+            self._rules.number(name)
+            self._rules.bodies[name] = self._alternatives(0)
+            self._take(";")
+            self._skip()
+        return self._rules
+
+    def _skip(self) -> None:
+        while self._at < len(self._text):
+            if self._text[self._at].isspace():
+                self._at += 1
+            elif self._text.startswith(("#", "//"), self._at):
+                end = self._text.find("\n", self._at)
+                self._at = len(self._text) if end < 0 else end
+            else:
+                return
+
+    def _take(self, text: str) -> bool:
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) if found else 0
+        return found
+
+    def _name(self) -> str | None:
+        start = self._at
+        while self._at < len(self._text) and (self._text[self._at].isalnum() or self._text[self._at] in "_-?!"):
+            if self._text[self._at] in "?!" and self._at > start:
+                break
+            self._at += 1
+        return self._text[start : self._at].lstrip("?!") or None
+
+    def _begins_rule(self) -> bool:
+        """Whether the name that stands here is the next rule's."""
+        start = self._at
+        self._name()
+        self._skip()
+        found = self._text.startswith((":", "="), self._at)
+        self._at = start
+        return found
+
+    def _alternatives(self, depth: int) -> Expression:
+        if depth > MAX_DEPTH:
+            self._fail(f"groups more than {MAX_DEPTH} deep")
+        options = [self._terms(depth)]
+        while self._take("|"):
+            options.append(self._terms(depth))
+        return choice(options)
+
+    def _terms(self, depth: int) -> Expression:
+        items: list[Expression] = []
+        while True:
+            self._skip()
+            if self._at >= len(self._text) or self._text[self._at] in "|);":
+                break
+            if (self._text[self._at].isalnum() or self._text[self._at] in "_?!") and self._begins_rule():
+                break
+            items.append(self._quantified(self._atom(depth)))
+        return sequence(*items)
+
+    def _quantified(self, item: Expression) -> Expression:
+        while True:
+            if self._take("*"):
+                item = self._repeated(item, 0, None)
+            elif self._take("+"):
+                item = self._repeated(item, 1, None)
+            elif self._take("?"):
+                item = self._repeated(item, 0, 1)
+            elif self._text.startswith("{", self._at):
+                item = self._repeated(item, *self._counts())
+            else:
+                return item
+
+    def _repeated(self, item: Expression, least: int, most: int | None) -> Expression:
+        return repeat(item, least, most)
+
+    def _counts(self) -> tuple[int, int | None]:
+        end = self._text.find("}", self._at)
+        low, comma, high = self._text[self._at + 1 : max(end, self._at)].partition(",")
+        low, high = low.strip(), high.strip()
+        if not all(part == "" or (part.isascii() and part.isdigit()) for part in (low, high)) or (not low and not high):
+            self._fail("a repetition must be {n}, {n,}, {,m} or {n,m}")
+        self._at = end + 1
+        least = int(low or 0)
+        most = int(high) if high else None if comma else least
+        if least > MAX_COUNT or (most or 0) > MAX_COUNT or (most is not None and least > most):
+            self._fail(f"a repetition's counts must ascend and stay within {MAX_COUNT}")
+        return least, most
+
+    def _atom(self, depth: int) -> Expression:
+        char = self._text[self._at]
+        if char in "\"'":
+            return self._literal(char)
+        if char == "[":
+            return self._class()
+        if char == "/":
+            return self._regex()
+        self._at += 1
+        if char == "(":
+            inner = self._alternatives(depth + 1)
+            self._skip()
+            if not self._take(")"):
+                self._fail("a group is not closed")
+            return inner
+        if char == ".":
+            return Chars(ANY)
+        self._at -= 1
+        name = self._name()
+        if name is None:
+            self._fail(f"{char!r} has no meaning here")
+            raise AssertionError
+        self._rules.used.setdefault(name, self._text.count("\n", 0, self._at) + 1)
+        return Rule(self._rules.number(name))
+
+    def _literal(self, quote: str) -> Expression:
+        self._at += 1
+        found = ""
+        while not self._take(quote):
+            found += self._character()
+        if self._take("i"):
+            return sequence(
+                *(Chars(chars(c.lower() + c.upper())) if c.lower() != c.upper() else Text(c) for c in found)
+            )
+        return Text(found)
+
+    def _character(self) -> str:
+        if self._at >= len(self._text):
+            self._fail("a literal or class is not closed")
+        char = self._text[self._at]
+        self._at += 1
+        if char != "\\":
+            return char
+        char = self._text[self._at : self._at + 1]
+        self._at += 1
+        if char in _SIZES:
+            code = self._text[self._at : self._at + _SIZES[char]]
+            self._at += _SIZES[char]
+            try:
+                number = int(code, 16)
+            except ValueError:
+                number = -1
+            if not 0 <= number <= 0x10FFFF or 0xD800 <= number <= 0xDFFF:
+                self._fail(f"\\{char}{code} is no character")
+            return chr(number)
+        return _ESCAPES.get(char, char)
+
+    def _class(self) -> Expression:
+        self._at += 1
+        negated = self._take("^")
+        sets: list[Ranges] = []
+        while not self._take("]"):
+            low = self._character()
+            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
+                self._at += 1
+                high = self._character()
+                if high < low:
+                    self._fail(f"the range {low}-{high} is reversed")
+                sets.append(((ord(low), ord(high)),))
+            else:
+                sets.append(chars(low))
+        ranges = union(*sets) if sets else ()
+        ranges = complement(ranges) if negated else ranges
+        return Chars(ranges) if ranges else NEVER
+
+    def _regex(self) -> Expression:
+        start = self._at = self._at + 1
+        while self._at < len(self._text) and self._text[self._at] not in "/\n":
+            self._at += 2 if self._text[self._at] == "\\" else 1
+        pattern = self._text[start : self._at].replace("\\/", "/")
+        if not self._take("/"):
+            self._fail("a /regex/ is not closed")
+        return tidy(parse(pattern, search=False, param=PARAM), self._builder)

@@ -1,0 +1,1 @@
+"""How model families write tool calls and reasoning: in prompts, in grammars, in replies."""

@@ -1,0 +1,203 @@
+"""Weights to a device as fast as the drive gives them: many threads read, and each piece is copied while more are read.
+
+Where a tensor is kept as it lies in the file, its bytes go from the drive to pinned memory to the device, past the page
+cache unless they are in it. Others are converted on the host first, by the same threads.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emberline.weights.errors import BadCheckpoint
+from emberline.weights.tensor import Weight
+
+PIECE_BYTES = 16 << 20
+N_THREADS = 12
+_ALIGNED = 4096  # what reads past the page cache begin and end at
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Piece(NamedTuple):
+    path: Path
+    offset: int
+    target: Tensor  # uint8, contiguous
+
+
+class Loader:
+    """Notes what goes where; `finish` does it all, in the order of the files."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._pieces: list[Piece] = []
+        self._conversions: list[tuple[Weight, Tensor]] = []
+
+    def fill(self, weight: Weight, target: Tensor) -> None:
+        """The weight's numbers belong into `target`, which must not be read before `finish`."""
+        as_is = _DTYPES.get(weight.kind) == target.dtype and weight.order is None and not weight.shift
+        if not as_is or weight.place is None or not target.is_contiguous():
+            self._conversions.append((weight, target))
+            return
+        assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit"
+        flat = target.view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), PIECE_BYTES):
+            piece = flat[start : start + PIECE_BYTES]
+            self._pieces.append(Piece(weight.place.path, weight.place.offset + start, piece))
+
+    def finish(self) -> int:
+        """Read everything; the number of bytes. Raises what went wrong."""
+        pieces = sorted(self._pieces, key=lambda piece: (piece.path, piece.offset))
+        jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
+        jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
+        readers = threading.local()
+        opened: list[_Reader] = []
+
+        def run(job: Callable[[_Reader], None]) -> None:
+            if not hasattr(readers, "mine"):
+                readers.mine = _Reader(self._device)
+                opened.append(readers.mine)
+            job(readers.mine)
+
+        with ThreadPoolExecutor(N_THREADS, "weights") as pool:
+            done = list(pool.map(run, jobs))
+        for reader in opened:
+            reader.close()
+        self._pieces, self._conversions = [], []
+        assert len(done) == len(jobs)
+        return sum(piece.target.nbytes for piece in pieces)
+
+
+class _Reader:
+    """One thread's files, its stream and its two buffers: one is read into while the other is copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        size = PIECE_BYTES + 2 * _ALIGNED
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._copied: list[Any] = [None, None]
+        self._files: dict[Path, _File] = {}
+        self._turn = 0
+
+    def copy(self, piece: Piece) -> None:
+        self._turn ^= 1
+        buffer = self._buffers[self._turn]
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        if piece.path not in self._files:
+            self._files[piece.path] = _File(piece.path)
+        n = piece.target.nbytes
+        skip = self._files[piece.path].read(piece.offset, n, buffer)
+        self._send(buffer[skip : skip + n], piece.target)
+
+    def convert(self, weight: Weight, target: Tensor) -> None:
+        numbers = weight.tensor(target.dtype, "cpu")
+        if self._cuda:
+            with torch.cuda.stream(self._stream):
+                target.copy_(numbers)
+            self._stream.synchronize()  # the numbers are not pinned: they live until here
+        else:
+            target.copy_(numbers)
+
+    def _send(self, source: Tensor, target: Tensor) -> None:
+        if not self._cuda:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._copied[self._turn] = event
+
+    def close(self) -> None:
+        if self._cuda:
+            self._stream.synchronize()
+        for file in self._files.values():
+            file.close()
+
+
+class _File:
+    """A file opened twice: for what the page cache has, and for what comes straight from the drive."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cached = os.open(path, os.O_RDONLY)
+        self._direct: int | None = None
+        with suppress(OSError, AttributeError):  # not every file system can, nor every system
+            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(self, offset: int, n: int, buffer: Tensor) -> int:
+        """n bytes from `offset` into the buffer, which has room for the edges; where in it they begin."""
+        start = offset - offset % _ALIGNED
+        skip = offset - start
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        end = skip + n
+        have = self._from_cache(view, start, end)
+        if have < end and self._direct is not None:
+            have -= have % _ALIGNED
+            have = self._read(self._direct, view, start, have, -(-end // _ALIGNED) * _ALIGNED, end)
+        if have < end:
+            have = self._read(self._cached, view, start, have, end, end)
+        if have < end:
+            raise BadCheckpoint(f"{self._path.name} ended {end - have} bytes early")
+        return skip
+
+    def _from_cache(self, view: memoryview, start: int, end: int) -> int:
+        if self._direct is None or not hasattr(os, "RWF_NOWAIT"):
+            return 0
+        try:
+            return os.preadv(self._cached, [view[:end]], start, os.RWF_NOWAIT)
+        except OSError:  # not in the cache, or nobody can tell
+            return 0
+
+    @staticmethod
+    def _read(descriptor: int, view: memoryview, start: int, have: int, stop: int, enough: int) -> int:
+        while have < enough:
+            try:
+                got = os.preadv(descriptor, [view[have:stop]], start + have)
+            except OSError:
+                break
+            if not got:
+                break
+            have += got
+        return have
+
+    def close(self) -> None:
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+class Deferred:
+    """A checkpoint whose weights are read by a loader, after the model was built around their places."""
+
+    def __init__(self, source: Any, loader: Loader) -> None:
+        self.config = source.config
+        self._source = source
+        self._loader = loader
+
+    def has(self, name: str) -> bool:
+        return bool(self._source.has(name))
+
+    def weight(self, name: str) -> "DeferredWeight":
+        return DeferredWeight(self._source.weight(name), self._loader)
+
+
+class DeferredWeight:
+    def __init__(self, weight: Weight, loader: Loader) -> None:
+        self._weight = weight
+        self._loader = loader
+        self.shape = weight.shape
+        self.affine = weight.affine
+        self.dense = weight.dense
+        self.tensor = weight.tensor
+
+    def into(self, target: Tensor) -> None:
+        self._loader.fill(self._weight, target)

@@ -1,0 +1,37 @@
+"""opencode, on chat completions; it reaches them through the Vercel AI SDK."""
+
+import json
+
+from tests.agents.errand import ERRAND, FINDINGS, PROMPT, check, prepare
+from tests.agents.workshop import KEY, MODEL, Workshop
+from tests.e2e.clients.play import calling, play, saying
+
+_QUIET = {
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+}
+
+
+def settings(url: str) -> dict[str, object]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Emberline",
+        "options": {"baseURL": f"{url}/v1", "apiKey": KEY},
+        "models": {MODEL: {"name": "SmolLM2", "tool_call": True, "limit": {"context": 131072, "output": 4096}}},
+    }
+    quiet = {"autoupdate": False, "share": "disabled", "snapshot": False}
+    return {**quiet, "model": f"emberline/{MODEL}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
+
+
+def test_it_works_through_an_errand(workshop: Workshop) -> None:
+    prepare(workshop)
+    bash = [calling("bash", cue=cue, command=command, description="Next") for cue, command in ERRAND]
+    title = saying("Following notes", cue="You are a title generator")
+    with workshop.performing(play(*bash, FINDINGS, title)):
+        config = workshop.folder / "opencode.json"
+        config.write_text(json.dumps(settings(workshop.url)))
+        printed = workshop.run("opencode", "run", PROMPT, OPENCODE_CONFIG=str(config), **_QUIET)
+        check(workshop)
+    assert FINDINGS.say in printed

@@ -1,0 +1,32 @@
+"""A stand-in engine that follows a play: `python -m tests.e2e.clients.actor PLAY MODEL FLAGS`.
+
+What it says depends on what the prompt has in it, so that a client's second request can be answered otherwise than its
+first. Everything else (scheduler, prefix cache, grammar, frames) is the engine's own.
+"""
+
+import sys
+from pathlib import Path
+
+from emberline.engine import script, standin
+from emberline.engine.script import Script
+from emberline.protocol import tokens
+from emberline.protocol.request import EngineRequest
+from emberline.text.model import TextModel
+from tests.e2e.clients.play import Play
+
+PACE_MS = 3.0  # a token: at full speed a reply would be there at once, and nobody would see it streamed
+
+
+def perform(play: Play, text: TextModel, flags: list[str]) -> int:
+    ids = [tokens.unpack(text.encode(line.text, special=False)) for line in play.lines]
+
+    def of_request(request: EngineRequest, base: Script) -> Script:
+        prompt = text.decode(request.prompt_ids, special=True)
+        return Script(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
+
+    script.of_request = of_request
+    return standin.main(flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit(perform(Play.read(Path(sys.argv[1])), TextModel.load(Path(sys.argv[2])), sys.argv[3:]))

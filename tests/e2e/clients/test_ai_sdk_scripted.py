@@ -1,0 +1,63 @@
+"""The Vercel AI SDK's tool loop, with a model that says exactly what it is told to."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.clients.play import Line, calling, play, saying
+from tests.e2e.clients.sdk import Sdk
+from tests.e2e.clients.stage import staged
+
+BLOCK = 16  # tokens of the prefix cache
+ODD = 'Zür"ich\\ \n\t🌤'  # arguments that must survive being JSON in a string in JSON, in pieces
+PLAY = play(
+    saying("I have no line for this."),
+    Line(cue="weather in two cities", say="Let me look.", calls=(("weather", {"city": "Bern"}),)),
+    calling("weather", cue='"report":1', city=ODD),
+    saying("It is clear in both.", cue='"report":2'),
+    Line(cue="weather and the time", calls=(("weather", {"city": "Biel"}), ("clock", {"zone": "CET"}))),
+    saying("Clear, at 12:34.", cue="12:34"),
+    calling("launch", cue="something undeclared", target="moon"),
+)
+
+
+@pytest.fixture(scope="module")
+def stage(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with staged(PLAY, smollm2, tmp_path_factory.mktemp("stage") / "home") as url:
+        yield url
+
+
+@pytest.mark.parametrize("task", ["generateAgent", "streamAgent"])
+def test_a_loop_of_three_steps(stage: str, sdk: Sdk, task: str) -> None:
+    got = sdk.ask(task, stage, "Tell me the weather in two cities.")
+    assert got["ran"] == [["weather", {"city": "Bern"}], ["weather", {"city": ODD}]]
+    assert [step["text"] for step in got["steps"]] == ["Let me look.", "", "It is clear in both."]
+    assert [step["finishReason"] for step in got["steps"]] == ["tool-calls", "tool-calls", "stop"]
+    for before, after in pairwise(step["usage"] for step in got["steps"]):  # what was said is in the cache
+        assert after["cached"] >= (before["input"] + before["output"]) // BLOCK * BLOCK - BLOCK
+
+
+@pytest.mark.parametrize("task", ["generateAgent", "streamAgent"])
+def test_two_calls_at_once(stage: str, sdk: Sdk, task: str) -> None:
+    got = sdk.ask(task, stage, "Tell me the weather and the time.")
+    assert got["ran"] == [["weather", {"city": "Biel"}], ["clock", {"zone": "CET"}]]
+    assert [step["finishReason"] for step in got["steps"]] == ["tool-calls", "stop"]
+    assert [step["text"] for step in got["steps"]] == ["", "Clear, at 12:34."]
+
+
+def test_arguments_come_as_they_are_written(stage: str, sdk: Sdk) -> None:
+    got = sdk.ask("streamAgent", stage, "Tell me the weather in two cities.")
+    calls = [call for step in got["steps"] for call in step["calls"]]
+    assert set(got["written"]) == {call["id"] for call in calls}
+    for call in calls:
+        assert json.loads("".join(got["written"][call["id"]])) == call["input"]
+        assert len(got["written"][call["id"]]) > 3
+
+
+def test_a_call_to_no_declared_tool_is_none(stage: str, sdk: Sdk) -> None:
+    got = sdk.ask("generateAgent", stage, "Do something undeclared.")
+    assert got["ran"] == []
+    assert [step["finishReason"] for step in got["steps"]] == ["stop"]

@@ -1,0 +1,267 @@
+"""The library's matcher and our automaton, on the same grammars: what one allows the other can end."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from emberline.engine.grammar import compiler
+from emberline.engine.grammar.automaton import DEAD, Automaton
+from emberline.engine.grammar.bounds import check
+from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.lark import recursive_rules
+from emberline.engine.grammar.matcher import MatcherFailed
+from emberline.engine.grammar.vocabulary import Vocabulary
+from emberline.protocol.errors import BadInput, Overloaded
+from emberline.protocol.grammar import Chars, Choice, Free, Grammar, Repeat, Rule, Sequence, Text, Token, encode
+
+from .samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
+
+VOCAB = 302
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = Grammars(VOCAB)
+    made.learn(frame(WORDS))
+    return made
+
+
+def compiled(engine, grammar):
+    pending = engine.request(encode(grammar))
+    give_up = time.monotonic() + 30
+    while not pending.ready:
+        assert time.monotonic() < give_up, "it is never compiled"
+        time.sleep(0.0005)
+    return pending
+
+
+def allowed(guide):
+    bits = np.zeros(guide.n_words, np.uint32)
+    guide.fill(bits)
+    return np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
+def by_automaton(automaton, vocabulary, state):
+    found = [t for t, text in enumerate(vocabulary.tokens) if text and automaton.feed(state, text) is not DEAD]
+    return found + [t for t in vocabulary.special if automaton.token(state, t) is not DEAD]
+
+
+def after(automaton, vocabulary, state, token_id):
+    if token_id in vocabulary.special:
+        return automaton.token(state, token_id)
+    return automaton.feed(state, vocabulary.tokens[token_id])
+
+
+@settings(max_examples=200)
+@given(grammars, st.integers(0, 2**32))
+def test_both_allow_the_same(engine, grammar, seed):
+    try:
+        check(grammar)
+    except BadInput:
+        assume(False)
+    rng = random.Random(seed)
+    vocabulary = Vocabulary(frame(WORDS), VOCAB)
+    automaton = Automaton(grammar)
+    guide, state = compiled(engine, grammar).guide(), automaton.start
+    for _ in range(8):
+        ours = by_automaton(automaton, vocabulary, state)
+        theirs = allowed(guide)
+        if recursive_rules(grammar):
+            assert set(theirs) <= set(ours)
+        else:
+            assert theirs == sorted(ours)
+        assert guide.complete == (state.cost == 0)
+        if not theirs:
+            assert guide.complete, "there is always a way to the end"
+            return
+        token_id = rng.choice(theirs)
+        assert guide.accept(token_id)
+        state = after(automaton, vocabulary, state, token_id)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("seed", range(4))
+def test_real_shapes_agree_to_the_byte(engine, name, seed):
+    rng = random.Random(seed)
+    vocabulary = Vocabulary(frame(WORDS), VOCAB)
+    automaton = Automaton(ALL[name])
+    guide, state = compiled(engine, ALL[name]).guide(), automaton.start
+    for _ in range(40):
+        assert allowed(guide) == sorted(by_automaton(automaton, vocabulary, state))
+        assert guide.complete == (state.cost == 0)
+        if not (choices := allowed(guide)):
+            break
+        token_id = rng.choice(choices)
+        assert guide.accept(token_id)
+        state = after(automaton, vocabulary, state, token_id)
+        assert guide.fits(state.cost)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rollback_restores_everything(engine, name):
+    rng = random.Random(7)
+    guide = compiled(engine, ALL[name]).guide()
+    trail = []
+    for _ in range(12):
+        trail.append((allowed(guide), guide.complete, guide.finished, guide.fits(9), guide.closing()))
+        if not trail[-1][0]:
+            break
+        guide.accept(rng.choice(trail[-1][0]))
+    accepted = len(trail) - 1 if not trail[-1][0] else len(trail)
+    for n in (1, 2, accepted - 3):
+        guide.rollback(n)
+        accepted -= n
+        seen = (allowed(guide), guide.complete, guide.finished, guide.fits(9), guide.closing())
+        assert seen == trail[accepted]
+
+
+def test_a_refused_token_changes_nothing(engine):
+    guide = compiled(engine, JSON).guide()
+    before = allowed(guide)
+    assert not guide.accept(ord("]"))
+    assert not guide.accept(SPECIAL)
+    assert not guide.accept(END_ID)
+    assert allowed(guide) == before
+    assert guide.accept(ord("["))
+
+
+def test_special_tokens_only_where_the_grammar_has_them(engine):
+    guide = compiled(engine, ALL["thinking"]).guide()
+    assert SPECIAL in allowed(guide)
+    assert END_ID not in allowed(guide)
+    for byte in b"hm <special>":
+        assert guide.accept(byte)
+    assert guide.accept(SPECIAL)
+    assert allowed(guide) == [ord("{"), WORDS.index('{"') + 256, WORDS.index('{"value":') + 256]
+
+
+def test_sequences_of_one_grammar_do_not_disturb_each_other(engine):
+    pending = compiled(engine, JSON)
+    first, second = pending.guide(), pending.guide()
+    assert first.accept(ord("["))
+    assert not second.accept(ord("]"))
+    assert second.accept(ord("{"))
+    assert first.accept(ord("]"))
+    assert first.finished
+    assert not second.finished
+
+
+def test_a_closing_path_is_short(engine):
+    guide = compiled(engine, ALL["linked"]).guide()
+    path = guide.closing()
+    assert guide.fits(len(path)) and not guide.fits(len(path) - 1)
+    assert len(path) == 5  # {"value": 0 ,"next": null }
+    for token_id in path:
+        assert guide.accept(token_id)
+    assert guide.finished
+
+
+# --- compiling ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_needs_the_vocabulary():
+    with pytest.raises(BadInput, match="vocabulary"):
+        Grammars(VOCAB).request(encode(JSON))
+
+
+def test_doors_must_agree_on_the_vocabulary(engine):
+    engine.learn(frame(WORDS))
+    with pytest.raises(BadInput, match="differs"):
+        engine.learn(frame(("other",)))
+    with pytest.raises(BadInput, match="302 tokens, the model 4"):
+        Grammars(4).learn(frame())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar((Rule(5),)), "does not exist"),
+        (Grammar((Token(5),)), "no special token"),
+        (Grammar((Token(999),)), "no special token"),
+    ],
+)
+def test_a_bad_grammar_fails_alone(engine, grammar, reason):
+    pending = compiled(engine, grammar)
+    with pytest.raises(BadInput, match=reason):
+        pending.guide()
+    compiled(engine, JSON).guide()
+
+
+def test_a_grammar_is_compiled_once_and_then_afresh(engine, monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_USES", 3)
+    grammar = Grammar((Text("just this one"),))
+    first = compiled(engine, grammar)
+    for _ in range(3):
+        assert compiled(engine, grammar) is first
+        first.guide()
+    assert compiled(engine, grammar) is not first
+
+
+def test_the_cache_is_bounded(engine, monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_KEPT", 4)
+    kept = [compiled(engine, Grammar((Text(f"kept {n}"),))) for n in range(9)]
+    assert len(engine._kept) == 4
+    assert compiled(engine, Grammar((Text("kept 8"),))) is kept[8]
+    assert compiled(engine, Grammar((Text("kept 0"),))) is not kept[0]
+    assert engine._n_kept_bytes == sum(map(len, engine._kept))
+    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 60)
+    compiled(engine, Grammar((Text("x" * 50),)))
+    assert len(engine._kept) == 1
+
+
+def test_too_many_at_once_are_told_to_come_back(monkeypatch):
+    made = Grammars(VOCAB)
+    made.learn(frame())
+    monkeypatch.setattr(compiler, "MAX_WAITING", 0)
+    with pytest.raises(Overloaded):
+        made.request(encode(JSON))
+
+
+def test_without_the_library_only_grammars_are_refused(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    made = Grammars(VOCAB)
+    made.learn(frame())
+    with pytest.raises(BadInput, match="llguidance is not installed"):
+        compiled(made, JSON).guide()
+
+
+def bomb(depth):
+    """(((a{1,9}){1,9}){1,9}…: few expressions, endless counts."""
+    nested = Choice((Text("a"), Text("b"), Chars(((97, 122),))))
+    for _ in range(depth):
+        nested = Repeat(nested, 1, 9)
+    return Grammar((seq(nested, Text("!")),))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        bomb(30),
+        Grammar((seq(Repeat(Chars(((97, 122),)), 0, 100_000), Repeat(Chars(((97, 122),)), 0, 100_000)),)),
+        Grammar((seq(Repeat(choice(Text("a"), Text("b"))), Text("a"), Repeat(choice(Text("a"), Text("b")), 40, 40)),)),
+        Grammar(tuple(choice(Text("x"), seq(Text("("), Rule((n + 1) % 300), Rule((n * 7 + 3) % 300))) for n in range(300))),
+        Grammar((Sequence(tuple(Repeat(Text(f"k{n}"), 0, 1) for n in range(3000))),)),
+        Grammar((seq(Free(tuple(f"stop{n}" for n in range(300))), Text("stop7")),)),
+    ],
+    ids=["counts", "overlap", "lookback", "calls", "optional", "avoids"],
+)
+def test_hostile_grammars_end_in_time(engine, grammar):
+    """Refused, failed at a step, or followed: never a hang."""
+    began = time.monotonic()
+    pending = compiled(engine, grammar)
+    try:
+        guide = pending.guide()
+        rng = random.Random(1)
+        for _ in range(30):
+            if not (choices := allowed(guide)):
+                break
+            guide.accept(rng.choice(choices))
+            guide.fits(20)
+    except (BadInput, MatcherFailed):
+        pass
+    assert time.monotonic() - began < 20
+    compiled(engine, CALLS).guide()

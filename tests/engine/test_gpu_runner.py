@@ -1,0 +1,202 @@
+"""The GPU runner's logic on the CPU: its tokens against those of a model computed without blocks, and of TorchRunner."""
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.engine.gpu_graphs import bucket
+from emberline.engine.gpu_runner import GpuRunner
+from emberline.engine.limits import Limits
+from emberline.engine.loop import StepLoop
+from emberline.engine.plan import Admission, Masks, Row, StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.kernels import inputs
+from emberline.kernels.inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
+from emberline.kv.cache import KVCache
+from emberline.protocol.tokens import pack
+
+from .fakes import VOCAB, expected, request
+from .host_sampler import HostKernels, HostTable, as_int32
+from .test_runner import FULL, WINDOW, TorchFake, run, tokens
+
+
+class Padded(TorchFake):
+    """Also takes rows that are nobody's: they must reach no block but the null block."""
+
+    def forward(self, step, kv):
+        real = [r for r, end in enumerate(step.context_lens.tolist()) if end]
+        assert real == list(range(len(real))), "padding comes last"
+        shape = step.shape
+        assert shape.decode_rows + len(shape.chunks or ()) == len(step.context_lens)
+        for row in range(len(real), len(step.context_lens)):
+            assert step.token_ids[row] == step.positions[row] == 0
+            assert not any(table[row, 0] for table in step.block_tables)
+        for chunk in shape.chunks or ():
+            starts = step.query_starts.tolist()
+            assert (chunk.start, chunk.n) == (starts[chunk.row], starts[chunk.row + 1] - starts[chunk.row])
+            assert chunk.context == step.context_lens[chunk.row]
+        n_real = int(step.query_starts[len(real)])
+        step.query_starts, step.context_lens = step.query_starts[: len(real) + 1], step.context_lens[: len(real)]
+        step.block_tables = [table[: len(real)].contiguous() for table in step.block_tables]
+        n_samples = len(step.sample_tokens)
+        step.sample_tokens = step.sample_tokens[step.sample_tokens < n_real]
+        logits = super().forward(step, kv)
+        return torch.cat([logits, torch.zeros(n_samples - len(logits), VOCAB)])
+
+
+def loop_of(model, n_blocks=40, graphs=True, **limits):
+    limits = Limits(
+        **{"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32} | limits
+    )
+    sizes = [n_blocks] * len(model.kv_groups)
+    cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
+    kernels, table = HostKernels(), HostTable()
+    runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs)
+    return StepLoop(Scheduler(cache, limits, "fake"), runner), kernels
+
+
+@pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_survive_batching_chunks_hits_and_preemption(layouts, graphs):
+    loop, _ = loop_of(Padded(layouts), n_blocks=9, context_len=100, graphs=graphs)
+    prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
+    wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
+    answers = {id: expected(prompts[id], wanted[id].sampling, layouts, 100)[0] for id in prompts}
+    together = run(loop, *wanted.values())
+    assert {id: tokens(deltas) for id, deltas in together.items()} == answers
+    assert loop.load.preemptions > 0
+    for id in prompts:
+        assert tokens(run(loop, wanted[id])[id]) == answers[id]
+        again = run(loop, wanted[id])[id]
+        assert tokens(again) == answers[id]
+        assert again[0].usage.cached_tokens == (len(prompts[id]) - 1) // 16 * 16
+
+
+def test_an_invalid_row_fails_alone_and_an_exception_fails_its_step():
+    model = Padded()
+    loop, _ = loop_of(model)
+    model.nan = True
+    assert run(loop, request("a", [1]))["a"][-1].error.message == "the model produced invalid numbers"
+    model.nan = False
+    forward, model.forward = model.forward, lambda step, kv: 1 / 0
+    assert run(loop, request("b", [1]))["b"][-1].error.kind == "internal"
+    model.forward = forward
+    assert run(loop, request("c", [1]))["c"][-1].finish == "length"
+
+
+def test_sampling_parameters_and_histories_reach_the_sampler():
+    loop, kernels = loop_of(Padded(), n_blocks=5, context_len=64)  # too few blocks for both: one is preempted
+    a = request("a", [1, 2, 3], max_tokens=40, presence_penalty=0.001, seed=5, logit_bias={4: 0.5})
+    b = request("b", [3, 2, 1], max_tokens=40, repetition_penalty=1.001, seed=6, min_tokens=60, stop_ids=(6,))
+    deltas = run(loop, a, b)
+    assert loop.load.preemptions > 0
+    for seed, wanted in ((5, a), (6, b)):
+        output = tokens(deltas[wanted.id])
+        rows = {row.position: row for row in kernels.drawn_rows if row.seed == seed}  # the last of each position counts
+        assert sorted(rows) == list(range(3, 3 + len(output)))
+        for position, row in rows.items():
+            assert row.output_ids.tolist() == output[: position - 3]
+            assert row.logit_bias == wanted.sampling.logit_bias
+            assert row.banned == ((6,) if seed == 6 else ())
+
+
+def test_logprobs_come_back_for_those_who_asked():
+    loop, _ = loop_of(Padded())
+    deltas = run(loop, request("a", [1, 2], logprobs=3, temperature=0.0), request("b", [2, 1], temperature=0.0))
+    for delta in deltas["a"]:
+        [one] = delta.logprobs
+        assert len(one.top) == 3
+        assert one.logprob == pytest.approx(one.top[0][1])
+    assert all(delta.logprobs is None for delta in deltas["b"])
+
+
+def runner_of(model=None, max_running=4):
+    limits = Limits(200, VOCAB, (0,), max_running, 32)
+    return GpuRunner(model or Padded(), [40], limits, "cpu", HostKernels(), HostTable(), graphs=True)
+
+
+def admitted(slot, ids, blocks=(), **sampling):
+    return Admission(slot, request(f"s{slot}", ids, temperature=0.0, **sampling), 1, b"", [list(blocks)])
+
+
+def drawn(step):
+    step.sample()
+    return [draw.token_id for draw in step.result()]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_row_follows_the_token_that_only_the_device_knows(beside):
+    """Alone as a decode step; beside a chunk in a mixed one."""
+    ids = [1, 2, 3]
+    answer = expected(ids, request("x", ids, max_tokens=3).sampling, (FULL,), 200)[0]
+    runner = runner_of()
+    first = runner.launch(StepPlan([admitted(2, ids)], [Row(0, 2, 0, pack(ids), [[5]], [0], True)], 3))
+    first.sample()
+    steps = [first]
+    for n in range(2):
+        plan = StepPlan([], [Row(0, 2, 3 + n, b"", None, [0], True, follows=True)], 1)
+        if beside:
+            plan.admissions.append(admitted(n, [4] * 20))
+            plan.rows.append(Row(1 + n, n, 0, pack([4] * 20), [[10 + 2 * n, 11 + 2 * n]], [0], False))
+        steps.append(runner.launch(plan))
+        steps[-1].sample()
+    assert [step.result()[0].token_id for step in steps] == answer
+
+
+def test_masks_bind_the_rows_they_name_and_no_other():
+    runner = runner_of()
+    grammar = {"max_tokens": 2}
+    plan = StepPlan()
+    for slot in range(3):
+        admission = admitted(slot, [1, slot], **grammar)
+        if slot != 1:
+            admission.request = msgspec_replace(admission.request, grammar=b"g")
+        plan.admissions.append(admission)
+        plan.rows.append(Row(slot, slot, 0, pack([1, slot]), [[slot + 1]], [0], True))
+    free = [expected([1, slot], request("x", [1], max_tokens=1).sampling, (FULL,), 200)[0][0] for slot in range(3)]
+    only = [next(t for t in range(VOCAB) if t != free[slot]) for slot in range(3)]
+    masks = Masks([0, 2], np.array([[1 << only[0]], [1 << only[2]]], np.uint32))
+    step = runner.launch(plan)
+    step.sample(masks)
+    assert [draw.token_id for draw in step.result()] == [only[0], free[1], only[2]]
+
+
+def msgspec_replace(struct, **changes):
+    import msgspec
+
+    return msgspec.structs.replace(struct, **changes)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (9, 16), (17, 24), (64, 64), (65, 80), (257, 288)])
+def test_buckets(rows, size):
+    assert bucket(rows, 512) == size
+    assert bucket(rows, max(rows, 1)) >= rows
+
+
+def test_every_bucket_holds_its_rows():
+    for most in (1, 5, 64, 300):
+        sizes = {bucket(rows, most) for rows in range(1, most + 1)}
+        assert all(bucket(rows, most) >= rows for rows in range(1, most + 1))
+        assert max(sizes) == most
+    assert len({bucket(rows, 512) for rows in range(1, 513)}) < 40
+
+
+def decode_inputs(rows, groups, width):
+    return DecodeInputs(
+        *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(4)), as_int32([9]).repeat(groups, rows, width)
+    )
+
+
+def test_prepare_takes_changes_in_and_makes_inputs():
+    state = SlotState(as_int32([70, 71, 72]), torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4))
+    to = decode_inputs(4, 1, 4)
+    packet = as_int32([[2, 0, 0], [32, 17, PADDING], [FOLLOWS, 5, 0], [40, -1, -1], [2, 0, 0]])
+    inputs.prepare(packet, state, to)
+    assert to.slots[:3].tolist() == [2, 0, -1]
+    assert to.token_ids[:3].tolist() == [72, 5, 0]
+    assert to.positions[:3].tolist() == [32, 17, 0]
+    assert to.context_lens[:3].tolist() == [33, 18, 0]
+    assert to.tables[0, :3, :3].tolist() == [[9, 0, 40], [1, 2, 3], [0, 0, 0]]
+    assert state.tables[0, 2].tolist() == [9, 0, 40, 12]
+    inputs.keep(as_int32([3, -1, 8]), to.slots[:3], state)
+    assert state.last_tokens.tolist() == [0, 71, 3]

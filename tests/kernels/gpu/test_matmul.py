@@ -1,0 +1,60 @@
+"""Matmuls for few tokens against plain PyTorch: norms, gates, residuals and biases folded in or not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from emberline.kernels.gpu.activation import gate_reference
+from emberline.kernels.gpu.gemv import GemvTile, gemv
+from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
+from emberline.kernels.reference import rms_norm
+from tests.kernels.gpu.made import DEVICE, LIMIT, error, noise
+
+GATES = ["", "silu", "gelu_tanh"]
+CASES = [  # norm, bias, gate, add
+    (True, True, 0, False),
+    (True, False, 1, False),
+    (False, False, 2, False),
+    (False, False, 0, True),
+]
+
+
+def expected(
+    x: Tensor, w: Tensor, out: Tensor, norm: Tensor | None, bias: Tensor | None, gate: int, add: bool
+) -> Tensor:
+    x = x.double() if norm is None else rms_norm(x.float(), norm, 1e-5).double()
+    y = x @ w.double().T
+    if bias is not None:
+        y = y + bias.double()
+    if gate:
+        y = gate_reference(y, GATES[gate])
+    return y + out.double() if add else y
+
+
+@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(24, 64), (10, 100)])
+def test_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+    x, w, out = noise(1, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(1, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
+    more = noise(n, seed=5) if bias else None
+    want = expected(x, w, out, weight, more, gate, add)
+    gemv(x, w, out, GemvTile(4, 32, 4), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    assert error(out, want) < LIMIT
+
+
+@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 96), (17, 32, 80)])
+def test_skinny(m: int, n: int, k: int, splits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+    x, w, out = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(m, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
+    more = noise(n, seed=5) if bias else None
+    want = expected(x, w, out, weight, more, gate, add)
+    tile = SkinnyTile(16, 32, splits, 2, 4)
+    partial = torch.full((partial_floats(n, m, tile, bool(gate)),), torch.nan, device=DEVICE)
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    skinny(x, w, out, tile, partial, counters, bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    assert error(out, want) < LIMIT
+    assert not counters.any()

@@ -1,0 +1,266 @@
+"""Responses that are kept: for how long, for whom, and what of a chain survives what."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emberline.protocol.errors import TooLarge, Unavailable
+from emberline.protocol.record import Record
+from emberline.service import Service, open_core_server, open_door, responses
+from emberline.service.responses import Responses
+from emberline.store import Store
+from emberline.text.model import TextModel
+from tests.balancer.fake_engine import FakeEngine
+from tests.service.conftest import PATIENCE_S, Opener, offer
+
+DAY_US = 86_400_000_000
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = await Store.open(tmp_path / "t.db")
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def now_us(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The clock, to be moved."""
+    clock = [1_000 * DAY_US]
+    monkeypatch.setattr(responses, "_now_us", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+async def kept(store: Store, now_us: list[int]) -> Responses:
+    kept = Responses(store, retention_days=30)
+    for number in range(4):
+        assert await kept.keep(record(number, now_us[0] + number))
+    return kept
+
+
+def record(number: int, created_us: int, account: str = "alice", size: int = 0) -> Record:
+    """r0 ← r1 ← r2 …"""
+    return Record(
+        id=f"r{number}",
+        account=account,
+        parent=f"r{number - 1}" if number else None,
+        depth=number,
+        created_us=created_us,
+        input=f'["in {number}"]' + " " * size,
+        body=f'{{"out":{number}}}',
+    )
+
+
+async def ids(kept: Responses, response_id: str, account: str = "alice") -> list[str]:
+    return [found.id for found in await kept.recall(account, response_id, whole=True)]
+
+
+async def n_rows(store: Store) -> int:
+    return int(str((await store.read("SELECT COUNT(*) FROM responses"))[0][0]))
+
+
+async def test_a_chain_is_read_from_its_beginning(kept: Responses, now_us: list[int]) -> None:
+    assert await ids(kept, "r3") == ["r0", "r1", "r2", "r3"]
+    assert await kept.recall("alice", "r1") == [record(1, now_us[0] + 1)]
+    assert await ids(kept, "r9") == []
+
+
+async def test_accounts_are_apart(kept: Responses) -> None:
+    assert await kept.recall("bob", "r1") == []
+    assert await ids(kept, "r1", "bob") == []
+    assert not await kept.forget("bob", "r1")
+    assert not await kept.keep(record(2, 0, "bob"))  # continues what is not bob's
+    assert await ids(kept, "r1") == ["r0", "r1"]
+
+
+async def test_a_restart(tmp_path: Path) -> None:
+    for turn in range(3):
+        store = await Store.open(tmp_path / "again.db")
+        kept = Responses(store)
+        await kept.open()
+        assert kept.n_bytes.total() == sum(record(n, 0).n_bytes for n in range(turn))
+        assert await kept.keep(record(turn, 4_000_000_000_000_000))
+        assert len(await ids(kept, f"r{turn}")) == turn + 1
+        await kept.close()
+        await store.close()
+
+
+async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(kept: Responses, store: Store) -> None:
+    assert await kept.forget("alice", "r1")
+    assert not await kept.forget("alice", "r1")
+    assert await kept.recall("alice", "r1") == []
+    assert await ids(kept, "r1") == []
+    assert await ids(kept, "r3") == ["r0", "r1", "r2", "r3"]
+    assert await n_rows(store) == 4
+    assert await kept.forget("alice", "r3")
+    assert await kept.forget("alice", "r2")  # now nothing continues r1 any more
+    assert await n_rows(store) == 1
+    assert kept.n_bytes["alice"] == record(0, 0).n_bytes
+    assert await ids(kept, "r0") == ["r0"]
+
+
+async def test_what_expires(kept: Responses, store: Store, now_us: list[int]) -> None:
+    began_us = now_us[0]
+    now_us[0] = began_us + 20 * DAY_US
+    assert await kept.keep(record(4, now_us[0]))
+    now_us[0] = began_us + 31 * DAY_US
+    assert await ids(kept, "r3") == []
+    assert await ids(kept, "r4") == ["r0", "r1", "r2", "r3", "r4"]
+    await kept.tidy()
+    assert await n_rows(store) == 5
+    now_us[0] = began_us + 51 * DAY_US
+    await kept.tidy()
+    assert await n_rows(store) == 0
+    assert kept.n_bytes.total() == 0
+
+
+async def test_too_much_is_kept(store: Store, now_us: list[int]) -> None:
+    """The account with most loses its oldest conversations, from their ends; the others lose nothing."""
+    kept = Responses(store, max_bytes=100_000)
+    await kept.open()
+    assert await kept.keep(record(0, now_us[0], "bob", 5_000))
+    for talk in range(12):
+        for turn in range(2):
+            one = record(turn, now_us[0] + 10 * talk + turn, size=10_000)
+            parent = f"t{talk}r0" if turn else None
+            assert await kept.keep(msgspec.structs.replace(one, id=f"t{talk}r{turn}", parent=parent))
+            async with asyncio.timeout(5):
+                while kept.n_bytes.total() > 100_000:
+                    await asyncio.sleep(0.001)
+    assert await ids(kept, "r0", "bob") == ["r0"]
+    assert await ids(kept, "t11r1") == ["t11r0", "t11r1"]
+    assert await ids(kept, "t0r0") == await ids(kept, "t0r1") == []
+    assert kept.n_bytes["alice"] > 70_000
+    await kept.close()
+
+
+async def test_a_parent_that_vanished_is_said(kept: Responses, now_us: list[int]) -> None:
+    for number in (3, 2, 1, 0):
+        await kept.forget("alice", f"r{number}")
+    assert not await kept.keep(record(4, now_us[0]))
+    assert await ids(kept, "r4") == []
+
+
+async def test_a_conversation_has_a_limit(kept: Responses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 3 * record(0, 0).n_bytes)
+    assert len(await ids(kept, "r2")) == 3
+    with pytest.raises(TooLarge, match="begin anew"):
+        await kept.recall("alice", "r3", whole=True)
+    assert len(await kept.recall("alice", "r3")) == 1
+
+
+async def test_a_store_in_trouble_does_not_end_the_tidying(
+    store: Store, now_us: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Responses(store, max_bytes=1_000)
+    await kept.open()
+    await asyncio.sleep(0.01)
+    read = store.read
+
+    async def broken(*args: object) -> list[tuple[str]]:
+        monkeypatch.setattr(store, "read", read)
+        raise Unavailable("the disk is full")
+
+    monkeypatch.setattr(store, "read", broken)
+    assert await kept.keep(record(0, now_us[0], size=2_000))
+    await asyncio.sleep(0.01)
+    assert kept.n_bytes.total() > 1_000
+    assert await kept.keep(msgspec.structs.replace(record(0, now_us[0] + 1), id="next"))
+    async with asyncio.timeout(5):
+        while kept.n_bytes.total() > 1_000:
+            await asyncio.sleep(0.001)
+    assert await ids(kept, "next") == ["next"]
+    await kept.close()
+
+
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("keep"), st.integers(-1, 9)),
+        st.tuples(st.just("forget"), st.integers(0, 9)),
+        st.tuples(st.just("days"), st.sampled_from([1, 10, 31])),
+        st.tuples(st.just("tidy"), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(DEEDS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_whatever_happens_to_a_tree(
+    tmp_path_factory: pytest.TempPathFactory, deeds: list[tuple[str, int]]
+) -> None:
+    """What is not deleted and not old is there with all that it continues; nothing stays that none of it needs."""
+    now_us, made = 1_000 * DAY_US, {}
+    parents: dict[str, str | None] = {}
+    store = await Store.open(tmp_path_factory.mktemp("tree") / "t.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(responses, "_now_us", lambda: now_us)
+        kept = Responses(store, retention_days=30)
+        for deed, number in deeds:
+            live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
+            if deed == "keep":
+                parent = f"r{number}" if f"r{number}" in live else None
+                name = f"r{len(parents)}"
+                one = msgspec.structs.replace(record(0, now_us), id=name, parent=parent)
+                assert await kept.keep(one)
+                made[name], parents[name] = now_us, parent
+            elif deed == "forget":
+                assert await kept.forget("alice", f"r{number}") == (f"r{number}" in live)
+                made.pop(f"r{number}", None)
+            elif deed == "days":
+                now_us += number * DAY_US
+            else:
+                await kept.tidy()
+        await kept.tidy()
+        live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
+        needed = set()
+        for name in parents:
+            chain = []
+            step: str | None = name
+            while step is not None:
+                chain.insert(0, step)
+                step = parents[step]
+            assert await ids(kept, name) == (chain if name in live else [])
+            needed |= set(chain) if name in live else set()
+        assert await n_rows(store) == len(needed)
+        assert kept.n_bytes.total() == len(needed) * record(0, 0).n_bytes
+    await store.close()
+
+
+async def test_from_a_door(
+    open_one: Opener, engine: FakeEngine, text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Service = await open_one(engine)
+    server = await open_core_server(service, tmp_path / "core.sock")
+    door = await open_door([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    assert await door.ready(PATIENCE_S)
+    far_us = 4_000_000_000_000_000
+    assert await door.responses.keep(record(0, far_us))
+    assert await door.responses.keep(record(1, far_us + 1, size=3 << 20))
+    assert not await door.responses.keep(record(3, far_us))
+    near = await service.responses.recall("alice", "r1", whole=True)
+    assert (
+        near
+        == await door.responses.recall("alice", "r1", whole=True)
+        == [
+            record(0, far_us),
+            record(1, far_us + 1, size=3 << 20),
+        ]
+    )
+    assert await door.responses.recall("bob", "r1") == []
+    monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 100)
+    with pytest.raises(TooLarge) as refused:
+        await door.responses.recall("alice", "r1", whole=True)
+    assert refused.value.param == "previous_response_id"
+    assert await door.responses.forget("alice", "r1")
+    assert not await door.responses.forget("alice", "r1")
+    await server.close()
+    with pytest.raises(Unavailable):
+        await door.responses.recall("alice", "r0")
+    await door.close()

@@ -1,0 +1,267 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.protocol.request import Tool, ToolCall
+from emberline.protocol.tokens import unpack
+from emberline.text.tools.pieces import Argued, CallBegun, CallEnded, Piece, Said, Thought
+from emberline.text.tools.reply import Call, Reply
+from tests.text.tools.models import CALLERS, model
+
+TOOLS = (Tool("get_weather"), Tool("add.numbers-2"))
+PARIS = ToolCall("1", "get_weather", '{"city":"P\\"ar{i}s \U0001f680","days":[1,{"n":2}]}')
+EMPTY = ToolCall("2", "add.numbers-2", "{}")
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    return unpack(model(name).encode(text, special=True))
+
+
+def pieces_of(name: str, chunks: list[list[int]], thinking: bool | None = False, tools=TOOLS) -> list[Piece]:
+    parser = model(name).reply_parser(b"", tools, thinking)
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+    return pieces + parser.finish()
+
+
+def read(name: str, text: str, thinking: bool | None = False, tools=TOOLS) -> Reply:
+    """Token by token."""
+    return Reply().add(pieces_of(name, [[token_id] for token_id in ids_of(name, text)], thinking, tools))
+
+
+def calls_of(name: str) -> tuple[ToolCall, ...]:
+    return (PARIS, EMPTY) if model(name).tool_form.parallel else (PARIS,)
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_calls_are_read_as_they_are_written(name: str) -> None:
+    form = model(name).tool_form
+    before = "" if form.alone else "Let me see.\n"
+    reply = read(name, before + form.write(calls_of(name)))
+    assert reply.text == before.rstrip()
+    assert [(call.name, call.arguments) for call in reply.calls] == [
+        (call.name, call.arguments) for call in calls_of(name)
+    ]
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_call_goes_out_while_it_is_written(name: str) -> None:
+    parser = model(name).reply_parser(b"", TOOLS, False)
+    steps = [parser.push([token_id]) for token_id in ids_of(name, model(name).tool_form.write([PARIS]))]
+    begun = next(at for at, step in enumerate(steps) if CallBegun("get_weather", "0" if name == "kimi" else "") in step)
+    ended = next(at for at, step in enumerate(steps) if CallEnded() in step)
+    arguments = [piece.text for step in steps[begun : ended + 1] for piece in step if isinstance(piece, Argued)]
+    assert "".join(arguments) == PARIS.arguments
+    assert len(arguments) > 5
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_tool_that_was_not_declared_is_not_called(name: str) -> None:
+    form = model(name).tool_form
+    reply = read(name, form.write([ToolCall("1", "rm", '{"path":"/"}')]))
+    assert reply.calls == []
+    assert '{"path":"/"}' in reply.text
+    assert not any("\ud800" <= char <= "\udfff" for char in reply.text)
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_without_tools_markup_is_text(name: str) -> None:
+    text = model(name).tool_form.write([PARIS])
+    special = model(name).special_ids
+    plain = model(name).decode([token_id for token_id in ids_of(name, text) if token_id not in special])
+    assert read(name, text, tools=()) == Reply(plain)
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes-special", "hermes-text", "generic"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>\nnot json\n</tool_call> and so on",
+        '<tool_call>\n{"name": "get_weather", "arguments": ',
+        '<tool_call>\n{"name": "get_weather", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": ["get_weather"], "arguments": {}}\n</tool_call>',
+        "<tool_ca",
+        "a < b",
+        "tail \n\n",
+    ],
+)
+def test_what_is_no_call_stays_text(name: str, text: str) -> None:
+    special = model(name).special_ids
+    plain = model(name).decode([token_id for token_id in ids_of(name, text) if token_id not in special])
+    assert read(name, text) == Reply(plain)
+
+
+def test_white_space_is_free_around_a_call() -> None:
+    text = '<tool_call>{"name":"get_weather" ,  "arguments" :\n {"city": "Rome"} } </tool_call>\n\n'
+    text += '<tool_call>\n\n{ "name" : "add.numbers-2", "arguments": {}}\n</tool_call>\n'
+    assert read("qwen", text) == Reply(
+        "", "", [Call("get_weather", "", '{"city": "Rome"}'), Call(EMPTY.name, "", "{}")]
+    )
+
+
+def test_text_after_calls_is_text() -> None:
+    reply = read("qwen", model("qwen").tool_form.write([EMPTY]) + "\n Done.")
+    assert (reply.text, len(reply.calls)) == ("Done.", 1)
+
+
+def test_a_family_whose_calls_stand_alone_has_none_behind_text() -> None:
+    text = "Like this: " + model("llama3").tool_form.write([PARIS])
+    assert read("llama3", text) == Reply(text)
+    assert read("llama3", "<|python_tag|>" + model("llama3").tool_form.write([PARIS])).calls
+    assert read("llama3", '{"answer": 1}') == Reply('{"answer": 1}')
+
+
+def test_markup_spelled_in_ordinary_tokens_is_not_a_special_token() -> None:
+    text = model("kimi").tool_form.write([PARIS])
+    ids = unpack(model("kimi").encode(text, special=False))
+    assert Reply().add(pieces_of("kimi", [ids])) == Reply(text)
+
+
+def test_kimis_calls_keep_their_numbers_and_need_no_prefix() -> None:
+    text = "<|tool_call_begin|>get_weather:2<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert read("kimi", text).calls == [Call("get_weather", "2", "{}")]
+
+
+def test_a_special_token_ends_broken_arguments() -> None:
+    text = '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"a":"<|tool_call_end|>'
+    assert read("kimi", text + "<|tool_calls_section_end|>so") == Reply("so", "", [Call("get_weather", "0", '{"a":"')])
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_call_that_is_cut_keeps_what_was_written(name: str) -> None:
+    text = model(name).tool_form.write([PARIS])
+    cut = text[: text.index("P\\") + 1]
+    assert [call.arguments for call in read(name, cut).calls] == ['{"city":"P']
+
+
+# --- reasoning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes-special", "hermes-text", "kimi", "r1"])
+@pytest.mark.parametrize("begun", [True, None])
+def test_reasoning_is_told_from_the_answer(name: str, begun: bool | None) -> None:
+    text = ("" if begun else "<think>") + "\nIs <b> so?\n\nYes.\n</think>\n\nIt is. </think>"
+    reply = read(name, text, begun, tools=())
+    assert reply.reasoning == "Is <b> so?\n\nYes."
+    assert reply.text in ("It is. </think>", "It is. ")  # a special token is no text
+
+
+def test_a_reply_may_leave_reasoning_out() -> None:
+    assert read("qwen", " <b>no</b> <think>", None) == Reply(" <b>no</b> <think>")
+    assert read("qwen", "<thi", None) == Reply("<thi")
+    assert read("qwen", "", None) == Reply()
+
+
+def test_reasoning_that_never_ends_is_all_reasoning() -> None:
+    assert read("kimi", "and on and", True) == Reply("", "and on and")
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes-special", "kimi"])
+def test_a_call_inside_reasoning_is_not_lost(name: str) -> None:
+    reply = read(name, "I need the weather.\n" + model(name).tool_form.write([PARIS, EMPTY]), True)
+    assert (reply.text, reply.reasoning) == ("", "I need the weather.")
+    assert [call.name for call in reply.calls] == [PARIS.name, EMPTY.name]
+
+
+def test_a_call_that_is_none_inside_reasoning_stays_reasoning() -> None:
+    text = 'Write <tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>, or not.'
+    assert read("qwen", text + "</think>Yes.", True) == Reply("Yes.", text)
+
+
+def test_only_text_follows() -> None:
+    parser = model("qwen").reply_parser(b"", (), True)
+    seen = []
+    for token_id in ids_of("qwen", "so.\n</think>\n\nIt is."):
+        seen.append(parser.plain)
+        parser.push([token_id])
+    assert not seen[0]
+    assert parser.plain
+    assert not model("qwen").reply_parser(b"", TOOLS, False).plain
+
+
+# --- however it is cut ------------------------------------------------------------------------------------------------
+
+_SNIPPETS = [
+    *(
+        "Hello",
+        " there",
+        "\n",
+        "  ",
+        "<",
+        "<tool",
+        "<tool_call>",
+        "</tool_call>",
+        "</think>",
+        "<think>",
+        "é",
+        "\U0001f680",
+    ),
+    *(
+        '{"name": "get_weather", "arguments": {"a": "}"}}',
+        '{"name": "rm", "arguments": {}}',
+        '{"name": "',
+        "[TOOL_CALLS]",
+    ),
+    *(
+        "<|tool_call_begin|>",
+        "functions.get_weather:1",
+        "<|tool_call_argument_begin|>",
+        '{"x":[{}]}',
+        "<|tool_call_end|>",
+    ),
+    *("[ARGS]", "get_weather", "[", "]", ", ", "}", "<|tool_calls_section_begin|>", "\\", '"'),
+]
+
+
+@st.composite
+def replies(draw: st.DrawFn, name: str) -> str:
+    form = model(name).tool_form
+    calls = [PARIS, EMPTY, ToolCall("3", "rm", "{}")]
+    written = st.lists(st.sampled_from(calls), min_size=1, max_size=3).map(form.write)
+    return "".join(draw(st.lists(st.one_of(st.sampled_from(_SNIPPETS), written), max_size=8)))
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@given(data=st.data())
+def test_however_tokens_are_cut_the_same_comes_out(name: str, data: st.DataObject) -> None:
+    ids = ids_of(name, data.draw(replies(name)))
+    begun = data.draw(st.sampled_from([True, False, None])) if model(name).think_form is not None else False
+    whole = pieces_of(name, [ids], begun)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+    chunks = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    assert _merged(pieces_of(name, chunks, begun)) == _merged(whole)
+    for call in Reply().add(whole).calls:
+        assert call.name in {tool.name for tool in TOOLS}
+    for piece in whole:
+        if isinstance(piece, Said | Thought):
+            assert not any("\ud800" <= char <= "\udfff" for char in piece.text)
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and type(merged[-1]) is type(piece) and isinstance(piece, Said | Thought | Argued):
+            merged[-1] = type(piece)(merged[-1].text + piece.text)  # type: ignore[union-attr]
+        else:
+            merged.append(piece)
+    return merged
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            max_leaves=8,
+        ),
+    ),
+    indent=st.sampled_from([None, 2]),
+    ascii_only=st.booleans(),
+)
+def test_arguments_end_where_the_object_does(arguments: dict, indent: int | None, ascii_only: bool) -> None:
+    text = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
+    reply = read("qwen", model("qwen").tool_form.write([ToolCall("1", "get_weather", text), EMPTY]))
+    assert [call.arguments for call in reply.calls] == [text, "{}"]

@@ -1,0 +1,50 @@
+import pytest
+
+from emberline.text.tools.families import FORMS, detect
+from tests.text.chats import CHATML, FAMILIES, family
+from tests.text.chats import LLAMA3 as LLAMA3_PLAIN
+from tests.text.tools.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST, QWEN, model
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (QWEN, "hermes"),
+        (LLAMA3, "llama3"),
+        (MISTRAL_LIST, "mistral"),
+        (MISTRAL, "mistral-args"),
+        (KIMI, "kimi"),
+        (CHATML, "generic"),
+        (LLAMA3_PLAIN, "generic"),
+        ("{{ tools }}<tool_call>\n<function=name>\n<parameter=arguments>", "generic"),  # calls that are not JSON
+        ("{{ tools }}<tool_call>{name}\n<arg_key>{arguments}</arg_key>", "generic"),
+        ("{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]{}", "generic"),
+        ("{{ tools }} in a way that is not known", "generic"),
+    ],
+)
+def test_a_family_is_known_by_its_template(source: str, name: str) -> None:
+    assert detect(source, "tools" in source, {}).family == name
+
+
+def test_a_template_that_takes_no_tools_gets_the_generic_form() -> None:
+    assert detect("<tool_call> arguments", knows_tools=False, special={}).own
+
+
+def test_marks_are_tokens_where_the_tokenizer_has_them_as_special() -> None:
+    assert model("qwen").tool_form.tokens == {}
+    special = model("hermes-special")
+    assert special.tool_form.tokens == {
+        mark: special.tokenizer.special[mark] for mark in ("<tool_call>", "</tool_call>")
+    }
+    assert len(model("kimi").tool_form.tokens) == 5
+    assert model("generic").tool_form.tokens == {}
+
+
+def test_forms_are_found_by_name() -> None:
+    for name in CALLERS:
+        form = model(name).tool_form
+        assert FORMS[form.family].at(form.tokens) == form
+
+
+def test_models_without_tools_in_their_templates_have_the_generic_form() -> None:
+    assert {family(name).tool_form.family for name in FAMILIES} == {"generic"}

@@ -1,0 +1,136 @@
+"""Grammars of replies: they allow what the automaton reads as declared calls, and no other calls."""
+
+import json
+from typing import Any
+
+import pytest
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.grammar import Grammar
+from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
+from emberline.protocol.tokens import unpack
+from emberline.text.grammar.build import build
+from emberline.text.tools.reply import Reply
+from emberline.text.tools.spec import grammar_spec
+from tests.text.grammar.reference import Sampler
+from tests.text.tools.models import CALLERS, model
+from tests.text.tools.recognise import as_characters, as_text, matches, plain_grammar
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+WEATHER, NOW = Tool("get_weather", "", CITY), Tool("now")
+PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris"}'), ToolCall("", "now", "{}")
+FREE = ("", "Let me see.", "a < b\n", '{"a": 1}')
+
+
+def grammar_of(name: str, thinking: bool | None = False, **fields: Any) -> Grammar:
+    request = GenerateRequest(id="r", model="m", prompt="", **{"tools": (WEATHER, NOW), **fields})
+    spec = grammar_spec(model(name), request, thinking)
+    assert spec is not None
+    return build(spec)
+
+
+def allows(name: str, grammar: Grammar, text: str) -> bool:
+    return matches(grammar, as_characters(model(name), text))
+
+
+def written(name: str, *calls: ToolCall) -> str:
+    return model(name).tool_form.write(calls)
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_auto_is_text_or_declared_calls(name: str) -> None:
+    grammar = grammar_of(name)
+    form = model(name).tool_form
+    assert allows(name, grammar, "Hello.")
+    assert allows(name, grammar, "")
+    assert allows(name, grammar, written(name, PARIS))
+    assert allows(name, grammar, written(name, PARIS, NOTHING)) == form.parallel
+    assert allows(name, grammar, "Let me see.\n" + written(name, PARIS)) == (not form.alone)
+    assert not allows(name, grammar, written(name, ToolCall("", "rm", "{}")))
+    assert not allows(name, grammar, written(name, ToolCall("", "get_weather", "{}")))
+    assert not allows(name, grammar, written(name, ToolCall("", "get_weather", '{"city": "Paris"}')))
+    assert not allows(name, grammar, written(name, PARIS)[:-1])
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_required_is_calls_and_nothing_else(name: str) -> None:
+    required = grammar_of(name, tool_choice=ToolChoice("required"))
+    assert allows(name, required, written(name, NOTHING))
+    assert not allows(name, required, "")
+    assert not allows(name, required, "Hello." + written(name, NOTHING))
+    named = grammar_of(name, tool_choice=ToolChoice("required", "now"), parallel_tool_calls=False)
+    assert allows(name, named, written(name, NOTHING))
+    assert not allows(name, named, written(name, PARIS))
+    assert not allows(name, named, written(name, NOTHING, NOTHING))
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_none_is_text_without_an_opening(name: str) -> None:
+    grammar = grammar_of(name, tool_choice=ToolChoice("none"))
+    assert allows(name, grammar, "Hello.")
+    assert not allows(name, grammar, written(name, NOTHING))
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_with_an_output_format_text_has_that_format(name: str) -> None:
+    grammar = grammar_of(name, output=OutputFormat("choice", ["yes", "no"]))
+    assert allows(name, grammar, "yes")
+    assert allows(name, grammar, written(name, PARIS))
+    assert not allows(name, grammar, "perhaps")
+    none = grammar_of(name, output=OutputFormat("choice", ["yes", "no"]), tool_choice=ToolChoice("none"))
+    assert allows(name, none, "no")
+    assert not allows(name, none, written(name, PARIS))
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes-special", "kimi"])
+def test_reasoning_comes_before(name: str) -> None:
+    begun = grammar_of(name, True, tool_choice=ToolChoice("required"))
+    assert allows(name, begun, "Hm.</think>\n\n" + written(name, PARIS))
+    assert allows(name, begun, "Hm." + written(name, PARIS))  # a call ends reasoning
+    assert not allows(name, begun, "Hm.</think>Well.")
+    assert not allows(name, begun, "Hm.")
+    own = grammar_of(name, None, output=OutputFormat("choice", ["yes"]), tools=())
+    assert allows(name, own, "<think>Hm.</think>\n\nyes")
+    assert allows(name, own, "yes")
+    assert not allows(name, own, "<think>Hm.</think>no")
+    ended = grammar_of(name, False, output=OutputFormat("choice", ["yes"]), tools=())
+    assert not allows(name, ended, "<think>Hm.</think>yes")
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_whatever_a_grammar_allows_is_read_as_declared_calls(name: str, mode: Any) -> None:
+    """Whole replies, at random."""
+    text_model = model(name)
+    grammar = grammar_of(name, tool_choice=ToolChoice(mode))
+    sampler = Sampler(plain_grammar(grammar, FREE), seed=1)
+    for _ in range(30):
+        text = as_text(text_model, sampler.text())
+        parser = text_model.reply_parser(b"", (WEATHER, NOW), False)
+        ids = unpack(text_model.encode(text, special=True))
+        reply = Reply().add(parser.push(ids)).add(parser.finish())
+        assert reply.calls or mode == "auto"
+        assert reply.text in {free if not reply.calls else free.rstrip() for free in FREE}
+        for call in reply.calls:
+            arguments = json.loads(call.arguments)
+            assert call.name == "now" or isinstance(arguments["city"], str)
+
+
+def test_a_schema_beyond_us_binds_to_any_object_unless_it_is_strict() -> None:
+    odd = {"type": "object", "properties": {"a": {"$recursiveRef": "#"}}}
+    grammar = grammar_of("qwen", tools=(Tool("odd", "", odd),))
+    assert allows("qwen", grammar, written("qwen", ToolCall("", "odd", '{"b":[1]}')))
+    with pytest.raises(BadInput, match=r"tool odd: .*recursiveRef") as caught:
+        grammar_of("qwen", tools=(Tool("odd", "", odd, strict=True),))
+    assert caught.value.param == "tools"
+
+
+def test_a_schema_that_nothing_fits_is_refused() -> None:
+    never = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    with pytest.raises(BadInput, match=r"tool never: .*no value"):
+        grammar_of("qwen", tools=(Tool("never", "", never),))
+
+
+def test_without_tools_or_a_format_anything_goes() -> None:
+    request = GenerateRequest(id="r", model="m", prompt="")
+    assert grammar_spec(model("qwen"), request, None) is None

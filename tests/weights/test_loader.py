@@ -1,0 +1,117 @@
+"""Bytes that a loader brings to their places are those that the mapped file shows."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.weights import loader as loader_module
+from emberline.weights import readahead
+from emberline.weights.errors import BadCheckpoint
+from emberline.weights.loader import Deferred, Loader
+from emberline.weights.tensor import Place, Weight
+
+
+def weight_of(path, offset, values, kind, **more):
+    raw = np.frombuffer(path.read_bytes(), np.uint8, values.nbytes, offset).reshape(values.shape[0], -1)
+    return Weight(path.name, values.shape, kind, raw, place=Place(path, offset), **more)
+
+
+@pytest.fixture(params=["drive", "cache only"])
+def way(request, monkeypatch):
+    if request.param == "cache only":
+        monkeypatch.delattr(os, "O_DIRECT")
+    else:
+        monkeypatch.delattr(os, "RWF_NOWAIT")
+
+
+@pytest.mark.parametrize("offset", [0, 8, 4096, 5000])
+@pytest.mark.parametrize("piece_bytes", [4096, 10_000, 1 << 20])
+def test_pieces_at_any_offset(tmp_path, monkeypatch, way, offset, piece_bytes):
+    monkeypatch.setattr(loader_module, "PIECE_BYTES", piece_bytes)
+    values = np.random.default_rng(1).standard_normal((123, 77)).astype(np.float32)
+    path = tmp_path / "w"
+    path.write_bytes(bytes(offset) + values.tobytes() + b"after")
+    weight = weight_of(path, offset, values, "f32")
+    target = torch.full((2, 123, 77), torch.nan)
+    loader = Loader("cpu")
+    loader.fill(weight, target[1])
+    assert target.isnan().all(), "nothing is read before the end"
+    assert loader.finish() == values.nbytes
+    assert torch.equal(target[1], torch.from_numpy(values))
+    assert target[0].isnan().all()
+
+
+def test_what_is_not_kept_as_it_lies_is_converted(tmp_path):
+    values = np.random.default_rng(2).standard_normal((6, 32)).astype(np.float32)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+    order = np.array([5, 4, 3, 2, 1, 0])
+    half = torch.zeros(6, 32, dtype=torch.bfloat16)
+    turned, shifted, strided = torch.zeros(6, 32), torch.zeros(6, 32), torch.zeros(6, 2, 32)
+    loader = Loader("cpu")
+    loader.fill(weight_of(path, 0, values, "f32"), half)
+    loader.fill(weight_of(path, 0, values, "f32", order=order), turned)
+    loader.fill(weight_of(path, 0, values, "f32", shift=1.0), shifted)
+    loader.fill(weight_of(path, 0, values, "f32"), strided[:, 1])
+    loader.finish()
+    plain = torch.from_numpy(values)
+    assert torch.equal(half, plain.bfloat16())
+    assert torch.equal(turned, plain.flip(0))
+    assert torch.equal(shifted, plain + 1)
+    assert torch.equal(strided[:, 1], plain)
+    assert not strided[:, 0].any()
+
+
+def test_a_file_that_shrank_is_named(tmp_path):
+    values = np.ones((64, 64), np.float32)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(values.tobytes())
+    weight = weight_of(path, 0, values, "f32")
+    os.truncate(path, 1000)
+    loader = Loader("cpu")
+    loader.fill(weight, torch.zeros(64, 64))
+    with pytest.raises(BadCheckpoint, match=r"model.safetensors ended 15384 bytes early"):
+        loader.finish()
+
+
+def test_a_deferred_checkpoint_is_the_same_but_later(tmp_path):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+
+    class Source:
+        config = "a config"
+        has = staticmethod(lambda name: name == "a")
+        weight = staticmethod(lambda name: weight_of(path, 0, values, "f32"))
+
+    loader = Loader("cpu")
+    source = Deferred(Source(), loader)
+    assert (source.config, source.has("a"), source.has("b")) == ("a config", True, False)
+    weight, target = source.weight("a"), torch.zeros(8, 8)
+    assert weight.shape == (8, 8)
+    assert np.array_equal(weight.dense(), values)
+    weight.into(target)
+    loader.finish()
+    assert torch.equal(target, torch.from_numpy(values))
+
+
+def test_read_ahead_reads_everything_and_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(readahead, "_PIECE_BYTES", 1000)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, size in (("a.safetensors", 2500), ("b.safetensors", 100), ("config.json", 50)):
+        (folder / name).write_bytes(bytes(size))
+    files = readahead.model_files(folder)
+    assert [path.name for path in files] == ["a.safetensors", "b.safetensors"]
+    ahead = readahead.ReadAhead([*files, tmp_path / "gone"], 1 << 20)
+    for thread in ahead._threads:
+        thread.join(10)
+    assert ahead.n_bytes == 2600
+    ahead.stop()
+    limited = readahead.ReadAhead(files, 2000)
+    for thread in limited._threads:
+        thread.join(10)
+    assert limited.n_bytes == 2000
+    assert readahead.model_files(tmp_path / "x.gguf") == [tmp_path / "x.gguf"]
