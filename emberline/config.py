@@ -66,6 +66,13 @@ class ResponsesConfig(Section, frozen=True):
     retention_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # how long a stored response can be continued
 
 
+class WebhooksConfig(Section, frozen=True):
+    allow: tuple[str, ...] = ()  # ranges inside the network that deliveries may reach, e.g. 10.0.0.0/8
+    timeout_s: Annotated[float, Meta(ge=1, le=30)] = 15.0  # for a receiver to answer
+    disable_after_days: Annotated[float, Meta(gt=0, le=365)] = 5.0  # of nothing but failures
+    retention_days: Annotated[float, Meta(ge=1, le=3650)] = 30.0  # how long events and their deliveries are kept
+
+
 class LogConfig(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "human", "json"] = "auto"  # auto: human on a terminal, JSON otherwise
@@ -78,6 +85,7 @@ class Config(Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    webhooks: WebhooksConfig = WebhooksConfig()
     log: LogConfig = LogConfig()
 
 
@@ -87,6 +95,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "engine": EngineConfig,
     "store": StoreConfig,
     "responses": ResponsesConfig,
+    "webhooks": WebhooksConfig,
     "log": LogConfig,
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
@@ -114,6 +123,7 @@ def resolve(
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
     config = Config(home=home, **sections)
     _check_key(config.auth.key)
+    _check_ranges(config.webhooks.allow)
     if config.store.url:
         raise ConfigError("[store] url: only SQLite in the data folder is there yet; leave it out", param="store.url")
     return config
@@ -203,7 +213,7 @@ def _parsed(key: str, value: Any) -> Any:
         return value
     if key == "kv_bytes":
         return parse_size(value)
-    if key in ("models", "allowed_hosts", "cors_origins"):
+    if key in ("models", "allowed_hosts", "cors_origins", "allow"):
         return [word.strip() for word in value.split(",") if word.strip()]
     return value
 
@@ -211,6 +221,14 @@ def _parsed(key: str, value: Any) -> Any:
 def _check_key(key: str | None) -> None:
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
+
+
+def _check_ranges(ranges: tuple[str, ...]) -> None:
+    for text in ranges:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as bad:
+            raise ConfigError(f"[webhooks] allow: {text!r} is not a range: {bad}", param="webhooks.allow") from None
 
 
 def check_exposure(config: Config) -> None:

@@ -23,7 +23,8 @@ ALLOWED = {
     "balancer": {"protocol"},
     "service": {"accounts", "catalog", "text", "balancer", "store", "protocol"},
     "cluster": {"balancer", "engine", "kv", "protocol"},
-    "api": {"service", "accounts", "catalog", "protocol"},
+    "jobs": {"service", "accounts", "store", "protocol"},
+    "api": {"jobs", "service", "accounts", "catalog", "protocol"},
 }
 ANYWHERE = {"config", "log", "__version__"}  # modules of no room: the configuration and the log's form
 ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton", "llguidance"}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import Client
 from benchmarks.gpu.workloads import Prompts
+from emberline.kernels.gpu.workspace import Sizes
 from emberline.models import Model, load
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS
@@ -65,6 +66,7 @@ def against_transformers(device: str = "cuda") -> dict[str, float]:
 def logits(model: Model, ids: Tensor, device: str) -> Tensor:
     """Of every position: a first chunk, a second one behind it, then single tokens."""
     n_blocks = -(-len(ids) // BLOCK_TOKENS) + 1
+    model.kernels.reserve(Sizes.of(model.config, len(ids), 1, len(ids)))
     kv = [
         torch.zeros(
             n_blocks,

@@ -18,6 +18,7 @@ from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit,
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.protocol.tokens import pack, unpack
 
+PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0
 
 
@@ -139,7 +140,7 @@ class Worker:
 def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Worker]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/engine.sock"
-        command = [sys.executable, "-m", "emberline.engine.worker", "--model", str(model), "--socket", path, *flags]
+        command = [sys.executable, *PROGRAM, "--model", str(model), "--socket", path, *flags]
         began_s = time.perf_counter()
         with log.open("ab") as sink:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, env={**os.environ, **(env or {})})

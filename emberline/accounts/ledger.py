@@ -3,7 +3,7 @@
 import msgspec
 
 from emberline.accounts.usage import UsageRow
-from emberline.store import Store
+from emberline.store import Database, Step
 
 _COLUMNS = (
     "id, account, key_id, model, model_version, class, input_tokens, cached_by_tier, output_tokens, reasoning_tokens, "
@@ -13,32 +13,37 @@ _INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
 _SELECT = f"SELECT {_COLUMNS} FROM usage WHERE id = ?"
 
 
+def insert(row: UsageRow) -> Step:
+    """What records a row, for those who do so in a transaction of their own."""
+    return Step(
+        _INSERT,
+        (
+            row.id,
+            row.account,
+            row.key_id,
+            row.model,
+            row.model_version,
+            row.priority,
+            row.input_tokens,
+            msgspec.json.encode(row.cached_by_tier).decode(),
+            row.output_tokens,
+            row.reasoning_tokens,
+            row.status,
+            row.created_us,
+            row.first_token_us,
+            row.finished_us,
+            row.price_version,
+        ),
+    )
+
+
 class Ledger:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Database) -> None:
         self._store = store
 
     async def record(self, row: UsageRow) -> None:
         """Return once the row is durable. The first row of an id stands; recording it again changes nothing."""
-        await self._store.write(
-            _INSERT,
-            (
-                row.id,
-                row.account,
-                row.key_id,
-                row.model,
-                row.model_version,
-                row.priority,
-                row.input_tokens,
-                msgspec.json.encode(row.cached_by_tier).decode(),
-                row.output_tokens,
-                row.reasoning_tokens,
-                row.status,
-                row.created_us,
-                row.first_token_us,
-                row.finished_us,
-                row.price_version,
-            ),
-        )
+        await self._store.write(*insert(row))
 
     async def find(self, request_id: str) -> UsageRow | None:
         rows = await self._store.read(_SELECT, (request_id,))

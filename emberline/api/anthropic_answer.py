@@ -3,7 +3,8 @@
 from typing import Any
 
 from emberline.api.call import Call
-from emberline.api.collect import Answer, Choice, Part, Said, Thought, arguments_of
+from emberline.api.collect import arguments_of
+from emberline.protocol.answer import Answer, Choice, Part, Said, Thought
 from emberline.protocol.events import ChoiceDone, Usage
 
 # Clients send a thought back only with its signature. Ours signs nothing: what comes back is the caller's own word.

@@ -17,6 +17,7 @@ from emberline.api.ports import Backend
 from emberline.api.reply import Reply
 from emberline.api.route import Policy, Router
 from emberline.api.routes import ROUTES
+from emberline.jobs.desk import EventDesk
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,14 @@ class ApiSettings:
     origins: tuple[str, ...] = ()  # web pages that may call, beside our own; "*": any
 
 
-def create_app(service: Backend, settings: ApiSettings) -> ASGIApp:
-    return App(service, settings)
+def create_app(service: Backend, settings: ApiSettings, events: EventDesk | None = None) -> ASGIApp:
+    return App(service, settings, events)
 
 
 class App:
-    def __init__(self, service: Backend, settings: ApiSettings) -> None:
+    def __init__(self, service: Backend, settings: ApiSettings, events: EventDesk | None = None) -> None:
         self._service = service
+        self._events = events
         self._auth = settings.auth
         self._guard = Guard(settings.hosts, settings.origins)
         self._router = Router(ROUTES)
@@ -49,7 +51,7 @@ class App:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         began = time.perf_counter()
-        call = Call(scope, receive, send, self._service, self._auth)
+        call = Call(scope, receive, send, self._service, self._auth, self._events)
         context = logs.request_id.set(call.id)
         try:
             await self._serve(call)

@@ -7,13 +7,14 @@ from urllib.parse import parse_qsl
 from emberline.api.asgi import Receive, Scope, Send
 from emberline.api.naming import Names
 from emberline.api.reply import HeaderList, Reply
-from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.principal import Principal
 
 if TYPE_CHECKING:
     from emberline.accounts.auth import Authenticator
     from emberline.api.errors import Dialect
     from emberline.api.ports import Backend
+    from emberline.jobs.desk import EventDesk
 
 _SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 _SSE_HEADERS: HeaderList = [
@@ -26,12 +27,21 @@ _SSE_HEADERS: HeaderList = [
 class Call:
     """What an endpoint is given. `id` is ours alone: a client's X-Request-Id is logged and goes no further."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, service: "Backend", auth: "Authenticator") -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        service: "Backend",
+        auth: "Authenticator",
+        events: "EventDesk | None" = None,
+    ) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
         self.service = service
         self.auth = auth
+        self._events = events
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]
@@ -50,6 +60,12 @@ class Call:
         except EmberlineError:
             return False
         return True
+
+    @property
+    def events(self) -> "EventDesk":
+        if self._events is None:
+            raise Unavailable("this server was started without its store: it keeps no events")
+        return self._events
 
     @property
     def session(self) -> str | None:

@@ -1,13 +1,14 @@
 """The events of one request gathered into a whole answer."""
 
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from emberline.api.call import Call
 from emberline.api.departure import while_connected
 from emberline.api.ports import Events
+from emberline.protocol.answer import Answer, Called, Choice, Part, Said, Thought
 from emberline.protocol.errors import Internal
 from emberline.protocol.events import (
     ChoiceDone,
@@ -18,44 +19,8 @@ from emberline.protocol.events import (
     TextLogprob,
     ToolCallDelta,
     ToolCallStarted,
-    Usage,
 )
 from emberline.protocol.request import ToolCall
-
-
-class Said(msgspec.Struct):
-    text: str
-
-
-class Thought(msgspec.Struct):
-    text: str
-
-
-Part = Said | Thought | ToolCall
-
-
-class Choice(msgspec.Struct):
-    parts: list[Part] = []  # in the order in which the model wrote them; none is empty text
-    logprobs: list[TextLogprob] = []
-    finish: Literal["stop", "length", "tool_calls"] = "stop"
-    stop_sequence: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Said))
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Thought))
-
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return [part for part in self.parts if isinstance(part, ToolCall)]
-
-
-class Answer(msgspec.Struct):
-    choices: list[Choice]
-    usage: Usage
 
 
 class Draft:
@@ -85,7 +50,7 @@ class Draft:
         parts: list[Part] = []
         for kind, pieces in self._parts:
             text = "".join(pieces)
-            parts.append(ToolCall(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
+            parts.append(Called(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
         return Choice(parts, self._logprobs, self._done.finish, self._done.stop_sequence)
 
     def _say(self, kind: type[Said | Thought], text: str) -> None:

@@ -1,8 +1,7 @@
 """What the caller calls the parts of its request, for errors that come from behind the door.
 
-The service speaks of the canonical request (`output`, `tools[2].parameters`, `messages[3]`), or of the one field that
-it takes a format to come from. A door that names these otherwise leaves a `Names` on the call, and an error on its way
-out is told in the caller's words.
+The service speaks of the canonical request (`output`, `tools[2].parameters`, `messages[3]`). A door that names these
+otherwise leaves a `Names` on the call, and an error on its way out is told in the caller's words.
 """
 
 import re
@@ -12,7 +11,7 @@ from emberline.protocol.errors import EmberlineError
 
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
-_OUTPUT = re.compile(r"(?:output|response_format|guided_(?:json|regex|choice|grammar))\b(?:\.value)?(.*)")
+_OUTPUT = re.compile(r"output\b(.*)")
 _CHOICE = "tool_choice"
 
 

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import Call
-from emberline.api.collect import Answer, Choice
 from emberline.api.conversation import Conversation
 from emberline.api.fields import session_name
 from emberline.api.messages import ChatMessage, canonical
@@ -14,6 +13,7 @@ from emberline.api.openai_stream import StreamOptions
 from emberline.api.tools import FunctionName, Toolset
 from emberline.api.unbuilt import Unbuilt
 from emberline.api.usage import usage_body
+from emberline.protocol.answer import Answer, Choice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import TextLogprob
 from emberline.protocol.request import GenerateRequest

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import Call
-from emberline.api.collect import Answer, Choice
 from emberline.api.fields import Generation, TokenId, session_name
 from emberline.api.naming import Names
 from emberline.api.openai_chat import LEAST_LOGPROB
@@ -13,6 +12,7 @@ from emberline.api.openai_stream import ChunkStream, StreamOptions
 from emberline.api.unbuilt import Unbuilt, refuse_unbuilt, unsupported
 from emberline.api.usage import usage_body
 from emberline.protocol import tokens
+from emberline.protocol.answer import Answer, Choice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import TextLogprob
 from emberline.protocol.request import GenerateRequest

@@ -2,10 +2,22 @@
 
 from functools import cache
 
-from emberline.api import admin, anthropic, openai, openai_responses, openapi, search, workers_ai
+from emberline.api import (
+    admin,
+    anthropic,
+    event_subscriptions,
+    events,
+    openai,
+    openai_responses,
+    openapi,
+    search,
+    webhook_endpoints,
+    workers_ai,
+)
 from emberline.api.anthropic_messages import CountRequest, MessagesRequest
 from emberline.api.call import Call
 from emberline.api.errors import Dialect
+from emberline.api.event_subscriptions import NewSubscription, SubscriptionChange
 from emberline.api.openai_chat import ChatRequest
 from emberline.api.openai_completions import CompletionRequest
 from emberline.api.openai_responses import PAGE
@@ -13,9 +25,17 @@ from emberline.api.openai_responses_request import ResponsesRequest
 from emberline.api.reply import Reply, encode
 from emberline.api.route import Policy, Route
 from emberline.api.search import MODEL_FILTERS, PAGING
+from emberline.api.webhook_endpoints import (
+    DELIVERIES,
+    EndpointChange,
+    NewEndpoint,
+    ReplayRequest,
+    RotateRequest,
+)
 from emberline.api.workers_ai import RunRequest, UniversalRequest
 
 AI = "/client/v4/accounts/{account}/ai"
+SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
 OPEN, KEY = Policy.OPEN, Policy.KEY
 NATIVE, OPENAI, ANTHROPIC = Dialect.NATIVE, Dialect.OPENAI, Dialect.ANTHROPIC
 
@@ -49,6 +69,32 @@ def _anthropic(prefix: str, form: Dialect) -> list[Route]:
     ]
 
 
+def _events(prefix: str, form: Dialect) -> list[Route]:
+    path, one, door = f"{prefix}/webhook_endpoints", f"{prefix}/webhook_endpoints/{{id}}", webhook_endpoints
+    return [
+        Route("GET", f"{prefix}/events", KEY, form, events.events, "What happened, as it happens", query=events.QUERY),
+        Route("POST", path, KEY, form, door.create, "Create a webhook endpoint", body=NewEndpoint),
+        Route("GET", path, KEY, form, door.list_all, "List webhook endpoints"),
+        Route("GET", one, KEY, form, door.retrieve, "A webhook endpoint"),
+        Route("POST", one, KEY, form, door.update, "Change a webhook endpoint", body=EndpointChange),
+        Route("DELETE", one, KEY, form, door.delete, "Delete a webhook endpoint"),
+        Route("GET", f"{one}/deliveries", KEY, form, door.deliveries, "Its deliveries", query=DELIVERIES),
+        Route("POST", f"{one}/replay", KEY, form, door.replay, "Deliver again", body=ReplayRequest),
+        Route("POST", f"{one}/rotate", KEY, form, door.rotate, "A new signing secret", body=RotateRequest),
+    ]
+
+
+def _subscriptions(path: str) -> list[Route]:
+    one, door, new, change = f"{path}/{{id}}", event_subscriptions, NewSubscription, SubscriptionChange
+    return [
+        Route("POST", path, KEY, NATIVE, door.create, "Subscribe to a model's events", body=new),
+        Route("GET", path, KEY, NATIVE, door.list_all, "List event subscriptions", query=PAGING),
+        Route("GET", one, KEY, NATIVE, door.retrieve, "An event subscription"),
+        Route("PATCH", one, KEY, NATIVE, door.update, "Change an event subscription", body=change),
+        Route("DELETE", one, KEY, NATIVE, door.delete, "Delete an event subscription"),
+    ]
+
+
 @cache
 def _document() -> bytes:
     return encode(openapi.document(ROUTES))
@@ -75,6 +121,9 @@ ROUTES: tuple[Route, ...] = (
     *_openai(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
     *_responses("/v1", OPENAI),
     *_responses(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_events("/v1", OPENAI),
+    *_events(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_subscriptions(SUBSCRIPTIONS),
     *_anthropic("/v1", ANTHROPIC),
     *_anthropic(f"{AI}/v1", Dialect.ANTHROPIC_ENVELOPED),
     # Anthropic's client appends /v1/messages to whatever base it is given.

@@ -77,7 +77,7 @@ async def models(call: Call) -> Reply:
     found = [card for card in call.service.models() if _matches(card, query)]
     style = query.get("format")
     if style is None:
-        return _page(query, [cloudflare_model(card) for card in found])
+        return page_of(query, [cloudflare_model(card) for card in found])
     if style != "openrouter":
         raise BadInput("`format` may be `openrouter`, or absent", param="format")
     rows = _paged(query, [openrouter_model(card) for card in found])
@@ -93,11 +93,11 @@ async def schema(call: Call) -> Reply:
 
 
 async def tasks(call: Call) -> Reply:
-    return _page(call.query(), [row._asdict() for row in TASKS])
+    return page_of(call.query(), [row._asdict() for row in TASKS])
 
 
 async def list_authors(call: Call) -> Reply:
-    return _page(call.query(), [row._asdict() for row in authors(call.service.models())])
+    return page_of(call.query(), [row._asdict() for row in authors(call.service.models())])
 
 
 @cache
@@ -119,7 +119,7 @@ def _matches(card: ModelCard, query: dict[str, str]) -> bool:
     )
 
 
-def _page(query: dict[str, str], rows: Sequence[dict[str, Any]]) -> Reply:
+def page_of(query: dict[str, str], rows: Sequence[dict[str, Any]]) -> Reply:
     shown = _paged(query, rows)
     per_page = _number(query, "per_page", DEFAULT_PER_PAGE, MAX_PER_PAGE)
     info = {

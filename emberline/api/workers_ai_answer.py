@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.call import Call
-from emberline.api.collect import Answer, Choice, arguments_of
+from emberline.api.collect import arguments_of
 from emberline.api.errors import JsonModeFailed, error_body
 from emberline.api.padding import pads
 from emberline.api.reply import encode
 from emberline.api.usage import usage_body
+from emberline.protocol.answer import Answer, Choice
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 

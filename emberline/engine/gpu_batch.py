@@ -87,7 +87,7 @@ class DecodeBuffers:
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
-        columns[2, :n] = [FOLLOWS if row.follows else int.from_bytes(row.token_ids, "little") for row in rows]
+        columns[2, :n] = [token_of(row) for row in rows]
         columns[HEAD_ROWS:] = NONE
         columns[HEAD_ROWS + self._n_groups :, :n] = np.array([row.passed for row in rows], np.int32).T
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
@@ -138,13 +138,12 @@ class MixedBuffers:
         self._counting = np.arange(width * BLOCK_TOKENS + 1, dtype=np.int32)
 
     def send(self, batch: Batch, slots: Slots) -> MixedStep:
-        rows = batch.decodes + batch.chunks
-        n_rows, n_tokens, n_draws = len(rows), batch.n_tokens, batch.n_draws
+        n_rows, n_tokens, n_draws = len(batch.decodes) + len(batch.chunks), batch.n_tokens, batch.n_draws
         sizes = [n_tokens, n_tokens, n_rows + 1, n_rows, n_rows, n_draws, n_draws, n_draws]
         stops = np.cumsum(sizes).tolist()
         array = self._upload.array()
         parts = [array[stop - size : stop] for stop, size in zip(stops, sizes)]
-        longest = self._fill(parts, batch, rows)
+        longest = self._fill(parts, batch)
         sent = self._upload.send(stops[-1], self._buffer)
         views = [sent[stop - size : stop] for stop, size in zip(stops, sizes)]
         token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = views
@@ -164,13 +163,19 @@ class MixedBuffers:
             first += row.end - row.start
         return StepShape(len(batch.decodes), max(chunk.n for chunk in chunks), chunks=chunks)
 
-    def _fill(self, parts: list[NDArray[np.int32]], batch: Batch, rows: list[Row]) -> int:
+    def _fill(self, parts: list[NDArray[np.int32]], batch: Batch) -> int:
         token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = parts
-        n = drawn = longest = starts[0] = 0
-        for r, row in enumerate(rows):
+        d = drawn = len(batch.decodes)
+        begins = np.array([row.start for row in batch.decodes], np.int32)
+        token_ids[:d] = [token_of(row) for row in batch.decodes]
+        positions[:d], contexts[:d], draw_positions[:d] = begins, begins + 1, begins + 1
+        row_slots[:d] = draw_slots[:d] = [row.slot for row in batch.decodes]
+        starts[: d + 1], samples[:d] = self._counting[: d + 1], self._counting[:d]
+        n, longest = d, int(begins.max(initial=-1)) + 1
+        for r, row in enumerate(batch.chunks, d):
             end = row.end
             stop = n + end - row.start
-            token_ids[n:stop] = FOLLOWS if row.follows else np.frombuffer(row.token_ids, "<u4")
+            token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
             positions[n:stop] = self._counting[row.start : end]
             starts[r + 1], contexts[r], row_slots[r] = stop, end, row.slot
             if row.samples:
@@ -178,3 +183,8 @@ class MixedBuffers:
                 drawn += 1
             n, longest = stop, max(longest, end)
         return longest
+
+
+def token_of(row: Row) -> int:
+    """The one new token of a row, where the host knows it."""
+    return FOLLOWS if row.follows else int.from_bytes(row.token_ids, "little")

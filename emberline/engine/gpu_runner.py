@@ -18,15 +18,14 @@ from emberline.engine.gpu_batch import Batch, DecodeBuffers, MixedBuffers
 from emberline.engine.gpu_graphs import Graphs, bucket
 from emberline.engine.gpu_outputs import Draw, Drawn, Outputs, drawn_on
 from emberline.engine.gpu_slots import SamplerTable, Slots
-from emberline.engine.gpu_stream import DeviceLost
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
-from emberline.engine.plan import Masks, StepPlan
+from emberline.engine.plan import DeviceLost, Masks, StepPlan
 from emberline.engine.runner import Model, allocate_pool
 from emberline.kernels.inputs import DecodeInputs, SlotState
 from emberline.kv.budget import blocks_of
 
-STEPS_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 3  # steps whose outputs are kept apart
 
 
 class Kernels(Protocol):
@@ -84,6 +83,7 @@ class GpuRunner:
         self._device = torch.device(device)
         if self._device.type == "cuda":
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(self._device)  # weights and workspace were made on another stream
             torch.cuda.set_stream(stream)  # the default one cannot be captured
         self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
         self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
@@ -93,7 +93,7 @@ class GpuRunner:
         self._decode = DecodeBuffers(rows, groups, width, self._device)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
         self._drawn = drawn_on(rows, self._device)
-        self._outputs = [Outputs(rows, self._device) for _ in range(STEPS_IN_FLIGHT + 1)]
+        self._outputs = [Outputs(rows, self._device) for _ in range(MAX_IN_FLIGHT)]
         self._n_launched = 0
         self._graphs = Graphs(self._device, graphs)
         self._pads = graphs

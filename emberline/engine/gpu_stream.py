@@ -7,9 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class DeviceLost(Exception):
-    """The device reported an error that it does not recover from: only a new process can."""
+from emberline.engine.plan import DeviceLost
 
 
 class Mark(Protocol):

@@ -37,6 +37,7 @@ class Row:
     passed: list[int]  # per group: so many leading table entries hold nothing any more
     samples: bool  # draw the token that follows
     banned: tuple[int, ...] = ()  # ids not to be drawn
+    admission: int = 0  # serial number of the admission that gave it the slot
     follows: bool = False  # its one new token is what the slot drew last, which only the device may know yet
 
     @property
@@ -108,6 +109,10 @@ class Guides(Protocol):
     def request(self, encoded: bytes) -> PendingGuide: ...
 
     def learn(self, vocabulary: Vocabulary) -> None: ...
+
+
+class DeviceLost(Exception):
+    """The device reported an error that it does not recover from: only a new process can."""
 
 
 class Sampled(Protocol):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.engine.limits import Limits
+from emberline.engine.pace import Pace, Work
 from emberline.engine.plan import Admission, Guide, Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
 from emberline.kv.cache import KVCache
@@ -39,7 +40,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KVCache, limits: Limits, fingerprint: str, grammars: Guides | None = None
+        self,
+        cache: KVCache,
+        limits: Limits,
+        fingerprint: str,
+        grammars: Guides | None = None,
+        pace: Pace | None = None,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
         self.limits = limits
@@ -52,7 +58,9 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(limits.max_running)))
-        self._n_arrived = 0
+        self._n_arrived = self._n_admitted = 0
+        self._pace = pace
+        self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._next_deadline_s = float("inf")
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
@@ -69,7 +77,7 @@ class Scheduler:
     def load(self) -> EngineLoad:
         load = msgspec.structs.replace(self._totals)
         load.running, load.waiting = len(self._running), len(self._waiting)
-        load.waiting_tokens += sum(seq.n_tokens - seq.n_computed - 1 for seq in self._running)  # decoding ones: none
+        load.waiting_tokens += sum(seq.n_due - 1 for seq in self._running)  # decoding ones: none
         load.kv_used_blocks = self._cache.n_used
         return load
 
@@ -161,14 +169,21 @@ class Scheduler:
         for seq in tuple(self._running):
             if seq.slot == WAITING:
                 continue  # made room for one before it
-            if seq.n_tokens - seq.n_computed > 1:
+            if seq.n_due > 1:
                 prefills.append(seq)
-            else:
+            elif not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
         self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
         return plan
+
+    def guides(self, plan: StepPlan) -> bool:
+        """Whether a grammar has a say in what the plan draws."""
+        by_number = self._by_number
+        return self._grammars is not None and any(
+            by_number[row.number].guide is not None for row in plan.rows if row.samples
+        )
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """What the grammars of the plan's rows allow next; None when no row has one."""
@@ -216,12 +231,14 @@ class Scheduler:
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
         deltas = []
+        self._computing.pop(id(plan), None)
         draws = iter(sampled)
         for row in plan.rows:
             drawn = next(draws) if row.samples else None
             seq = self._by_number.get(row.number)
-            if seq is None or seq.slot != row.slot:
+            if seq is None or seq.admission != row.admission:
                 continue
+            seq.n_drawing -= row.samples
             if seq.failure is not None:
                 deltas.append(self._end(seq, "error", error=seq.failure.info()))
                 continue
@@ -236,6 +253,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its requests end with the error, all others go on."""
+        self._computing.pop(id(plan), None)
         hit = [seq for row in plan.rows if (seq := self._by_number.get(row.number)) is not None]
         return [self._end(seq, "error", error=error.info()) for seq in hit]
 
@@ -258,25 +276,40 @@ class Scheduler:
         if self._waiting and self._free_slots and not full:
             able = (seq for seq in self._waiting if seq.pending is None)
             prefills = sorted([*prefills, *islice(able, 2 * self.limits.max_running)], key=_by_rank)
-        computing: set[bytes] = set()  # content keys of blocks that this plan computes
+        computing = self._computing[id(plan)] = set()
+        work = Work(len(plan.rows))
         for seq in prefills:
-            left = self.limits.token_budget - plan.n_tokens
-            if not left:
+            left = self._left(plan, work, seq.n_computed)
+            if left <= 0:
                 return
             if seq.slot == WAITING:
-                full = full or bool(plan.n_preempted) or not self._try_admit(plan, seq, computing)
+                full = full or bool(plan.n_preempted) or not self._try_admit(plan, seq)
                 if seq.slot == WAITING:
                     continue
             start, n = seq.n_computed, min(left, seq.n_tokens - seq.n_computed)
             if self._add_row(plan, seq, n):
+                work.add(n, seq.n_computed)
                 computing.update(seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS])
 
-    def _try_admit(self, plan: StepPlan, seq: Sequence, computing: set[bytes]) -> bool:
+    def _left(self, plan: StepPlan, work: Work, context: int) -> int:
+        """Tokens that the step may still take of a prompt from there on."""
+        left = self.limits.token_budget - plan.n_tokens
+        return left if self._pace is None or not left else self._pace.chunk(work, context, left)
+
+    def _may_follow(self, seq: Sequence) -> bool:
+        """Whether its next token can be computed before the one in front of it was looked at.
+
+        Not while thinking may be cut off, for other tokens would follow then; nor when that one is the last for sure.
+        An end token shows a step late, and what was computed behind it is thrown away.
+        """
+        return not seq.thinks and seq.n_drawing < seq.room
+
+    def _try_admit(self, plan: StepPlan, seq: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix. False: no room, so nobody behind it may pass either."""
         if not self._free_slots or self._refused == (seq.number, self._cache.n_releases):
             return False
         n_hit = self._match(seq)
-        if n_hit < _most_cached(seq) and seq.keys[n_hit] in computing:
+        if n_hit < _most_cached(seq) and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
             return True  # its next block is being computed for another: one step later it is a hit
         if not self._fits(seq, n_hit):
             self._refused = (seq.number, self._cache.n_releases)
@@ -284,6 +317,8 @@ class Scheduler:
         self._dequeue(seq)
         insort(self._running, seq, key=_by_rank)
         seq.slot = self._free_slots.pop()
+        seq.admission = self._n_admitted
+        self._n_admitted += 1
         self._cache.take_hit(seq.table, seq.keys, n_hit)
         seq.n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
@@ -319,6 +354,7 @@ class Scheduler:
             if victim is seq:
                 return False
         grown = len(groups[0].blocks) > n_blocks
+        samples = n == seq.n_due
         plan.rows.append(
             Row(
                 number=seq.number,
@@ -327,12 +363,15 @@ class Scheduler:
                 token_ids=bytes(memoryview(seq.ids)[4 * start : 4 * end]),
                 blocks=[held.blocks[n_blocks:] for held in groups] if grown else None,
                 passed=[held.n_passed for held in groups],
-                samples=end == seq.n_tokens,
+                samples=samples,
                 banned=self._banned(seq),
+                admission=seq.admission,
+                follows=seq.n_drawing > 0,
             )
         )
         plan.n_tokens += n
         seq.n_computed = end
+        seq.n_drawing += samples
         seq.planned_step = self._totals.steps
         if start < seq.n_prompt:
             self._totals.prompt_tokens += min(end, seq.n_prompt) - start
@@ -341,12 +380,12 @@ class Scheduler:
     def _banned(self, seq: Sequence) -> tuple[int, ...]:
         if seq.guide is not None:  # its mask says when it may end
             return ()
-        return tuple(seq.stop_ids) if seq.n_output < seq.request.sampling.min_tokens else ()
+        return tuple(seq.stop_ids) if seq.n_output + seq.n_drawing < seq.request.sampling.min_tokens else ()
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
         self._leave_slot(seq)
-        seq.n_computed = 0
+        seq.n_computed = seq.n_drawing = 0
         self._totals.preemptions += 1
         self._enqueue(seq)
 
@@ -439,6 +478,7 @@ class Scheduler:
         self._running.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = WAITING
+        seq.admission = -1  # what steps in flight still bring of it is not wanted
 
     def _enqueue(self, seq: Sequence) -> None:
         insort(self._waiting, seq, key=_by_rank)

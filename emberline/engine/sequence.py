@@ -25,7 +25,9 @@ class Sequence:
     table: BlockTable
     keys: list[bytes] = field(default_factory=list)  # content keys of the full blocks of ids
     n_computed: int = 0  # tokens whose KV is in the table, or will be when the planned steps are done
+    n_drawing: int = 0  # tokens that planned steps draw and nobody has seen yet
     slot: int = WAITING
+    admission: int = -1  # serial number of its stay in the slot
     planned_step: int = -1  # the last step it has a row in
     cached_by_tier: dict[str, int] | None = None  # set at first admission
     pending: PendingGuide | None = None  # its grammar, until that is compiled
@@ -51,6 +53,11 @@ class Sequence:
     @property
     def n_tokens(self) -> int:
         return len(self.ids) >> 2
+
+    @property
+    def n_due(self) -> int:
+        """Tokens to be computed, one that is still being drawn included."""
+        return (len(self.ids) >> 2) + self.n_drawing - self.n_computed
 
     @property
     def n_output(self) -> int:

@@ -26,6 +26,7 @@ from emberline.weights.config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
+GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
     n_blocks, cache, limits = caches(engine.memory.kv)
     runner = engine.runner(n_blocks, limits)
-    return StepLoop(Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size)), runner), cache, limits
+    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.pace)
+    return StepLoop(scheduler, runner, GPU_STEPS_IN_FLIGHT), cache, limits
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:

@@ -85,8 +85,6 @@ def adjust(logits: NDArray[np.float32], row: SamplerRow) -> None:
         logits[token_id] += bias
     if row.banned:
         logits[list(row.banned)] = -np.inf
-    if row.allowed is not None:
-        forbid(logits, row.allowed)
 
 
 def forbid(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
@@ -116,6 +114,8 @@ class _Choice(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
         ("position", ctypes.c_uint64),
+        ("allowed", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
     ]
 
 
@@ -135,13 +135,24 @@ def _native() -> Any:
 def _choose(logits: NDArray[np.float32], rows: list[SamplerRow]) -> NDArray[np.int64]:
     lib = _native()
     if lib is None:
+        for numbers, row in zip(logits, rows, strict=True):
+            if row.allowed is not None:
+                forbid(numbers, row.allowed)
         return np.array([choose_reference(numbers, row) for numbers, row in zip(logits, rows, strict=True)])
     ids = np.empty(len(rows), np.int64)
-    choices = (_Choice * len(rows))(
-        *(_Choice(r.temperature, r.top_p, r.min_p, r.top_k, r.seed, r.position) for r in rows)
-    )
+    choices = (_Choice * len(rows))(*map(_choice, rows))
     lib.em_choose(logits.ctypes.data, logits.shape[1], len(rows), choices, ids.ctypes.data)
     return ids
+
+
+def _choice(row: SamplerRow) -> _Choice:
+    bits = row.allowed
+    if bits is None:
+        return _Choice(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, None, 0)
+    assert bits.dtype == np.uint32, "bits are read as they lie in memory"
+    assert bits.flags.c_contiguous, "bits are read as they lie in memory"
+    where = bits.ctypes.data
+    return _Choice(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, where, len(bits))
 
 
 def choose_reference(logits: NDArray[np.float32], row: SamplerRow) -> int:

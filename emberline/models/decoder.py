@@ -113,7 +113,9 @@ class Decoder:
         backend.layers(self._layers, x, context)
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return backend.linear(x[step.sample_tokens], self._head, self._norm, self.config.norm_eps).float()
+        if len(step.sample_tokens) != len(x):  # else every token is asked about: a decode step
+            x = x[step.sample_tokens]
+        return backend.linear(x, self._head, self._norm, self.config.norm_eps).float()
 
 
 def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:

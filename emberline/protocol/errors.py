@@ -77,6 +77,18 @@ class NotFound(EmberlineError):
     kind = "not_found"
 
 
+class Conflict(EmberlineError):
+    """Not while things are as they are: it is still running, or not yet ended."""
+
+    kind = "conflict"
+
+
+class IdempotencyMismatch(EmberlineError):
+    """The key was used before, for something else."""
+
+    kind = "idempotency_mismatch"
+
+
 class Overloaded(EmberlineError):
     """No room now; `retry_after_s` says when to come back."""
 
@@ -110,6 +122,8 @@ _BY_KIND: dict[str, type[EmberlineError]] = {
         Unauthorized,
         Forbidden,
         NotFound,
+        Conflict,
+        IdempotencyMismatch,
         Overloaded,
         Unavailable,
         DeadlineExceeded,

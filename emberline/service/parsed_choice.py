@@ -9,14 +9,14 @@ from emberline.service.choice import Choice
 from emberline.service.histogram import Histogram
 from emberline.service.prepare import Prepared
 from emberline.text.tools.automaton import ReplyParser
-from emberline.text.tools.pieces import Argued, CallBegun, Piece, Said, Thought
+from emberline.text.tools.pieces import Argued, CallBegun, CallEnded, Piece, Said, Thought
 from emberline.text.tools.reply import Reply
 
 
 class ParsedChoice(Choice):
     """Stop strings are looked for in text only. Once only text can follow, it is a plain choice again."""
 
-    __slots__ = ("_call_ids", "_form", "_n_reasoning", "_origin", "_parser", "_reply")
+    __slots__ = ("_call_ids", "_form", "_n_reasoning", "_origin", "_parser", "_reply", "_whole")
 
     def __init__(self, index: int, prepared: Prepared, gaps: Histogram) -> None:
         super().__init__(index, prepared, gaps)
@@ -28,6 +28,7 @@ class ParsedChoice(Choice):
         self._reply = Reply()  # its reasoning and calls; the text is in `pieces`
         self._call_ids: list[str] = []
         self._n_reasoning = 0
+        self._whole = False  # a call has just ended
 
     @property
     def n_reasoning(self) -> int:
@@ -93,10 +94,12 @@ class ParsedChoice(Choice):
                 if searched and self._stops is not None:
                     text, stop = self._stops.push(text)
                 events += self._events(text, None, None)
+                self._whole = False
                 if stop is not None:
                     return stop
                 continue
             self._flush(events)
+            self._whole = isinstance(piece, CallEnded)
             if isinstance(piece, Thought):
                 events.append(ReasoningDelta(self.index, piece.text))
             elif isinstance(piece, CallBegun):
@@ -120,6 +123,7 @@ class ParsedChoice(Choice):
         return ToolCallStarted(self.index, n_calls, call_id, call.name)
 
     def _reason(self, finish: str) -> Literal["stop", "length", "tool_calls"]:
-        if self._call_ids and finish != "length":
+        """Tokens that run out right behind a call have cut nothing that a client would miss."""
+        if self._call_ids and (finish != "length" or self._whole):
             return "tool_calls"
         return super()._reason(finish)

@@ -16,7 +16,7 @@ import msgspec
 
 from emberline.protocol.errors import EmberlineError, TooLarge
 from emberline.protocol.record import MAX_HISTORY_BYTES, Record
-from emberline.store import Store
+from emberline.store import Database
 
 RETENTION_DAYS = 30
 MAX_BYTES = 4 << 30  # of all that is kept; beyond it the account that holds most loses its oldest
@@ -68,7 +68,7 @@ _OLDEST = f"SELECT id FROM responses WHERE account = ? AND {_CHILDLESS} ORDER BY
 class Responses:
     """The kept responses themselves, in the core's store."""
 
-    def __init__(self, store: Store, retention_days: int = RETENTION_DAYS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, store: Database, retention_days: int = RETENTION_DAYS, max_bytes: int = MAX_BYTES) -> None:
         self.n_bytes: Counter[str] = Counter()  # by account
         self._store = store
         self._retention_us = retention_days * _DAY_US

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import msgspec
+
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, Tool, ToolChoice
 
@@ -39,6 +41,11 @@ def _check_tools(tools: tuple[Tool, ...]) -> None:
         if _deeper(tool.parameters, MAX_DEPTH):
             message = f"tool {tool.name}: parameters are nested deeper than {MAX_DEPTH}"
             raise BadInput(message, param=f"tools[{at}].parameters")
+    try:
+        msgspec.json.encode(tools)
+    except UnicodeEncodeError:
+        message = "the tools contain a lone surrogate (half of a UTF-16 pair), which is not Unicode"
+        raise BadInput(message, param="tools") from None
 
 
 def _check_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:

@@ -10,20 +10,19 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emberline.protocol.errors import Unavailable
+from emberline.store.clock import SteadyClock
+from emberline.store.database import Many, Rows, Statement, T, Value, Work, in_order
 from emberline.store.migrations import migrate
+from emberline.store.signals import Signals
 
 MAX_BATCH = 256
 BUSY_TIMEOUT_S = 5.0
-
-Value = str | bytes | int | float | None
-Row = tuple[Value, ...]
-Rows = list[Row]
 
 log = logging.getLogger("emberline.store")
 
@@ -47,7 +46,13 @@ class _Write(NamedTuple):
     done: "asyncio.Future[Rows]"
 
 
-_Outcome = Rows | Exception
+class _Run(NamedTuple):
+    work: Callable[[], Work[Any]]
+    done: "asyncio.Future[Any]"
+
+
+_Op = _Write | _Run
+_Outcome = Any  # what the operation gives, or the exception it ends with
 
 
 class Store:
@@ -56,7 +61,9 @@ class Store:
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._signals = Signals()
+        self._clock = SteadyClock()
+        self._queue: queue.SimpleQueue[_Op | None] = queue.SimpleQueue()
         self._closed = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,10 +90,18 @@ class Store:
 
         A statement's own fault raises sqlite3.Error; trouble with the database raises Unavailable.
         """
-        if self._closed:
-            raise Unavailable("the store is closed")
         done: asyncio.Future[Rows] = self._loop.create_future()
-        self._queue.put(_Write(sql, params, done))
+        self._put(_Write(sql, params, done))
+        return await done
+
+    async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
+        """Run them all or none; return once they are durable."""
+        return await self.run(lambda: in_order(statements))
+
+    async def run(self, work: Callable[[], Work[T]]) -> T:
+        """Drive a transaction on the writer's thread, where nothing else is written meanwhile."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._put(_Run(work, done))
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
@@ -100,6 +115,16 @@ class Store:
                 raise self._trouble(error) from error
             raise
 
+    async def notify(self, channel: str, payload: str = "") -> None:
+        """Wakes listeners of this process; those of others poll."""
+        self._signals.say(channel, payload)
+
+    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
+        return self._signals.listen(channel, poll_s)
+
+    def now_us(self) -> int:
+        return self._clock.now_us()
+
     async def close(self) -> None:
         """Commit what is queued, then close. Closing twice is fine."""
         if self._closed:
@@ -107,6 +132,11 @@ class Store:
         self._closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._shut)
+
+    def _put(self, op: _Op) -> None:
+        if self._closed:
+            raise Unavailable("the store is closed")
+        self._queue.put(op)
 
     def _shut(self) -> None:
         self._thread.join()
@@ -127,25 +157,25 @@ class Store:
             if not more:
                 return
 
-    def _take(self) -> tuple[list[_Write], bool]:
+    def _take(self) -> tuple[list[_Op], bool]:
         """Wait for one write, then take all that is queued. False: the store is closing and nothing follows."""
-        batch: list[_Write] = []
-        get: Callable[[], _Write | None] = self._queue.get
+        batch: list[_Op] = []
+        get: Callable[[], _Op | None] = self._queue.get
         try:
             while len(batch) < MAX_BATCH:
-                write = get()
-                if write is None:
+                op = get()
+                if op is None:
                     return batch, False
-                batch.append(write)
+                batch.append(op)
                 get = self._queue.get_nowait
         except queue.Empty:
             pass
         return batch, True
 
-    def _commit(self, batch: list[_Write]) -> list[_Outcome]:
+    def _commit(self, batch: list[_Op]) -> list[_Outcome]:
         try:
             self._writer.execute("BEGIN IMMEDIATE")
-            outcomes = [self._execute(write) for write in batch]
+            outcomes = [self._execute(op) for op in batch]
             self._writer.execute("COMMIT")
             return outcomes
         except sqlite3.Error as error:
@@ -153,16 +183,48 @@ class Store:
             self._roll_back()
             return [self._trouble(error)] * len(batch)
 
-    def _execute(self, write: _Write) -> _Outcome:
+    def _execute(self, op: _Op) -> _Outcome:
         """A statement's own fault is its outcome and leaves its neighbours alone; the database's trouble is raised."""
         try:
-            return self._writer.execute(write.sql, write.params).fetchall()
+            if isinstance(op, _Run):
+                return self._transact(op.work)
+            return self._writer.execute(op.sql, op.params).fetchall()
         except sqlite3.Error as error:
             if _is_trouble(error) or not self._writer.in_transaction:
                 raise
             return error
-        except Exception as error:  # a parameter SQLite cannot bind
+        except Exception as error:  # a parameter SQLite cannot bind, or what a transaction raised
             return error
+
+    def _transact(self, work: Callable[[], Work[T]]) -> T:
+        self._writer.execute("SAVEPOINT work")
+        try:
+            value = self._drive(work())
+        except BaseException:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK TO work")
+                self._writer.execute("RELEASE work")
+            raise
+        self._writer.execute("RELEASE work")
+        return value
+
+    def _drive(self, steps: Work[T]) -> T:
+        rows: Rows | None = None
+        while True:
+            try:
+                statement = steps.send(rows) if rows is not None else next(steps)
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            rows = self._rows(statement)
+
+    def _rows(self, statement: Statement) -> Rows:
+        if not isinstance(statement, Many):
+            return self._writer.execute(*statement).fetchall()
+        if "RETURNING" in statement.sql:
+            return [row for params in statement.each for row in self._writer.execute(statement.sql, params)]
+        self._writer.executemany(statement.sql, statement.each)
+        return []
 
     def _roll_back(self) -> None:
         try:
@@ -171,15 +233,15 @@ class Store:
         except sqlite3.Error as error:
             log.error("rollback failed: %s", error)
 
-    def _deliver(self, batch: list[_Write], outcomes: list[_Outcome]) -> None:
+    def _deliver(self, batch: list[_Op], outcomes: list[_Outcome]) -> None:
         def settle() -> None:
-            for write, outcome in zip(batch, outcomes, strict=True):
-                if write.done.done():  # its waiter was cancelled; the write stands
+            for op, outcome in zip(batch, outcomes, strict=True):
+                if op.done.done():  # its waiter was cancelled; the write stands
                     continue
                 if isinstance(outcome, Exception):
-                    write.done.set_exception(outcome)
+                    op.done.set_exception(outcome)
                 else:
-                    write.done.set_result(outcome)
+                    op.done.set_result(outcome)
 
         try:
             self._loop.call_soon_threadsafe(settle)

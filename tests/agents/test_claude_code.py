@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.agents.errand import ERRAND, FINDINGS, PROMPT, check, prepare
+from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
 from tests.agents.workshop import KEY, MODEL, Workshop
 from tests.e2e.clients.play import Line, calling, play, saying
 
@@ -53,3 +53,11 @@ def test_it_calls_two_tools_at_once_under_an_account(workshop: Workshop) -> None
     assert "left-half" in read[0]
     assert "right-half" in read[1]
     assert [block["text"] for block in blocks(events, "assistant", "text")] == ["Both.", done.say]
+
+
+def test_it_goes_on_with_a_conversation(workshop: Workshop) -> None:
+    with workshop.performing(TALK):
+        claude(workshop, "Say a word.")
+        events = claude(workshop, "--continue", "Whose word was it?")
+        check_talk(workshop)
+    assert events[-1]["result"] == "It was my word."

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.agents.errand import ERRAND, FINDINGS, PROMPT, check, prepare
+from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
 from tests.agents.workshop import KEY, MODEL, Workshop
 from tests.e2e.clients.play import calling, play, saying
 
@@ -50,3 +50,11 @@ def test_it_answers_in_a_shape_that_was_asked_for(workshop: Workshop, tmp_path: 
         events = codex(workshop, "--output-schema", str(shape), "Which word is in note.txt?")
     (answer,) = items(events, "agent_message")
     assert json.loads(answer["text"]) == {"word": "quetzal", "letters": 7}
+
+
+def test_it_goes_on_with_a_conversation(workshop: Workshop) -> None:
+    with workshop.performing(TALK):
+        codex(workshop, "Say a word.")
+        events = codex(workshop, "resume", "--last", "Whose word was it?")
+        check_talk(workshop)
+    assert items(events, "agent_message")[-1]["text"] == "It was my word."

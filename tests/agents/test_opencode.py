@@ -2,7 +2,7 @@
 
 import json
 
-from tests.agents.errand import ERRAND, FINDINGS, PROMPT, check, prepare
+from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
 from tests.agents.workshop import KEY, MODEL, Workshop
 from tests.e2e.clients.play import calling, play, saying
 
@@ -25,13 +25,25 @@ def settings(url: str) -> dict[str, object]:
     return {**quiet, "model": f"emberline/{MODEL}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
 
 
+def opencode(workshop: Workshop, *arguments: str) -> str:
+    config = workshop.folder / "opencode.json"
+    config.write_text(json.dumps(settings(workshop.url)))
+    return workshop.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **_QUIET)
+
+
 def test_it_works_through_an_errand(workshop: Workshop) -> None:
     prepare(workshop)
-    bash = [calling("bash", cue=cue, command=command, description="Next") for cue, command in ERRAND]
+    bash = [calling("bash", cue=cue, command=command) for cue, command in ERRAND]
     title = saying("Following notes", cue="You are a title generator")
     with workshop.performing(play(*bash, FINDINGS, title)):
-        config = workshop.folder / "opencode.json"
-        config.write_text(json.dumps(settings(workshop.url)))
-        printed = workshop.run("opencode", "run", PROMPT, OPENCODE_CONFIG=str(config), **_QUIET)
+        printed = opencode(workshop, PROMPT)
         check(workshop)
     assert FINDINGS.say in printed
+
+
+def test_it_goes_on_with_a_conversation(workshop: Workshop) -> None:
+    with workshop.performing(TALK):
+        opencode(workshop, "Say a word.")
+        printed = opencode(workshop, "--continue", "Whose word was it?")
+        check_talk(workshop)
+    assert "It was my word." in printed

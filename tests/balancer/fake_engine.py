@@ -17,6 +17,7 @@ from emberline.protocol.frames import (
     Refused,
     Step,
     Submit,
+    Vocabulary,
     Welcome,
     to_engine_decoder,
 )
@@ -36,6 +37,8 @@ class FakeEngine:
         self.burst = 1  # tokens a step
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.vocabularies: list[Vocabulary] = []
+        self.before_vocabulary: list[str] = []  # requests that came before the first one
         self.links: set[_Link] = set()
         self.steps = 0
         self.info = EngineInfo(
@@ -121,6 +124,10 @@ class _Link(Link):
                     self._tasks.add(asyncio.ensure_future(engine.play(request)))
         elif isinstance(message, Abort):
             engine.aborted += message.ids
+        elif isinstance(message, Vocabulary):
+            if not engine.vocabularies:
+                engine.before_vocabulary = [request.id for request in engine.submitted]
+            engine.vocabularies.append(message)
 
     def _greet(self, hello: Hello) -> None:
         if hello.token == self._engine.endpoint.token:

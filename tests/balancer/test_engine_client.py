@@ -3,6 +3,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
@@ -10,7 +11,7 @@ from emberline.balancer.engine_client import EngineClient
 from emberline.protocol import tokens
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, Step
+from emberline.protocol.frames import EngineLoad, Step, Vocabulary
 from emberline.protocol.request import EngineRequest, SamplingParams
 from tests.balancer.fake_engine import FakeEngine
 
@@ -166,3 +167,37 @@ def test_bad_addresses_are_refused(address: str) -> None:
 def test_addresses() -> None:
     assert Endpoint(name="e", address="unix:/run/e:0.sock").split() == ("/run/e:0.sock", "", 0)
     assert Endpoint(name="e", address="tcp:[::1]:90").split() == (None, "::1", 90)
+
+
+async def test_the_vocabulary_goes_before_the_first_grammar_of_a_connection(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    built = []
+
+    def words() -> Vocabulary:
+        built.append(len(engine.submitted))
+        return Vocabulary([b"a"], {1: "<s>"})
+
+    def bound(sequence_id: str) -> EngineRequest:
+        return msgspec.structs.replace(ask(sequence_id), grammar=b"g")
+
+    client.vocabulary = words
+    client.stream([ask("plain")])
+    client.stream([ask("other"), bound("r2")])
+    client.stream([bound("r3")])
+    await engine.submission(4)
+    assert [words.tokens for words in engine.vocabularies] == [[b"a"]]
+    assert engine.before_vocabulary == ["plain"]
+    await engine.die()
+    await until(lambda: not client.connected)
+    await engine.start()
+    assert await client.wait_connected(PATIENCE_S)
+    client.stream([bound("r4")])
+    await engine.submission(5)
+    assert len(engine.vocabularies) == len(built) == 2, "a new connection knows nothing yet"
+
+
+async def test_without_a_vocabulary_grammars_are_sent_as_they_are(engine: FakeEngine, client: EngineClient) -> None:
+    client.stream([msgspec.structs.replace(ask(), grammar=b"g")])
+    await engine.submission()
+    assert not engine.vocabularies

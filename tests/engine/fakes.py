@@ -86,6 +86,7 @@ class FakeRunner:
         self.layouts = [group.layout for group in cache.groups]
         self.blocks = [[[None] * 16 for _ in range(group.pool.n_total + 1)] for group in cache.groups]
         self.tables = {}
+        self.last = {}
         self.vocab = vocab
         self.fail_next = None
         self.nan_ids = set()  # requests whose next token is not a number
@@ -107,7 +108,8 @@ class FakeRunner:
         for table, new, n_passed in zip(tables, row.blocks or [[]] * len(tables), row.passed):
             table.extend(new)
             table[:n_passed] = [NULL_BLOCK] * n_passed
-        for position, token in enumerate(unpack(row.token_ids), row.start):
+        assert not row.follows or not row.token_ids
+        for position, token in enumerate([self.last[row.slot]] if row.follows else unpack(row.token_ids), row.start):
             for g, table in enumerate(tables):
                 assert len(table) == -(-row.end // 16)
                 before = self._entry(g, table, position - 1)[1] if position else len(self.requests[row.slot].salt)
@@ -117,6 +119,7 @@ class FakeRunner:
         if not row.samples:
             return None
         if self.requests[row.slot].id in self.nan_ids:
+            self.last[row.slot] = 0
             return Drawn(-1)
         views = []
         for g, table in enumerate(tables):
@@ -125,6 +128,7 @@ class FakeRunner:
         token = next_token(views, self.vocab)
         if token in row.banned:
             token = next(t for t in range(self.vocab) if t not in row.banned)
+        self.last[row.slot] = token
         return Drawn(token)
 
     def _entry(self, g, table, position):

@@ -1,4 +1,4 @@
-"""The device's sampler in NumPy: a table of parameters by slot that remembers what it drew where a penalty looks back."""
+"""The device's sampler in NumPy: parameters by slot, and what was drawn where a penalty looks back."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The GPU runner's logic on the CPU: its tokens against those of a model computed without blocks, and of TorchRunner."""
+"""The GPU runner's logic on the CPU: its tokens against those of a model computed without blocks."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ class Padded(TorchFake):
         return torch.cat([logits, torch.zeros(n_samples - len(logits), VOCAB)])
 
 
-def loop_of(model, n_blocks=40, graphs=True, **limits):
+def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, **limits):
     limits = Limits(
         **{"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32} | limits
     )
@@ -52,13 +52,14 @@ def loop_of(model, n_blocks=40, graphs=True, **limits):
     cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
     kernels, table = HostKernels(), HostTable()
     runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs)
-    return StepLoop(Scheduler(cache, limits, "fake"), runner), kernels
+    return StepLoop(Scheduler(cache, limits, "fake"), runner, steps_in_flight), kernels
 
 
 @pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_tokens_survive_batching_chunks_hits_and_preemption(layouts, graphs):
-    loop, _ = loop_of(Padded(layouts), n_blocks=9, context_len=100, graphs=graphs)
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_tokens_survive_batching_chunks_hits_and_preemption(layouts, graphs, steps_in_flight):
+    loop, _ = loop_of(Padded(layouts), 9, graphs, steps_in_flight, context_len=100)
     prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
     wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
     answers = {id: expected(prompts[id], wanted[id].sampling, layouts, 100)[0] for id in prompts}

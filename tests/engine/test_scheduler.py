@@ -1,7 +1,10 @@
 import pytest
 
+from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
-from emberline.engine.plan import StepPlan
+from emberline.engine.plan import DeviceLost, StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.kv.cache import KVCache
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.tokens import unpack
@@ -370,3 +373,77 @@ def test_load_tells_what_is_queued():
     assert load.waiting_tokens == 23 + 30
     assert load.kv_used_blocks == 1
     assert (load.steps, load.prompt_tokens) == (1, 16)
+
+
+class Slowly(FakeRunner):
+    """Its results are looked at only when they are asked for, and may fail then."""
+
+    def __init__(self, cache, error=None):
+        super().__init__(cache)
+        self.error = error
+
+    def launch(self, plan):
+        handle = super().launch(plan)
+        if self.error is not None and len(self.plans) == 3:
+            handle.sampled = self.error
+        return handle
+
+
+def test_a_step_that_fails_with_another_behind_it_ends_its_own_requests_alone():
+    scheduler, cache = scheduler_of(max_running=2)
+    loop = StepLoop(scheduler, Slowly(cache, RuntimeError("bad step")), steps_in_flight=2)
+    loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
+    ends = {}
+    for n in range(60):
+        if n == 4:
+            loop.submit(request("b", [2, 2, 2], max_tokens=3), 0.0)
+        ends |= {delta.id: delta for delta in loop.step(0.0) if delta.finish}
+    assert ends["a"].error.kind == "internal"
+    assert ends["b"].finish == "length"
+    assert cache.n_used == 0
+    assert not loop.busy
+
+
+def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
+    scheduler, cache = scheduler_of()
+    loop = StepLoop(scheduler, Slowly(cache, DeviceLost("an illegal memory access")), steps_in_flight=2)
+    loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    with pytest.raises(DeviceLost, match="illegal"):
+        loop.step(0.0)
+
+
+def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later():
+    scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
+    loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
+    prompt = [n % 5 for n in range(96)]
+    for n in range(3):
+        loop.submit(request(f"r{n}", [*prompt, n], max_tokens=2), 0.0)
+    cached = {}
+    while loop.busy:
+        for delta in loop.step(0.0):
+            if delta.usage is not None:
+                cached[delta.id] = delta.usage.cached_tokens
+    assert cached == {"r0": 0, "r1": 96, "r2": 96}
+
+
+def test_chunks_beside_streams_are_what_the_pace_allows():
+    class Strict:
+        def chunk(self, work, context, most):
+            return min(most, 5 - work.n_tokens) if work.n_decodes else most
+
+    cache = KVCache((FULL,), [64], chunk=32)
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 4, 32), "fake", pace=Strict())
+    runner = FakeRunner(cache)
+    loop = StepLoop(scheduler, runner)
+    loop.submit(request("stream", [1] * 30, max_tokens=20), 0.0)
+    loop.step(0.0)
+    assert runner.plans[0].n_tokens == 30, "nobody waits: all at once"
+    loop.submit(request("a", [2] * 12, max_tokens=1), 0.0)
+    loop.submit(request("b", [3] * 12, max_tokens=1), 0.0)
+    while scheduler.load().running > 1 or scheduler.load().waiting:
+        loop.step(0.0)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
+    assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"

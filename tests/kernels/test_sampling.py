@@ -100,3 +100,55 @@ def test_invalid_numbers_are_told_not_sampled(poison: float, where: int) -> None
     assert good.token_id >= 0
     assert told.token_id == INVALID
     assert choose_reference(bad, SamplerRow()) == INVALID
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def bits_of(allowed: np.ndarray, words: int) -> np.ndarray:
+    """A mask of so many words, which may be fewer or more than the vocabulary has."""
+    wide = np.zeros(words * 32, np.uint8)
+    wide[: min(len(allowed), words * 32)] = allowed[: words * 32]
+    return np.packbits(wide, bitorder="little").view(np.uint32)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 31, 32, 33, 500, 4099]),
+    st.sampled_from([0.01, 0.5, 0.99, 1.0]),
+    st.integers(-1, 1),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_c_masks_as_numpy_does(seed: int, vocab: int, share: float, more_words: int, temperature: float) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=vocab).astype(np.float32)
+    words = max(1, -(-vocab // 32) + more_words)
+    bits = bits_of(rng.random(vocab) < share, words)
+    row = SamplerRow(temperature=temperature, seed=seed, allowed=bits, top_p=0.9 if seed % 2 else 1.0)
+    [drawn] = sample(torch.from_numpy(logits.copy())[None], [row])
+    expected = logits.copy()
+    sampling.forbid(expected, bits)
+    assert drawn.token_id == choose_reference(expected, row)
+    if drawn.token_id != INVALID:
+        assert bits[drawn.token_id // 32] >> (drawn.token_id % 32) & 1
+
+
+def test_logprobs_are_those_before_the_mask() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    row = SamplerRow(temperature=0.0, logprobs=2, allowed=np.array([0b0100], np.uint32))
+    [drawn] = sample(logits.clone(), [row])
+    assert drawn.token_id == 2
+    assert drawn.logprob == pytest.approx(float(logits[0].log_softmax(0)[2]))
+    assert [token_id for token_id, _ in drawn.top] == [0, 1]
+
+
+def test_a_mask_of_one_row_leaves_the_others_alone() -> None:
+    logits = torch.tensor([[5.0, 1.0], [5.0, 1.0]])
+    rows = [SamplerRow(temperature=0.0), SamplerRow(temperature=0.0, allowed=np.array([0b10], np.uint32))]
+    assert [drawn.token_id for drawn in sample(logits, rows)] == [0, 1]
+
+
+def test_an_empty_mask_is_told() -> None:
+    row = SamplerRow(allowed=np.zeros(1, np.uint32))
+    assert sample(torch.zeros(1, 8), [row])[0].token_id == INVALID

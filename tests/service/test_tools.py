@@ -114,9 +114,16 @@ async def test_a_call_that_is_cut_is_cut(tell: Tell) -> None:
     assert PARIS.arguments.startswith(arguments_of(events, 0))
 
 
+async def test_calls_that_are_whole_are_calls_though_tokens_ran_out(tell: Tell) -> None:
+    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS]) + "\n", end=False)
+    assert done(await events_of(service, ask(tools=(WEATHER,)))) == [ChoiceDone(0, "tool_calls")]
+    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS]) + " And", end=False)
+    assert done(await events_of(service, ask(tools=(WEATHER,)))) == [ChoiceDone(0, "length")]
+
+
 async def test_stop_strings_end_text_and_nothing_else(tell: Tell) -> None:
     written = model("qwen").tool_form.write([PARIS])
-    service, engine = await tell("qwen", f"<think>Paris</think>So: {written}", "<think>x</think>In Paris, yes.")
+    service, _ = await tell("qwen", f"<think>Paris</think>So: {written}", "<think>x</think>In Paris, yes.")
     request = ask(tools=(WEATHER,), sampling={"stop": ("Paris", "So:x")})
     events = await events_of(service, request)
     assert (text_of(events), thoughts_of(events)) == ("So:", "Paris")
@@ -210,6 +217,7 @@ async def test_the_grammar_binds_the_reply(tell: Tell) -> None:
         ({"tools": (NOW, NOW)}, "two tools are named now", "tools[1].name"),
         ({"tools": tuple(Tool(f"t{n}") for n in range(500))}, "128 tools, not 500", "tools"),
         ({"tools": (Tool("f", "", {"type": "string"}),)}, "schema of an object", "tools[0].parameters"),
+        ({"tools": (Tool("f", "\ud800"),)}, "lone surrogate", "tools"),
         ({"tool_choice": ToolChoice("required")}, "tools is empty", "tool_choice"),
         ({"tools": (NOW,), "tool_choice": ToolChoice("required", "then")}, "'then'", "tool_choice"),
         ({"messages": (Message("tool", "x", tool_call_id="call_9"),)}, "'call_9'", "messages[0].tool_call_id"),

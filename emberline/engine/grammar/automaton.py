@@ -7,7 +7,6 @@ unrolled. The meaning is that of the grammar, whatever the engine's matcher make
 """
 
 from collections.abc import Callable, Iterable
-from os.path import commonprefix
 from typing import Final
 
 from emberline.engine.grammar.bounds import NEVER, costs
@@ -188,6 +187,8 @@ class Automaton:
             return rest
         if rest is END:
             return first
+        if type(first) is not _Then:
+            return self._pair(first, rest)
         chain = []
         while isinstance(first, _Then):  # kept as a list: only its head changes from byte to byte
             chain.append(first.first)
@@ -198,7 +199,10 @@ class Automaton:
         return rest
 
     def _pair(self, first: State, rest: State) -> State:
-        return self._share((first, rest), lambda: _Then(first, rest))
+        found = self._known.get((first, rest))
+        if found is None:
+            found = self._known[first, rest] = _Then(first, rest)
+        return found
 
     def _any(self, options: Iterable[State]) -> State:
         found: dict[State, None] = {}
@@ -218,8 +222,11 @@ class Automaton:
             return END
         if item is DEAD:
             return DEAD if least else END
-        least = least if item.cost else 0
-        return self._share(("repeat", item, least, most), lambda: _Repeat(item, least, most))
+        key = (item, least if item.cost else 0, most)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _Repeat(*key)
+        return found
 
     def _forget(self) -> None:
         for state in self._known.values():
@@ -262,7 +269,7 @@ class Automaton:
             groups.setdefault(text[0] if text else option, []).append(option)
         found = []
         for group in groups.values():
-            shared = commonprefix([_beginning(option) for option in group]) if len(group) > 1 else b""
+            shared = _shared([_beginning(option) for option in group]) if len(group) > 1 else b""
             if shared:
                 rests = [self._without(option, len(shared)) for option in group]
                 found.append(self._then(self._literal(shared), self._choice(rests, depth + 1)))
@@ -302,9 +309,11 @@ class Automaton:
             case _Then():
                 found = self._derive_then(state, symbol)
             case _Any():
-                found = self._any([self._derive(option, symbol) for option in state.options])
+                found = self._any([option.next.get(symbol) or self._derive(option, symbol) for option in state.options])
             case _Repeat():
-                once = self._derive(state.item, symbol)
+                once = state.item.next.get(symbol) or self._derive(state.item, symbol)
+                if once is DEAD:
+                    return DEAD
                 most = None if state.most is None else state.most - 1
                 found = self._then(once, self._repeat(state.item, max(0, state.least - 1), most))
             case _Call():
@@ -319,13 +328,16 @@ class Automaton:
     def _derive_then(self, state: _Then, symbol: int) -> State:
         options = []
         rest: State = state
-        while isinstance(rest, _Then):
-            options.append(self._then(self._derive(rest.first, symbol), rest.rest))
+        while type(rest) is _Then:
+            head = rest.first.next.get(symbol) or self._derive(rest.first, symbol)
+            if head is not DEAD:
+                options.append(self._then(head, rest.rest))
             if rest.first.cost:
-                return self._any(options)
+                break
             rest = rest.rest
-        options.append(self._derive(rest, symbol))
-        return self._any(options)
+        else:
+            options.append(self._derive(rest, symbol))
+        return options[0] if len(options) == 1 else self._any(options)
 
     def _derive_leaf(self, state: State, symbol: int) -> State:
         match state:
@@ -389,6 +401,13 @@ def _beginning(option: State) -> bytes:
     return first.text if isinstance(first, _Literal) else b""
 
 
+def _shared(texts: list[bytes]) -> bytes:
+    """What all of them begin with."""
+    first, last = min(texts), max(texts)
+    n = next((n for n, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    return first[:n]
+
+
 def _liked(ranges: tuple[tuple[int, int], ...]) -> bytes:
     for byte in _LIKED:
         if any(low <= byte <= high for low, high in ranges):
@@ -406,7 +425,7 @@ def _joined(pieces: list[bytes | int]) -> list[bytes | int]:
     return found
 
 
-# --- UTF-8 --------------------------------------------------------------------------------------------------------------
+# --- UTF-8 ----------------------------------------------------------------------------------------------------------
 
 _TAIL = (0x80, 0xBF)
 

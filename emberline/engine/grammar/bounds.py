@@ -59,7 +59,7 @@ def parts(expression: ir.Expression) -> tuple[ir.Expression, ...]:
 def costs(grammar: ir.Grammar) -> list[int]:
     """The fewest bytes and special tokens that each rule matches; NEVER where nothing does. 0: it may be empty."""
     found = [NEVER] * len(grammar.rules)
-    order = _called_first(grammar)
+    order = called_first(grammar)
     changed = True
     while changed:
         changed = False
@@ -133,7 +133,7 @@ def _check_one(expression: ir.Expression, n_rules: int) -> None:
                 raise _bad("a text has a lone surrogate")
 
 
-def _called_first(grammar: ir.Grammar) -> list[int]:
+def called_first(grammar: ir.Grammar) -> list[int]:
     """Rule numbers, those that others call before their callers: costs settle in few rounds."""
     order: list[int] = []
     seen: set[int] = set()
@@ -151,8 +151,8 @@ def _called_first(grammar: ir.Grammar) -> list[int]:
 
 
 def _refuse_left_recursion(grammar: ir.Grammar) -> None:
-    empty = [cost == 0 for cost in costs(grammar)]
-    first = [set(_leading(rule, empty)) for rule in grammar.rules]
+    fewest = costs(grammar)
+    first = [set(_leading(rule, fewest)) for rule in grammar.rules]
     state = [0] * len(first)  # 1: on the path, 2: done
     for start in range(len(first)):
         stack = [(start, False)]
@@ -169,23 +169,19 @@ def _refuse_left_recursion(grammar: ir.Grammar) -> None:
                     stack.append((called, False))
 
 
-def _leading(expression: ir.Expression, empty: Sequence[bool]) -> Iterator[int]:
+def _leading(expression: ir.Expression, rules: Sequence[int]) -> Iterator[int]:
     """The rules that an expression may begin with."""
     match expression:
         case ir.Rule():
             yield expression.number
         case ir.Sequence():
             for item in expression.items:
-                yield from _leading(item, empty)
-                if not _may_be_empty(item, empty):
+                yield from _leading(item, rules)
+                if _cost(item, rules):
                     return
         case ir.Choice() | ir.Repeat():
             for part in parts(expression):
-                yield from _leading(part, empty)
-
-
-def _may_be_empty(expression: ir.Expression, empty: Sequence[bool]) -> bool:
-    return _cost(expression, [0 if yes else 1 for yes in empty]) == 0
+                yield from _leading(part, rules)
 
 
 def _bad(reason: str) -> BadInput:

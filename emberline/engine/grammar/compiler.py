@@ -12,34 +12,22 @@ from emberline.engine.grammar import bounds
 from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.guide import GrammarGuide
 from emberline.engine.grammar.lark import to_lark
+from emberline.engine.grammar.matcher import LIMITS, Prototype
 from emberline.engine.grammar.vocabulary import Vocabulary, digest
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded
 from emberline.protocol.frames import Vocabulary as Frame
+from emberline.protocol.grammar import Grammar
 
-MAX_KEPT = 128
+MAX_KEPT = 64
 MAX_KEPT_BYTES = 32 << 20  # of encoded grammars
 MAX_WAITING = 256
-MAX_USES = 200  # then it is compiled afresh: the library keeps every lexer state that a text has led it to
-
-# The library's limits, of what one grammar may cost. Fuel is time: about 50 and 14 units a microsecond.
-_LIMITS = dict(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=20_000_000,
-    step_lexer_fuel=500_000,
-    step_max_items=100_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Compiled:
-    prototype: Any
+    prototype: Prototype
     automaton: Automaton
-    n_uses: int = 0
 
 
 class Pending:
@@ -57,8 +45,7 @@ class Pending:
         """For one more sequence; raises why there is none."""
         if self.error is not None:
             raise self.error
-        assert self.ready and self.compiled is not None
-        self.compiled.n_uses += 1
+        assert self.compiled is not None, "asked once it is ready"
         return GrammarGuide(self.compiled.prototype, self.compiled.automaton, self.vocabulary, self.digest)
 
 
@@ -86,9 +73,9 @@ class Grammars:
         if self._vocabulary is None:
             raise BadInput("a grammar needs the model's vocabulary, which was not sent", param="grammar")
         if len(encoded) > bounds.MAX_BYTES:
-            raise BadInput(f"the grammar has {len(encoded)} bytes; at most {bounds.MAX_BYTES} are allowed", param="grammar")
+            raise BadInput(f"the grammar has {len(encoded)} bytes, at most {bounds.MAX_BYTES} may be", param="grammar")
         found = self._kept.get(encoded)
-        if found is not None and (found.compiled is None or found.compiled.n_uses < MAX_USES):
+        if found is not None:
             self._kept.move_to_end(encoded)
             return found
         if self._queue.qsize() >= MAX_WAITING:
@@ -118,6 +105,8 @@ class Grammars:
                 pending.compiled = self._compile(pending)
             except EmberlineError as error:
                 pending.error = error
+            except RecursionError:
+                pending.error = BadInput("the grammar is nested too deeply; use a flatter schema", param="grammar")
             except Exception:
                 _log.exception("a grammar could not be compiled", extra={"grammar": pending.digest})
                 pending.error = Internal("the engine could not compile this request's grammar")
@@ -134,16 +123,18 @@ class Grammars:
         self._check_tokens(grammar, pending.vocabulary)
         if self._library is None:
             self._library = pending.vocabulary.library()
-        source = LLMatcher.grammar_from_lark(to_lark(grammar))
-        prototype = LLMatcher(self._library, source, log_level=0, limits=LLParserLimits(**_LIMITS))
-        if prototype.is_error():
-            _log.warning(
-                "a grammar was refused: %s", prototype.get_error()[:500], extra={"grammar": pending.digest}
-            )
-            raise BadInput("the grammar is too complex to be followed; use a simpler schema", param="grammar")
-        return _Compiled(prototype, Automaton(grammar))
+        library, source = self._library, LLMatcher.grammar_from_lark(to_lark(grammar))
 
-    def _check_tokens(self, grammar: bounds.ir.Grammar, vocabulary: Vocabulary) -> None:
+        def make() -> Any:
+            made = LLMatcher(library, source, log_level=0, limits=LLParserLimits(**LIMITS))
+            if made.is_error():
+                _log.warning("a grammar was refused: %s", made.get_error()[:500], extra={"grammar": pending.digest})
+                raise BadInput("the grammar is too complex to be followed; use a simpler schema", param="grammar")
+            return made
+
+        return _Compiled(Prototype(make), Automaton(grammar))
+
+    def _check_tokens(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
         for token_id in bounds.tokens(grammar):
             if token_id not in vocabulary.special:
                 raise BadInput(f"the grammar names token {token_id}, which is no special token here", param="grammar")

@@ -1,14 +1,13 @@
 """One sequence's grammar: the matcher says what may come, the closer how it can still end in time."""
 
 import logging
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.closer import Closer
-from emberline.engine.grammar.matcher import Matcher
+from emberline.engine.grammar.matcher import Matcher, Prototype
 from emberline.engine.grammar.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
@@ -17,7 +16,7 @@ _log = logging.getLogger(__name__)
 class GrammarGuide:
     """What the scheduler holds of a grammar (see `plan.Guide`)."""
 
-    def __init__(self, prototype: Any, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
+    def __init__(self, prototype: Prototype, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
         self._matcher = Matcher(prototype, vocabulary.n_tokens)
         self._closer = Closer(automaton, vocabulary)
         self.n_words = vocabulary.n_words

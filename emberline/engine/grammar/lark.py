@@ -1,23 +1,28 @@
 """A grammar in the language of the matcher's library, whose parser reads lexemes, longest first.
 
-Whatever needs no recursion and no special token becomes part of a lexeme, so that longest-first has no say in it: between
-two calls of recursive rules, or two special tokens, lies exactly one. It is Glushkov's construction with calls in place
-of letters: which call may come first, which after which, which last, and what text lies between. Across the border of
-a recursive rule the longest reading wins; what the grammar means otherwise, the automaton knows.
+Whatever needs no recursion and no special token becomes part of a lexeme, so that longest-first has no say in it:
+between two calls of recursive rules, or two special tokens, lies exactly one. It is Glushkov's construction with calls
+in place of letters: which call may come first, which after which, which last, and what text lies between. Across the
+border of a recursive rule the longest reading wins; what the grammar means otherwise, the automaton knows.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from emberline.engine.grammar.bounds import parts, references
+from emberline.engine.grammar.bounds import called_first, parts, references
 from emberline.protocol import grammar as ir
 from emberline.protocol.errors import BadInput
 
 MAX_LARK_BYTES = 8 << 20
 MAX_INLINED = 2_000  # expressions that rules without recursion may grow to where they are called
+MAX_INSIDE = 10
+MAX_LEXEME_DEPTH = 600
 MAX_CALLS = 12  # in one part of an expression; more are put into a rule of their own
 _SHORT = 60  # bytes of a lexeme's part that are repeated rather than named
 
+_NESTING = re.compile(r"[()]|T\d+")
 _HEAD = '%llguidance {"no_forcing": true}\n'  # any tokens that spell the text, not only the tokenizer's own choice
 _NOTHING = ""  # the lexeme of the empty text
 
@@ -40,16 +45,24 @@ class _Translator:
     def __init__(self, grammar: ir.Grammar) -> None:
         self._grammar = grammar
         self._recursive = recursive_rules(grammar)
+        self._texts = _rules_without_calls(grammar, self._recursive)
+        self._plain: dict[int, str | None] = {}  # rules without calls, as lexemes' parts
         self._sizes: dict[int, int] = {}
         self._calls: list[str] = []  # what a call's number stands for
         self._terminals: dict[str, str] = {}  # body → name
-        self._lexemes: dict[str, str] = {}
+        self._depths: dict[str, int] = {}  # of terminals
         self._rules: dict[str, str] = {}
+        self._n_inside = 0  # rules that are being inlined, one in the other
         self._named: dict[int, str] = {}  # rules that were translated, or are about to be
         self._todo: list[int] = []
         self._n_bytes = 0
 
     def translate(self) -> str:
+        for number in called_first(self._grammar):
+            if number in self._texts:
+                self._plain[number] = self._shape(self._grammar.rules[number]).whole
+            else:
+                self._size(number)
         self._rule(0)
         while self._todo:
             number = self._todo.pop()
@@ -68,7 +81,7 @@ class _Translator:
 
     def _define(self, name: str, shape: _Shape) -> None:
         options = [] if shape.whole is None else [self._lexeme(shape.whole)]
-        behind = {call for call in (*shape.last, *(call for _, call in shape.between), *shape.first)}
+        behind = dict.fromkeys((*shape.last, *(call for _, call in shape.between), *shape.first))
         for call in behind:
             if (text := shape.last.get(call)) is not None:
                 options.append(f"{name}_{call} {self._lexeme(text)}")
@@ -98,18 +111,24 @@ class _Translator:
             case ir.Token(token_id):
                 return self._call(f"<[{token_id}]>")
             case ir.Rule(number):
-                if number not in self._recursive and self._size(number) <= MAX_INLINED:
-                    return self._shape(self._grammar.rules[number])
-                return self._call(self._rule(number))
+                return self._called(number)
             case ir.Sequence(items):
-                shape = _Shape(whole=_NOTHING)
-                for item in items:
-                    shape = self._sequence(shape, self._small(item))
-                return shape
+                return self._joined([self._small(item) for item in items])
             case ir.Choice(options):
                 return self._choice([self._shape(option) for option in options])
             case ir.Repeat(item, least, most):
                 return self._repeat(item, least, most)
+
+    def _called(self, number: int) -> _Shape:
+        """A rule where it is called: plain text is written down once, what has calls is inlined while it is small."""
+        if number in self._plain:
+            return _Shape(whole=self._plain[number])
+        if number in self._recursive or self._size(number) > MAX_INLINED or self._n_inside >= MAX_INSIDE:
+            return self._call(self._rule(number))
+        self._n_inside += 1
+        shape = self._shape(self._grammar.rules[number])
+        self._n_inside -= 1
+        return shape
 
     def _call(self, what: str) -> _Shape:
         self._calls.append(what)
@@ -124,6 +143,19 @@ class _Translator:
         name = f"x{len(self._calls)}"
         self._define(name, shape)
         return self._call(name)
+
+    def _joined(self, shapes: list[_Shape]) -> _Shape:
+        """One after the other; texts without calls between them in one go, so that long lists stay flat."""
+        found = _Shape(whole=_NOTHING)
+        for plain, group in groupby(shapes, key=lambda shape: not shape.first):
+            if plain:
+                texts = [shape.whole for shape in group]
+                whole = None if None in texts else self._part("".join(text for text in texts if text))
+                found = self._sequence(found, _Shape(whole=whole))
+            else:
+                for shape in group:
+                    found = self._sequence(found, shape)
+        return found
 
     def _sequence(self, a: _Shape, b: _Shape) -> _Shape:
         shape = _Shape(whole=_both(a.whole, b.whole), between=a.between | b.between)
@@ -189,20 +221,30 @@ class _Translator:
         """A part of lexemes; what is long gets a name, so that texts do not grow with every use."""
         if len(text) <= _SHORT:
             return text
-        name = self._terminals.get(text)
-        if name is None:
-            name = self._terminals[text] = f"T{len(self._terminals)}"
-            self._count(text)
-        return f" {name} "
+        return f" {self._name(text)} "
 
     def _lexeme(self, text: str) -> str:
         if not text:
             return '""'
-        name = self._part(text).strip() if len(text) > _SHORT else self._terminals.get(text)
-        if name is None or " " in name:
+        return self._name(text)
+
+    def _name(self, text: str) -> str:
+        name = self._terminals.get(text)
+        if name is None:
             name = self._terminals[text] = f"T{len(self._terminals)}"
             self._count(text)
+            self._depths[name] = self._depth(text)
         return name
+
+    def _depth(self, text: str) -> int:
+        """How deep a lexeme's part is nested. The library recurses on it, on a stack of the process."""
+        now = deepest = 0
+        for sign in _NESTING.findall(text):
+            now += {"(": 1, ")": -1}.get(sign, 0)
+            deepest = max(deepest, now + self._depths.get(sign, 0))
+        if deepest >= MAX_LEXEME_DEPTH:
+            raise BadInput("the grammar is nested too deeply; use a flatter schema", param="grammar")
+        return deepest + 1
 
     def _count(self, text: str) -> None:
         self._n_bytes += len(text)
@@ -213,28 +255,64 @@ class _Translator:
         """Expressions of a rule, with those of the rules it would be inlined with."""
         found = self._sizes.get(number)
         if found is None:
-            found = _n_expressions(self._grammar.rules[number])
-            for called in references(self._grammar.rules[number]):
-                if called not in self._recursive:
-                    found += self._size(called)
+            body = self._grammar.rules[number]
+            found = 0 if number in self._texts else _n_expressions(body)
+            found += sum(self._size(called) for called in references(body) if found and called not in self._recursive)
             self._sizes[number] = found = min(found, MAX_INLINED + 1)
         return found
 
 
+def has_token(expression: ir.Expression) -> bool:
+    todo = [expression]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, ir.Token):
+            return True
+        todo += parts(one)
+    return False
+
+
 def recursive_rules(grammar: ir.Grammar) -> set[int]:
-    """Rules that lead back to themselves."""
-    calls = [set(references(rule)) for rule in grammar.rules]
-    found = set()
+    """Rules that lead back to themselves: Tarjan's strongly connected components, without recursion of its own."""
+    calls = [sorted(set(references(rule))) for rule in grammar.rules]
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: set[int] = set()
     for start in range(len(calls)):
-        seen: set[int] = set()
-        todo = list(calls[start])
-        while todo and start not in seen:
-            number = todo.pop()
-            if number not in seen:
-                seen.add(number)
-                todo += calls[number]
-        if start in seen:
-            found.add(start)
+        todo = [(start, 0)] if start not in index else []
+        while todo:
+            number, n = todo.pop()
+            if n == 0:
+                index[number] = low[number] = len(index)
+                stack.append(number)
+                on_stack.add(number)
+            else:
+                low[number] = min(low[number], low[calls[number][n - 1]])
+            while n < len(calls[number]) and calls[number][n] in index:
+                if calls[number][n] in on_stack:
+                    low[number] = min(low[number], index[calls[number][n]])
+                n += 1
+            if n < len(calls[number]):
+                todo += [(number, n + 1), (calls[number][n], 0)]
+            elif low[number] == index[number]:
+                component = [stack.pop()]
+                while component[-1] != number:
+                    component.append(stack.pop())
+                on_stack.difference_update(component)
+                if len(component) > 1 or number in calls[number]:
+                    found.update(component)
+    return found
+
+
+def _rules_without_calls(grammar: ir.Grammar, recursive: set[int]) -> set[int]:
+    """Rules that are nothing but text."""
+    found: set[int] = set()
+    for number in called_first(grammar):
+        body = grammar.rules[number]
+        if number not in recursive and not has_token(body) and found.issuperset(references(body)):
+            found.add(number)
     return found
 
 

@@ -40,9 +40,10 @@ class Vocabulary:
         piece = [b""] * (len(text) + 1)
         for end in range(1, len(text) + 1):
             for length in self._lengths:
-                if length <= end and fewest[end - length] >= 0 and text[end - length : end] in self._ids:
-                    if fewest[end] < 0 or fewest[end - length] + 1 < fewest[end]:
-                        fewest[end], piece[end] = fewest[end - length] + 1, text[end - length : end]
+                if length > end or not 0 <= fewest[end - length] < (fewest[end] - 1 if fewest[end] > 0 else end):
+                    continue  # no way there, or none that is shorter
+                if text[end - length : end] in self._ids:
+                    fewest[end], piece[end] = fewest[end - length] + 1, text[end - length : end]
         if fewest[-1] < 0:
             return None
         found: list[int] = []
@@ -84,4 +85,5 @@ class _Tokens:
 
 
 def digest(frame: Frame) -> bytes:
-    return hashlib.blake2b(msgspec.msgpack.encode([frame.tokens, sorted(frame.special.items())]), digest_size=16).digest()
+    words = msgspec.msgpack.encode([frame.tokens, sorted(frame.special.items())])
+    return hashlib.blake2b(words, digest_size=16).digest()

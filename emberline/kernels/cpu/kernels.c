@@ -262,7 +262,7 @@ void em_layers(const layer *const *layers, int64_t n, const step *st, const cach
 }
 
 typedef struct {
-    const float *logits;
+    float *logits;
     const choice *choices;
     int64_t vocab, *ids;
 } choosing;
@@ -272,7 +272,7 @@ static void choose_piece(void *arg, int64_t r) {
     job->ids[r] = choose(job->logits + r * job->vocab, job->vocab, job->choices + r);
 }
 
-void em_choose(const float *logits, int64_t vocab, int64_t rows, const choice *choices, int64_t *ids) {
+void em_choose(float *logits, int64_t vocab, int64_t rows, const choice *choices, int64_t *ids) {
     choosing job = {logits, choices, vocab, ids};
     run(choose_piece, &job, rows);
 }

@@ -10,6 +10,8 @@ typedef struct {
     float temperature, top_p, min_p;
     int32_t top_k;
     uint64_t seed, position;
+    const uint32_t *allowed; // bit i % 32 of word i / 32: token i may be chosen; NULL: every token
+    int64_t words;
 } choice;
 
 typedef struct {
@@ -103,8 +105,20 @@ static int64_t largest(const float *logits, int64_t vocab) {
     return i;
 }
 
+// -inf for every token whose bit is not set, those beyond the bits included.
+static void forbid(float *logits, int64_t vocab, const uint32_t *allowed, int64_t words) {
+    for (int64_t w = 0; w * 32 < vocab; w++) {
+        uint32_t bits = w < words ? allowed[w] : 0;
+        if (bits == ~(uint32_t)0) continue;
+        int64_t end = vocab - w * 32 < 32 ? vocab - w * 32 : 32;
+        for (int64_t i = 0; i < end; i++)
+            if (!(bits >> i & 1)) logits[w * 32 + i] = -INFINITY;
+    }
+}
+
 // The chosen id, or -1 where the logits are not numbers.
-static int64_t choose(const float *logits, int64_t vocab, const choice *c) {
+static int64_t choose(float *logits, int64_t vocab, const choice *c) {
+    if (c->allowed) forbid(logits, vocab, c->allowed, c->words);
     int64_t chosen = largest(logits, vocab);
     if (chosen < 0 || c->temperature == 0.f) return chosen;
     const float inverse = 1.f / c->temperature, top = logits[chosen] * inverse;

@@ -45,5 +45,5 @@ def gate(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> No
         return
     block = 2048
     _gate[(tokens, cdiv(width, block))](
-        gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=block, PDL=pdl, **options(pdl, num_warps=4)
+        gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=block, PDL=int(pdl), **options(pdl, num_warps=4)
     )

@@ -1,7 +1,8 @@
-"""The Backend protocol in Triton: one workspace, nothing allocated inside a layer, every launch fit for a CUDA graph."""
+"""The Backend protocol in Triton: one workspace, nothing allocated inside a layer, all of it fit for a CUDA graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,9 +37,7 @@ class TritonBackend:
     name = "triton"
     kv_keys = "token"
 
-    def __init__(
-        self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False
-    ) -> None:
+    def __init__(self, device: str = "cuda", dtype: torch.dtype | None = None, *, deterministic: bool = False) -> None:
         self.device = device
         self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
@@ -170,7 +169,7 @@ class TritonBackend:
         if len(dense) < len(listed) or not listed:
             chunks(
                 queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, first,
-                pdl=self._pdl, skip=dense_attention.MIN_TOKENS if dense else 0,
+                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, pdl=self._pdl,
             )  # fmt: skip
         room = space.flat("gathered", self.dtype)
         halves = (room[: len(room) // 2], room[len(room) // 2 :])
@@ -183,7 +182,7 @@ class TritonBackend:
 def _shape_of(step: Any) -> StepShape:
     """For steps that come without: asks the device, and waits."""
     starts, contexts = step.query_starts.tolist(), step.context_lens.tolist()
-    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    lengths = [b - a for a, b in pairwise(starts)]
     decodes = next((row for row, n in enumerate(lengths) if n != 1), len(lengths))
     rest = [Chunk(row, starts[row], lengths[row], contexts[row]) for row in range(decodes, len(lengths))]
     return StepShape(decodes, max((c.n for c in rest), default=0), chunks=rest)

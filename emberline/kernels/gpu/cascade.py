@@ -104,6 +104,6 @@ def attend_prefix(
         qkv, partial, peaks, *angles, at.q_norm if at.q_norm is not None else qkv, pool, tables, shared, rows,
         at.scale * LOG2_E, at.eps, pool.stride(0), tables.stride(0),
         GROUP=group, DIM=at.head_dim, PAD=power_of_two(at.head_dim), QUERIES=queries, TILE=64,
-        NORM=at.q_norm is not None, STAGES=stages, PDL=pdl, **options(pdl, num_warps=4),
+        NORM=at.q_norm is not None, STAGES=stages, PDL=int(pdl), **options(pdl, num_warps=4),
     )  # fmt: skip
     return parts

@@ -183,6 +183,6 @@ def decode(
         pool.stride(0), tables.stride(0), parts,
         GROUP=group, GROUP_PAD=power_of_two(group), QUERIES=max(16, power_of_two(group)), DIM=at.head_dim,
         PAD=power_of_two(at.head_dim), TILE=tile, NORM=norm, SHARED=prefix is not None, STAGES=stages,
-        MANY=many, PDL=pdl,
+        MANY=many, PDL=int(pdl),
         **options(pdl, num_warps=warps),
     )  # fmt: skip

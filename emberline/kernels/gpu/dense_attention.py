@@ -18,7 +18,7 @@ from emberline.kernels.backend import Attention
 from emberline.kernels.gpu.launch import INTERPRETED, power_of_two
 from emberline.protocol.layout import BLOCK_TOKENS
 
-MIN_TOKENS = 256  # of a chunk: shorter ones are ours
+MIN_TOKENS = 1024  # of a chunk: shorter ones are ours
 SEGMENT = 16_384  # tokens of context gathered at once
 DIMS = (64, 128)
 

@@ -10,7 +10,7 @@ from emberline.kernels.gpu.launch import await_inputs, cdiv, options, release_ne
 
 @triton.jit(do_not_specialize=["m"])
 def _fixed(
-    x, weight, bias, out, m, n, k, BIAS: tl.constexpr, ADD: tl.constexpr,
+    x, weight, bias, out, m, n, k, stride, BIAS: tl.constexpr, ADD: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
@@ -28,7 +28,7 @@ def _fixed(
         acc = tl.dot(a, tl.trans(b), acc)
     if BIAS:
         acc += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-    to = out + t.to(tl.int64)[:, None] * n + row[None, :]
+    to = out + t.to(tl.int64)[:, None] * stride + row[None, :]
     ok = (t < m)[:, None] & (row < n)[None, :]
     if ADD:
         acc += tl.load(to, mask=ok, other=0.0).to(tl.float32)
@@ -36,9 +36,9 @@ def _fixed(
 
 
 def fixed(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, pdl: bool = False) -> None:
-    """x: [m, k], weight: [n, k], out: [m, n]."""
+    """x: [m, k], weight: [n, k], out: [m, n], the columns of a row contiguous."""
     (m, n), k = out.shape, x.shape[1]
     _fixed[(cdiv(n, 128), cdiv(m, 64))](
-        x, weight, weight if bias is None else bias, out, m, n, k, BIAS=bias is not None, ADD=add,
-        TOKENS=64, ROWS=128, COLS=64, PDL=pdl, **options(pdl, num_warps=4, num_stages=4),
+        x, weight, weight if bias is None else bias, out, m, n, k, out.stride(0), BIAS=bias is not None, ADD=add,
+        TOKENS=64, ROWS=128, COLS=64, PDL=int(pdl), **options(pdl, num_warps=4, num_stages=4),
     )  # fmt: skip

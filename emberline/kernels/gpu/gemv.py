@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.activation import activated
-from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, release_next
+from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, release_late, release_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def _gemv(
         acc += here.to(tl.float32) * v[None, :]
         if GATE:
             acc2 += here2.to(tl.float32) * v[None, :]
+    release_late(PDL)
     result = tl.sum(acc, 1)
     scale = 1.0
     if NORM:
@@ -97,5 +98,5 @@ def gemv(
     _gemv[(cdiv(n, tile.rows),)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
         NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, COLS=tile.cols,
-        EVEN=k % tile.cols == 0, FETCH=fetch, PDL=pdl, **options(pdl, num_warps=tile.warps),
+        EVEN=k % tile.cols == 0, FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps),
     )  # fmt: skip

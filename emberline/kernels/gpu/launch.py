@@ -38,7 +38,13 @@ def await_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_next(PDL: tl.constexpr):
-    if PDL:
+    if PDL == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def release_late(PDL: tl.constexpr):
+    if PDL == 2:
         gdc_launch_dependents()
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emberline.kernels.gpu import quantised
 from emberline.kernels.gpu.activation import gate as apply_gate
 from emberline.kernels.gpu.fixed import fixed
 from emberline.kernels.gpu.gemv import GemvTile, gemv
-from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv
+from emberline.kernels.gpu.launch import SM_COUNT, cdiv
 from emberline.kernels.gpu.norms import add_norm
+from emberline.kernels.gpu.quantised import QuantisedMatrix, QuantisedTile
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
-from emberline.kernels.gpu.workspace import MLP_TOKENS, Workspace
+from emberline.kernels.gpu.workspace import DEQUANTISED, MLP_TOKENS, Workspace
 
 GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
@@ -86,12 +88,15 @@ class Multiplier:
         self._deterministic = deterministic
         self._pdl = pdl
 
-    def __call__(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job) -> None:
+    def __call__(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
         """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
         if not len(x):
             return
+        if isinstance(matrix, QuantisedMatrix):
+            self._quantised(x, matrix, out, job)
+            return
         if self._deterministic:
-            self._separate(x, matrix, out, job, fixed_order=True)
+            self._separate(x, matrix, out, job)
             return
         (m, n), k = out.shape, x.shape[1]
         tile = choose(m, n, k, bool(job.gate))
@@ -119,31 +124,68 @@ class Multiplier:
         add_norm(x, None, job.norm, normed, job.eps, pdl=self._pdl)
         return normed
 
-    def _separate(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, fixed_order: bool = False) -> None:
+    def _separate(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
         if job.norm is not None:
             x = self._normed(x, job)
-        product = self._fixed if fixed_order else _cublas
         if not job.gate:
-            product(x, matrix, out, job.add)
+            self._product(x, matrix, out, job.add)
             return
         assert len(x) <= MLP_TOKENS
-        both = self._space.take("gate_up", len(x), matrix.weight.shape[0])
-        product(x, matrix, both, False)
+        both = self._space.take("gate_up", len(x), matrix.shape[0])
+        self._product(x, matrix, both, False)
         apply_gate(both, GATES[job.gate], out, pdl=self._pdl)
 
-    def _fixed(self, x: Tensor, matrix: Matrix, out: Tensor, add: bool) -> None:
-        fixed(x, matrix.weight, matrix.bias, out, add, pdl=self._pdl)
+    def _product(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, add: bool) -> None:
+        if isinstance(matrix, Matrix):
+            self._plain(x, matrix.weight, matrix.bias, out, add)
+            return
+        n, k = matrix.shape
+        each = DEQUANTISED // (k * x.element_size()) // 64 * 64
+        for first in range(0, n, each):
+            rows = self._space.take("dequantised", min(each, n - first), k)
+            quantised.dequantise(matrix, first, rows)
+            bias = None if matrix.bias is None else matrix.bias[first : first + each]
+            self._plain(x, rows, bias, out[:, first : first + each], add)
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
+        if self._deterministic:
+            fixed(x, weight, bias, out, add, pdl=self._pdl)
+        else:
+            _cublas(x, weight, bias, out, add)
+
+    def _quantised(self, x: Tensor, matrix: QuantisedMatrix, out: Tensor, job: Job) -> None:
+        m = len(x)
+        more = dict(norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl)
+        if m > MAX_SKINNY or self._deterministic:
+            self._separate(x, matrix, out, job)
+        elif m == 1:
+            quantised.gemv(x, matrix, out, quantised_tile(1, out.shape[1], matrix.bits), **more)
+        else:
+            tile = quantised_tile(m, out.shape[1], matrix.bits)
+            quantised.multiply(x, matrix, out, tile, self._space.matmul, self._space.counters, **more)
 
 
-def _cublas(x: Tensor, matrix: Matrix, out: Tensor, add: bool) -> None:
-    weight = matrix.weight.T
-    if add:
-        out.addmm_(x, weight)
-    elif out.dtype != x.dtype and not INTERPRETED:
-        torch.mm(x, weight, out_dtype=out.dtype, out=out)
-    elif out.dtype != x.dtype:
-        out.copy_(x @ weight)
+def quantised_tile(m: int, n: int, bits: int) -> QuantisedTile:
+    if m == 1:
+        rows = 4
+        while rows > 1 and n // rows < 2 * SM_COUNT:
+            rows //= 2
+        return QuantisedTile(rows, 512, 1, 1, 4)
+    splits = 1
+    while splits < 4 and cdiv(n, 64) * splits < SM_COUNT:
+        splits *= 2
+    return QuantisedTile(64, 64 if bits == 4 else 128, splits, 3, 4)
+
+
+def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
+    if out.dtype != x.dtype:
+        torch.ops.aten.mm.dtype_out(x, weight.T, out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif bias is not None:
+        assert not add
+        torch.addmm(bias, x, weight.T, out=out)
+    elif add:
+        out.addmm_(x, weight.T)
     else:
-        torch.mm(x, weight, out=out)
-    if matrix.bias is not None:
-        out.add_(matrix.bias)
+        torch.mm(x, weight.T, out=out)

@@ -60,6 +60,6 @@ def add_norm(
     _add_norm[(tokens,)](
         x, x if added is None else added, x if weight is None else weight, x if post is None else post,
         x if out is None else out, width, eps,
-        ADD=added is not None, POST=post is not None, NORM=weight is not None, BLOCK=block, PDL=pdl,
+        ADD=added is not None, POST=post is not None, NORM=weight is not None, BLOCK=block, PDL=int(pdl),
         **options(pdl, num_warps=8 if block >= 4096 else 4),
     )  # fmt: skip

@@ -15,8 +15,11 @@ from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_t
 
 
 @triton.jit
-def find_tile(index, query_starts, first_row, n_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """Of tiles of TOKENS new tokens, row after row: the row of tile `index`, tiles before that row, tiles in all."""
+def find_tile(index, query_starts, first_row, n_rows, limit, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Of tiles of TOKENS new tokens, row after row: the row of tile `index`, tiles before that row, tiles in all.
+
+    Rows of more than `limit` tokens have none.
+    """
     row = first_row
     before = 0
     carry = 0
@@ -25,7 +28,7 @@ def find_tile(index, query_starts, first_row, n_rows, TOKENS: tl.constexpr, ROWS
         ok = r < n_rows
         a = tl.load(query_starts + first_row + r, mask=ok, other=0)
         b = tl.load(query_starts + first_row + r + 1, mask=ok, other=0)
-        tiles = tl.cdiv(b - a, TOKENS)
+        tiles = tl.where(b - a > limit, 0, tl.cdiv(b - a, TOKENS))
         ends = carry + tl.cumsum(tiles, 0)
         passed = (ends <= index) & ok
         row += tl.sum(passed.to(tl.int32))
@@ -50,10 +53,10 @@ def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
     return higher, total, out
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "window"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window"])
 def _chunks(
-    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, scale, window, block_stride, table_stride,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, scale, window, block_stride,
+    table_stride, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
     WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
@@ -62,7 +65,7 @@ def _chunks(
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     await_inputs(PDL)
     release_next(PDL)
-    row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, TOKENS, ROWS)
+    row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, limit, TOKENS, ROWS)
     if index < n_tiles:
         start = tl.load(query_starts + row)
         n = tl.load(query_starts + row + 1) - start
@@ -100,6 +103,8 @@ def _chunks(
         for at_token in tl.range(full, end, TILE, num_stages=STAGES):
             key = at_token + t
             ok = key < end
+            if WINDOWED:
+                ok &= key > lowest - window  # what fell out of the window has no block any more
             block = tl.load(table + key // 16, mask=ok, other=0).to(tl.int64)
             place = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
             inside = ok[:, None] & (d < DIM)[None, :]
@@ -122,15 +127,17 @@ def chunks(
     context_lens: Tensor,
     tokens: int,
     first_row: int = 0,
+    limit: int = 2**31 - 1,
     pdl: bool = False,
     queries: int = 128,
-    tile: int = 64,
+    tile: int = 128,
     stages: int = 3,
     warps: int = 8,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
-    k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed.
+    k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed, and those of more than
+    `limit` are left out.
     """
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
@@ -139,8 +146,9 @@ def chunks(
     queries = max(queries, power_of_two(group))
     grid = (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
     _chunks[grid](
-        q, out, pool, tables, query_starts, context_lens, first_row, n_rows, at.scale * LOG2_E, at.window or 0,
-        pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim, PAD=power_of_two(at.head_dim), QUERIES=queries,
-        TILE=tile, WINDOWED=at.window is not None, ROWS=64, STAGES=stages, PDL=pdl,
+        q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
+        at.window or 0, pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim,
+        PAD=power_of_two(at.head_dim), QUERIES=queries,
+        TILE=tile, WINDOWED=at.window is not None, ROWS=64, STAGES=stages, PDL=int(pdl),
         **options(pdl, num_warps=warps, num_stages=stages),
     )  # fmt: skip

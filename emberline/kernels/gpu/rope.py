@@ -101,10 +101,10 @@ def rope_write(
     assert pool.stride()[1:] == _strides(at)
     norm = at.q_norm is not None
     _rope_write[(tokens,)](
-        qkv, q_out, *(copy or (qkv, qkv)), *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool, tables, query_starts,
-        positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, at.heads, at.kv_heads, at.eps,
-        pool.stride(0), tables.stride(0), DIM=at.head_dim, PAD=power_of_two(at.head_dim), HEADS=16, NORM=norm,
-        COPY=copy is not None, ROWS=128, PDL=pdl, **options(pdl, num_warps=4),
+        qkv, q_out, *(copy or (qkv, qkv)), *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool,
+        tables, query_starts, positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, at.heads,
+        at.kv_heads, at.eps, pool.stride(0), tables.stride(0), DIM=at.head_dim, PAD=power_of_two(at.head_dim),
+        HEADS=min(16, power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl), **options(pdl, num_warps=4),
     )  # fmt: skip
 
 

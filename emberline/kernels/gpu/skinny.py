@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.activation import activated
-from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, power_of_two, release_next
+from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, power_of_two, release_late, release_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ def _skinny(
             else:
                 w2 = tl.load(second + start, mask=inside, other=0.0)
             acc2 = tl.dot(w2, tl.trans(v), acc2)
+    release_late(PDL)
     last = True
     if SPLITS > 1:
         PARTS: tl.constexpr = 2 if GATE else 1
@@ -141,5 +142,5 @@ def skinny(
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, partial, counters,
         m, n, k, eps, NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, SPLITS=tile.splits,
         ROWS=tile.rows, COLS=tile.cols, TOKENS=max(16, power_of_two(m)), EVEN=even, STAGES=tile.stages,
-        FETCH=fetch, PDL=pdl, **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+        FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

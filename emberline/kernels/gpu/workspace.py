@@ -1,7 +1,7 @@
 """The one piece of memory that all layers of all steps share, sized before anything is allocated.
 
-    residual | normed, then attended | qkv | kv gathered | gate, up | activated | partial sums | rotary, pieces
-                                     '--------- logits, once the layers are done ---------'
+residual | normed, then attended | qkv | kv gathered | gate, up | activated | partial sums | rotary, pieces
+                                 '--------- logits, once the layers are done ---------'
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from emberline.kernels.gpu.launch import cdiv
 MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
 PARTIAL_FLOATS = 4 << 20  # for matmuls with split columns
 COUNTERS = 1 << 16
+DEQUANTISED = 32 << 20  # bytes: rows of a quantised matrix at a time, for cuBLAS
 _ALIGN = 256
 
 
@@ -33,12 +34,15 @@ class Sizes:
     max_rows: int
     max_samples: int
     item: int = 2  # bytes of an activation
+    quantised: bool = False
 
     @classmethod
-    def of(cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2) -> "Sizes":
+    def of(
+        cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantised: bool = False
+    ) -> "Sizes":
         groups = len(set(config.windows or (None,)))
         shape = (config.hidden_size, config.n_heads, config.n_kv_heads, config.head_dim, config.mlp_size)
-        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item)
+        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item, quantised)
 
     @property
     def qkv(self) -> int:
@@ -71,11 +75,13 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
     gathered = dense_attention.SEGMENT if s.head_dim in dense_attention.DIMS else 0
     place("gathered", 2 * gathered * s.kv_heads * s.head_dim * s.item)
     # The MLP runs after attention: its intermediates lie where attention's were.
-    place("gate_up", min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp * s.item, layers)
+    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or a projection yet to be normed
+    place("gate_up", both * s.item, layers)
     start, size = places["gate_up"]
     place("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
     place("logits", s.max_samples * s.vocab * 4, layers)
     place("matmul", PARTIAL_FLOATS * 4)
+    place("dequantised", DEQUANTISED if s.quantised else 0)
     place("partial", pieces * s.heads * s.head_dim * 4)
     place("peaks", pieces * s.heads * 2 * 4)
     place("prefix", parts * s.heads * s.head_dim * 4)

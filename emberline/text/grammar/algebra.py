@@ -9,12 +9,11 @@ from typing import Any
 from emberline.text.grammar import automaton, keywords
 from emberline.text.grammar.automaton import Automaton
 from emberline.text.grammar.document import Document, Node
-from emberline.text.grammar.goals import FALSE, Goal, impossible
+from emberline.text.grammar.goals import Goal, impossible
 from emberline.text.grammar.regex import parse
 from emberline.text.grammar.shapes import (
     KINDS,
     Array,
-    ArrayPart,
     Bound,
     Contains,
     Number,
@@ -29,6 +28,7 @@ from emberline.text.grammar.shapes import (
     kind_of,
     nothing,
     shapes,
+    unique,
 )
 
 MAX_COMPARED_DEPTH = 4
@@ -42,6 +42,7 @@ class Algebra:
         self._open: set[int] = set()
         self._frames: list[bool] = []  # of what is being read, whether it has lost values
         self._loose: set[Goal | int] = set()
+        self._tagged: dict[Object, dict[str, frozenset[Any]]] = {}
         self._automata: dict[tuple[str, bool], Automaton] = {}
 
     # What a goal allows
@@ -118,7 +119,7 @@ class Algebra:
                 continue
             self.document.spend(len(first[kind]) * len(others))
             pairs = (self.meet_shapes(one, other) for one in first[kind] for other in others)
-            result[kind] = tuple(dict.fromkeys(shape for shape in pairs if shape is not None))
+            result[kind] = unique(shape for shape in pairs if shape is not None)
         return result
 
     def meet_shapes(self, first: Shape, second: Shape) -> Shape | None:
@@ -142,6 +143,7 @@ class Algebra:
         required = tuple(dict.fromkeys(first.required + second.required))
         most = _least_of(first.most, second.most)
         parts = tuple(dict.fromkeys(first.parts + second.parts))
+        self.document.spend(len(parts) * len(required) // 2 + len(parts) + len(required) + 2)
         met = Object(parts, required, max(first.least, second.least), most, first.names | second.names)
         if most is not None and max(met.least, len(required)) > most:
             return None
@@ -194,6 +196,7 @@ class Algebra:
         for name in shape.formats:
             if name in PATTERNS and not self.automaton(f"^(?:{PATTERNS[name]})$", False).accepts(value):
                 self.loosen()
+                self.document.given_up.append(f"'format' {name!r}")
                 return False
         for pattern, wanted in shape.patterns:
             narrow, wide = (self.automaton(pattern, each).accepts(value) for each in (False, True))
@@ -256,6 +259,8 @@ class Algebra:
             first, second = replace(first, formats=frozenset()), replace(second, formats=frozenset())
             if (first.patterns or second.patterns) and first.among is None and second.among is None:
                 return self._patterns_apart(first, second)
+        if isinstance(first, Object) and isinstance(second, Object) and self._tagged_apart(first, second):
+            return True
         met = self.meet_shapes(first, second)
         if met is None:
             return True
@@ -270,6 +275,27 @@ class Algebra:
                 for index in range(min(met.least, 8))
             )
         return isinstance(met, Number) and met.among is None and _no_integer(met)
+
+    def _tagged_apart(self, first: Object, second: Object) -> bool:
+        """By a property that both must have, with fixed values that differ: how unions are usually told apart."""
+        one, other = self._tags(first), self._tags(second)
+        return any(name in other and one[name].isdisjoint(other[name]) for name in one)
+
+    def _tags(self, shape: Object) -> dict[str, frozenset[Any]]:
+        if shape.among is not None:
+            return {}
+        found = self._tagged.get(shape)
+        if found is None:
+            found = {}
+            for name in shape.required:
+                goal = self.property_goal(shape, name)
+                if impossible(goal) or any(n in self._open or -n in self._open for n in goal) or self.is_loose(goal):
+                    continue
+                values = [each for kind in KINDS for each in shapes(self.values(goal), kind)]
+                if all(each.among is not None for each in values):
+                    found[name] = frozenset(exact(value) for each in values for value in each.among or ())
+            self._tagged[shape] = found
+        return found
 
     def _patterns_apart(self, first: String, second: String) -> bool:
         """By the widest reading of what must, the narrowest of what must not be found."""
@@ -366,6 +392,3 @@ def _meet_arrays(first: Array, second: Array) -> Array | None:
     if any(impossible(item_goal(met, index)) for index in range(min(least, 32))):
         return None
     return met
-
-
-__all__ = ["FALSE", "Algebra", "ArrayPart", "item_goal", "rest_goal"]

@@ -65,6 +65,8 @@ def _alone(algebra: "Algebra", node: Node, goals: list[Goal], index: int) -> Val
         kept: list[Shape] = []
         for shape in shapes(algebra.values(goals[index]), kind):
             others = [goal for other, goal in enumerate(goals) if other != index]
+            if any(shape in shapes(algebra.values(goal), kind) for goal in others):
+                continue  # all of it is another option's too
             rivals = [goal for goal in others if not _apart(algebra, shape, goal, kind)]
             if not rivals:
                 kept.append(shape)

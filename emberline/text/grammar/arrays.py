@@ -8,7 +8,7 @@ from emberline.protocol.grammar import Expression, Rule, Text
 from emberline.text.grammar.algebra import item_goal, rest_goal
 from emberline.text.grammar.builder import EMPTY, NEVER, choice, optional, repeat, separated, sequence
 from emberline.text.grammar.distinct import classes, finite
-from emberline.text.grammar.goals import FALSE, Goal, impossible, negate
+from emberline.text.grammar.goals import Goal, impossible, negate
 from emberline.text.grammar.shapes import Array, exact
 from emberline.text.grammar.strings import literal
 
@@ -71,7 +71,7 @@ def _containing(writer: "Writer", shape: Array, n_prefix: int, least: int, most:
     places = max([n_prefix, least, most or 0, 1])
     if places > MAX_TRACKED:
         if max(n_prefix, least) > MAX_TRACKED:
-            writer.document.fail(None, "'contains' beside more than 64 items is not supported")
+            writer.document.unsupported("'contains' beside more than 64 items is not supported")
         most, places = MAX_TRACKED, MAX_TRACKED
     rules: dict[State, int] = {}
     waiting: list[State] = []
@@ -79,7 +79,7 @@ def _containing(writer: "Writer", shape: Array, n_prefix: int, least: int, most:
     def after(state: State) -> Expression:
         if state not in rules:
             if len(rules) > MAX_STATES:
-                writer.document.fail(None, "'contains' with counts as large as these is not supported")
+                writer.document.unsupported("'contains' with counts as large as these is not supported")
             rules[state] = writer.builder.rule()
             waiting.append(state)
         return Rule(rules[state])
@@ -136,7 +136,7 @@ def _unique(writer: "Writer", shape: Array, n_prefix: int, least: int, most: int
         if least <= 1 and sum(clause.least for clause in shape.contains) <= 1:
             only_one = Array(shape.parts, least, 1, False, shape.contains)
             return array_expression(writer, only_one)
-        writer.document.fail(None, "'uniqueItems' beside these other constraints on an array is not supported")
+        writer.document.unsupported("'uniqueItems' beside these other constraints on an array is not supported")
     return _bracketed(_ascending(writer, classes(writer, rest_goal(shape)), least, most))
 
 
@@ -176,16 +176,19 @@ def _ascending(writer: "Writer", sets: list[Expression], least: int, most: int |
     limit = len(sets) if most is None else min(most, len(sets))
     if least > limit:
         return NEVER
-    counted = least > 1 or limit < len(sets)
+    # Beyond `least`, items need counting only where there is a most.
+    n_counted = limit if limit < len(sets) else max(least, 1)
+    sets = [writer.builder.add(each) for each in sets]
     rules: dict[tuple[int, int], Expression] = {}
 
     def from_set(index: int, n_items: int) -> Expression:
         """What may follow when `n_items` were written and sets before `index` are used up."""
-        key = (index, n_items if counted else min(n_items, 1))
+        n_items = min(n_items, n_counted)
+        key = (index, n_items)
         if key not in rules:
             writer.document.spend()
             options: list[Expression] = [EMPTY] if n_items >= least else []
-            if index < len(sets) and n_items < limit:
+            if index < len(sets) and (n_items < limit or limit == len(sets)):
                 item = sequence(_COMMA if n_items else EMPTY, sets[index], from_set(index + 1, n_items + 1))
                 options.append(item)
                 options.append(from_set(index + 1, n_items))
@@ -193,6 +196,3 @@ def _ascending(writer: "Writer", sets: list[Expression], least: int, most: int |
         return rules[key]
 
     return from_set(0, 0)
-
-
-__all__ = ["FALSE", "array_expression"]

@@ -42,12 +42,12 @@ def output_expression(builder: Builder, output: OutputFormat) -> Expression:
 
 def choice_expression(values: Any) -> Expression:
     if not isinstance(values, list | tuple) or not values or not all(isinstance(value, str) for value in values):
-        raise BadInput("a choice must be a list of at least one string", param="guided_choice")
+        raise BadInput("a choice must be a list of at least one string", param="output")
     if len(values) > MAX_CHOICES or sum(map(len, values)) > MAX_CHOICE_CHARACTERS:
         raise BadInput(
             f"a choice may have {MAX_CHOICES} strings of {MAX_CHOICE_CHARACTERS} characters together, not more",
-            param="guided_choice",
+            param="output",
         )
     if any(not value for value in values):
-        raise BadInput("a choice must not contain an empty string", param="guided_choice")
+        raise BadInput("a choice must not contain an empty string", param="output")
     return choice(Text(value) for value in values)

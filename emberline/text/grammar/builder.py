@@ -9,6 +9,8 @@ from emberline.protocol.grammar import Chars, Choice, Expression, Grammar, Repea
 
 MAX_RULES = 20_000
 MAX_BYTES = 1 << 20
+MAX_LEAST = 100_000
+MAX_MOST = 1 << 20
 
 EMPTY = Text("")
 NEVER = Choice(())  # matches nothing at all; `finish` leaves none behind
@@ -49,6 +51,9 @@ def repeat(item: Expression, least: int = 0, most: int | None = None) -> Express
     assert most is None or least <= most
     if most == 0 or item == EMPTY:
         return EMPTY
+    if least > MAX_LEAST:
+        raise BadInput(f"at least {least} of something are demanded; the limit is {MAX_LEAST}")
+    most = None if most is None else min(most, MAX_MOST)  # longer replies do not exist
     if item == NEVER:
         return NEVER if least else EMPTY
     if least == most == 1:

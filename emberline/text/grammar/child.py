@@ -4,6 +4,7 @@ Frames on stdin and stdout: length (u32, little-endian), then msgpack. In comes 
 """
 
 import resource
+import signal
 import struct
 import sys
 from typing import BinaryIO
@@ -16,6 +17,7 @@ from emberline.text.grammar.build import build
 from emberline.text.grammar.spec import GrammarSpec
 
 LENGTH = struct.Struct("<I")
+READY = LENGTH.pack(0)  # an empty frame, before the first request
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +44,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when this ends
     source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sink.write(READY)
+    sink.flush()
     while (head := _read(source, LENGTH.size)) is not None:
         spec = _read(source, LENGTH.unpack(head)[0])
         if spec is None:

@@ -10,26 +10,34 @@ from typing import Final
 import msgspec
 
 from emberline.protocol.errors import BadInput, Internal, from_info
-from emberline.text.grammar.child import LENGTH, Reply
+from emberline.text.grammar.child import LENGTH, READY, Reply
 from emberline.text.grammar.spec import GrammarSpec
 
 CACHE_BYTES: Final = 64 << 20
 MEMORY_BYTES: Final = 1 << 30
 CPU_S: Final = 600  # of one child's whole life; then it is replaced
+START_S: Final = 30.0
 TRIES: Final = 2
+CHILD: Final = [sys.executable, "-m", "emberline.text.grammar.child"]
 
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_encode = msgspec.msgpack.Encoder().encode  # in the order of the caller's keys: a grammar keeps it
 
 
 class GrammarCompiler:
     """One child at a time, started when first needed. Requests for the same grammar wait for one compilation."""
 
     def __init__(
-        self, *, limit_s: float = 2.0, cache_bytes: int = CACHE_BYTES, memory_bytes: int = MEMORY_BYTES
+        self,
+        *,
+        limit_s: float = 2.0,
+        cache_bytes: int = CACHE_BYTES,
+        memory_bytes: int = MEMORY_BYTES,
+        command: list[str] | None = None,
     ) -> None:
-        self._limit_s, self._cache_bytes, self._memory_bytes = limit_s, cache_bytes, memory_bytes
+        self.limit_s, self._cache_bytes = limit_s, cache_bytes
+        self._command = command or [*CHILD, str(memory_bytes), str(CPU_S)]
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._running: dict[bytes, asyncio.Task[bytes]] = {}
         self._turn = asyncio.Lock()  # the child answers one at a time
         self._child: asyncio.subprocess.Process | None = None
@@ -52,6 +60,15 @@ class GrammarCompiler:
             self._running[key] = task
             task.add_done_callback(lambda _: self._running.pop(key, None))
         return await asyncio.shield(task)
+
+    async def start(self) -> None:
+        """Starts the child now, so that the first request need not wait for it."""
+        async with self._turn:
+            await self._started()
+
+    @property
+    def child_pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
 
     async def close(self) -> None:
         self._closed = True
@@ -76,20 +93,20 @@ class GrammarCompiler:
         if len(grammar) > self._cache_bytes:
             return
         self._cache[key] = grammar
-        self._held_bytes += len(grammar)
-        while self._held_bytes > self._cache_bytes:
+        self.held_bytes += len(grammar)
+        while self.held_bytes > self._cache_bytes:
             _, oldest = self._cache.popitem(last=False)
-            self._held_bytes -= len(oldest)
+            self.held_bytes -= len(oldest)
 
     async def _ask(self, data: bytes) -> Reply | None:
         """The child's answer; None when it died. Whatever interrupts the exchange ends the child."""
-        child = await self._started()
         try:
-            async with asyncio.timeout(self._limit_s):
+            child = await self._started()
+            async with asyncio.timeout(self.limit_s):
                 return await _exchange(child, data)
         except TimeoutError:
             await self._kill()
-            message = f"the demanded format takes longer than {self._limit_s:g} s to compile: simplify it"
+            message = f"the demanded format takes longer than {self.limit_s:g} s to compile: simplify it"
             raise BadInput(message) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._kill()
@@ -103,9 +120,14 @@ class GrammarCompiler:
             raise Internal("the grammar compiler is closed")
         if self._child is None or self._child.returncode is not None:
             self._child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "emberline.text.grammar.child", str(self._memory_bytes), str(CPU_S),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            assert self._child.stdout is not None
+            try:
+                async with asyncio.timeout(START_S):  # starting is not the request's time
+                    await self._child.stdout.readexactly(len(READY))
+            except TimeoutError:
+                raise Internal("the grammar compiler does not start") from None
         return self._child
 
     async def _kill(self) -> None:

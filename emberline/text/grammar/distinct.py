@@ -89,8 +89,8 @@ def _split(writer: "Writer", shape: Shape, depth: int) -> list[Expression]:
 
 
 def _numbers(writer: "Writer", shape: Number) -> list[Expression]:
-    """The small ones each, the larger ones by their first digit and length."""
-    edges = [*range(20), *(n * 10**k for k in range(1, 6) for n in range(2 if k == 1 else 1, 10)), 10**6, 10**9, 10**15]
+    """The small ones each, the larger ones in wider and wider steps."""
+    edges = [*range(20), *range(20, 100, 10), 100, 200, 500, *(10**k for k in (3, 4, 5, 6, 9, 15))]
     starts = sorted({*edges, *(-edge for edge in edges)})
     found: list[Expression] = []
     for start, end in pairwise(starts):
@@ -98,14 +98,14 @@ def _numbers(writer: "Writer", shape: Number) -> list[Expression]:
         met = writer.algebra.meet_shapes(shape, part)
         if isinstance(met, Number):
             found.append(number_expression(writer.builder, met))
-    order = len(starts) // 2
-    return found if shape.low is None or shape.low[0] < 0 else found[-order:] if len(found) > order else found
+    return found
 
 
 def _strings(writer: "Writer", shape: String) -> list[Expression]:
     """By length; where a pattern fixes that, by the first character."""
     if not shape.patterns and not shape.formats and not shape.without:
-        most = MAX_LENGTHS if shape.most is None else min(shape.most, shape.least + MAX_LENGTHS)
+        longest = shape.least + MAX_LENGTHS
+        most = longest if shape.most is None else min(shape.most, longest)
         exactly = [replace(shape, least=n, most=n) for n in range(shape.least, most + 1)]
         return [string_expression(writer.algebra, writer.builder, each) for each in exactly]
     whole = string_automaton(writer.algebra, shape)

@@ -9,7 +9,7 @@ from emberline.text.grammar.goals import FALSE, TRUE, Goal
 
 MAX_NODES = 20_000
 MAX_DEPTH = 100
-MAX_WORK = 150_000
+MAX_WORK = 100_000  # about a second
 
 _DATA = {"const", "enum", "default", "examples", "example"}  # values, in which nothing is a schema
 
@@ -59,6 +59,9 @@ class Document:
         """An error that names the keyword and where it stands."""
         text = f"the schema keyword {keyword!r} at #{node.pointer}/{_token(keyword)} is not supported"
         raise UnsupportedSchema(text + (f": {why}" if why else ""), param=self.where)
+
+    def unsupported(self, message: str) -> NoReturn:
+        raise UnsupportedSchema(message, param=self.where)
 
     def give_up(self, node: Node, keyword: str) -> None:
         """Part of what the schema allows will never be generated; should nothing be left, this is why."""

@@ -5,14 +5,15 @@ from typing import Any
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Rule, Sequence, Text
 from emberline.text.grammar.automaton import tidy
+from emberline.text.grammar.blame import blaming
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
 from emberline.text.grammar.ranges import ANY, Ranges, chars, complement, union
-from emberline.text.grammar.regex import parse
+from emberline.text.grammar.regex import MAX_EXPANDED, expanded, parse
 
 MAX_TEXT = 256 << 10
 MAX_DEPTH = 50
 MAX_COUNT = 10_000
-PARAM = "guided_grammar"
+PARAM = "output"
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0": "\0"}
 _SIZES = {"x": 2, "u": 4, "U": 8}
@@ -24,7 +25,8 @@ def grammar_expression(builder: Builder, text: Any) -> Expression:
         raise BadInput("a grammar must be a string", param=PARAM)
     if len(text) > MAX_TEXT:
         raise BadInput(f"a grammar may have {MAX_TEXT >> 10} KiB, not {len(text) >> 10}", param=PARAM)
-    rules = _Reader(builder, text).rules()
+    with blaming(PARAM):
+        rules = _Reader(builder, text).rules()
     start = next((name for name in ("root", "start") if name in rules.bodies), None)
     if start is None:
         raise BadInput("the grammar has no rule called root: root ::= …", param=PARAM)
@@ -237,7 +239,10 @@ class _Reader:
                 return item
 
     def _repeated(self, item: Expression, least: int, most: int | None) -> Expression:
-        return repeat(item, least, most)
+        found = repeat(item, least, most)
+        if expanded(found) > MAX_EXPANDED:
+            self._fail(f"counted repetitions of more than {MAX_EXPANDED} characters in all")
+        return found
 
     def _counts(self) -> tuple[int, int | None]:
         end = self._text.find("}", self._at)

@@ -67,9 +67,11 @@ def _intervals(shape: Number) -> list[tuple[Bound | None, Bound | None]]:
 
 def _between(builder: Builder, shape: Number, low: Bound | None, high: Bound | None) -> Expression:
     if shape.multiples and low is not None and high is not None:
-        step = _common(shape.multiples if shape.integral is not True else shape.multiples | {Fraction(1)})
-        if (high[0] - low[0]) / step < MAX_LISTED // 2:
-            return _listed(low, high, step, [*shape.not_multiples, *([Fraction(1)] if shape.integral is False else [])])
+        common = _common(shape.multiples if shape.integral is not True else shape.multiples | {Fraction(1)})
+        if (high[0] - low[0]) / common < MAX_LISTED // 2:
+            return _listed(
+                low, high, common, [*shape.not_multiples, *([Fraction(1)] if shape.integral is False else [])]
+            )
     if shape.integral:
         step = lcm(*(each.numerator for each in shape.multiples)) if shape.multiples else 1
         avoided = [each.numerator for each in shape.not_multiples]

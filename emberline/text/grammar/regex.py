@@ -11,6 +11,7 @@ import msgspec
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Sequence, Text
 from emberline.text.grammar import unicode
+from emberline.text.grammar.blame import blaming
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
 from emberline.text.grammar.ranges import ANY, Ranges, chars, complement, union
 
@@ -44,13 +45,14 @@ class Anchor(msgspec.Struct, frozen=True):
 Tree: TypeAlias = Any  # an Expression in which anchors occur, until `_settle` has placed them
 
 
-def regex_expression(builder: Builder, pattern: Any, param: str = "guided_regex") -> Expression:
+def regex_expression(builder: Builder, pattern: Any, param: str = "output") -> Expression:
     """The whole text must match. `^` and `$` at the ends change nothing."""
     if not isinstance(pattern, str):
         raise BadInput("a regex must be a string", param=param)
     from emberline.text.grammar.automaton import tidy
 
-    return tidy(parse(pattern, search=False, param=param), builder)
+    with blaming(param):
+        return tidy(parse(pattern, search=False, param=param), builder)
 
 
 def parse(pattern: str, *, search: bool, wide: bool = False, param: str | None = None) -> Expression:
@@ -223,6 +225,8 @@ class _Parser:
             return None
         end = self.pattern.find("}", self.at)
         least, comma, most = self.pattern[self.at + 1 : max(end, self.at)].partition(",")
+        if not least and comma and _is_count(most):
+            self.fail(f"{{,{most}}}, which dialects read differently ({{0,{most}}} is clear),")
         if not _is_count(least) or (most and not _is_count(most)):
             return None  # a brace that stands for itself
         if len(least) > 6 or len(most) > 6:

@@ -4,14 +4,14 @@ A schema is read into shapes (`keywords`, `algebra`): for each JSON type the alt
 like, with sub-schemas left as goals. A goal is a set of sub-schemas that hold at once, and becomes one rule.
 """
 
+import json
 from typing import Any
-
-import msgspec
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Expression, Rule, Text
 from emberline.text.grammar.algebra import Algebra
 from emberline.text.grammar.arrays import array_expression
+from emberline.text.grammar.blame import blaming
 from emberline.text.grammar.builder import NEVER, Builder, choice, separated, sequence
 from emberline.text.grammar.document import Document, UnsupportedSchema
 from emberline.text.grammar.goals import Goal, impossible
@@ -23,12 +23,13 @@ from emberline.text.grammar.strings import free_string, literal, string_expressi
 MAX_SCHEMA_BYTES = 256 << 10
 
 
-def schema_expression(builder: Builder, schema: Any, where: str = "response_format.json_schema.schema") -> Expression:
+def schema_expression(builder: Builder, schema: Any, where: str = "output") -> Expression:
     """What a JSON text must be to satisfy the schema: compact, keys in the schema's order."""
     _check_size(schema, where)
     writer = Writer(builder, Document(schema, where))
     try:
-        expression = writer.goal(writer.document.root)
+        with blaming(where):
+            expression = writer.goal(writer.document.root)
     except RecursionError:
         raise BadInput("the schema is nested too deep: flatten it with $defs", param=where) from None
     if not builder.possible(expression):
@@ -50,7 +51,7 @@ def object_expression(builder: Builder) -> Expression:
 
 def _check_size(schema: Any, where: str) -> None:
     try:
-        size = len(msgspec.json.encode(schema))
+        size = len(json.dumps(schema, allow_nan=False, ensure_ascii=False).encode())
     except (TypeError, ValueError, RecursionError, UnicodeError):
         raise BadInput("the schema is not plain JSON, or nested too deep", param=where) from None
     if size > MAX_SCHEMA_BYTES:
@@ -92,7 +93,7 @@ class Writer:
             return free_value(self.builder)
         if impossible(goal):
             return NEVER
-        key = (id(self.document), goal)
+        key = (self.document, goal)  # the document, not its id: that may come back for another one
         if found := self.builder.known(key):
             return found
         number = self.builder.reserve(key)
@@ -118,7 +119,7 @@ class Writer:
             case Plain():
                 return choice(literal(value) for value in shape.among)
             case Number():
-                key = (id(self.document), shape)
+                key = shape
                 known = self.builder.known(key)
                 return known or self.builder.share(key, number_expression(self.builder, shape))
             case String():

@@ -1,5 +1,6 @@
 """What values of one JSON type must be like: conjunctions of constraints. A union of them describes any schema."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final, TypeAlias
@@ -114,7 +115,12 @@ def nothing() -> Values:
 
 
 def join(options: list[Values]) -> Values:
-    return {kind: tuple(dict.fromkeys(s for option in options for s in shapes(option, kind))) for kind in KINDS}
+    return {kind: unique(s for option in options for s in shapes(option, kind)) for kind in KINDS}
+
+
+def unique(found: Iterable[Shape]) -> tuple[Shape, ...]:
+    """Without repetition. Fixed values may hold lists and objects, which only `exact` makes comparable."""
+    return tuple({(each if each.among is None else exact(each.among)): each for each in found}.values())
 
 
 def kind_of(value: Any) -> str:

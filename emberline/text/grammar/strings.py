@@ -95,6 +95,8 @@ def string_expression(algebra: "Algebra", builder: Builder, shape: String) -> Ex
     if not trees and not unwanted and shape.least == 0 and shape.most is None:
         return sequence(QUOTE, in_json(not_among(shape.without)), QUOTE)
     found = string_automaton(algebra, shape)
+    if shape.formats and found.shortest() is None:
+        algebra.document.given_up.append(f"'format' {min(shape.formats)!r}")
     return sequence(QUOTE, _written(found, builder), QUOTE)
 
 

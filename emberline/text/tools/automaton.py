@@ -15,6 +15,7 @@ from emberline.text.tools.patterns import HEAD_CHARS, TAIL_CHARS, CallPatterns, 
 from emberline.text.tools.pieces import Argued, CallBegun, CallEnded, Piece, Said, Thought
 from emberline.text.tools.thinking import ThinkForm
 
+GAP_CHARS = 64  # of white space may be held back; more of it is text
 _DROP_SIGNS = dict.fromkeys(range(0xD800, 0xE000))
 
 
@@ -105,11 +106,12 @@ class ReplyParser:
     def _before(self, final: bool, pieces: list[Piece]) -> bool:
         """Whether the reply begins with reasoning is not known yet."""
         start, text = self._form.think_start, self._held.lstrip()
-        if text.startswith(start):
-            self._held = text[len(start) :]
-            self.thinking = self._trim = True
-        elif start.startswith(text) and not final:
-            return False
+        if len(self._held) - len(text) <= GAP_CHARS:
+            if text.startswith(start):
+                self._held = text[len(start) :]
+                self.thinking = self._trim = True
+            elif start.startswith(text) and not final:
+                return False
         self._state = self._text
         return True
 
@@ -145,11 +147,11 @@ class ReplyParser:
         assert self._calls is not None
         (opening,) = self._calls.openings
         text = self._held.lstrip()
-        if text.startswith(opening):
-            self._gap = self._held[: len(self._held) - len(text)]
-            self._held = text
+        gap = self._held[: len(self._held) - len(text)]
+        if len(gap) <= GAP_CHARS and text.startswith(opening):
+            self._held, self._gap = text, gap
             self._state = self._head
-        elif opening.startswith(text) and not final:
+        elif len(gap) <= GAP_CHARS and opening.startswith(text) and not final:
             return False
         else:
             self._at_start = False
@@ -246,7 +248,8 @@ class ReplyParser:
 
 def _spaceless(text: str, end: int) -> int:
     """Where the white space before `end` begins."""
-    while end and text[end - 1].isspace():
+    first = max(0, end - GAP_CHARS)
+    while end > first and text[end - 1].isspace():
         end -= 1
     return end
 

@@ -73,6 +73,7 @@ GENERIC = ToolForm(
     end=HERMES.end,
     between=HERMES.between,
     openings=HERMES.openings,
+    parallel=False,  # models that were never taught to call repeat the first call until their tokens run out
     own=True,
 )
 FORMS = {form.family: form for form in (HERMES, LLAMA3, MISTRAL_LIST, MISTRAL, KIMI, GENERIC)}  # by name

@@ -11,6 +11,7 @@ from emberline.text.tools.families import FORMS
 from emberline.text.tools.form import ToolForm, split_tokens
 
 MAX_CALLS = 32  # in one reply; a model that repeats itself ends there
+_SAYS_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
 _DIGIT = Chars(((ord("0"), ord("9")),))
 
 
@@ -63,7 +64,7 @@ def _calls(builder: Builder, tools: ToolGrammar, form: ToolForm) -> Expression:
     call = builder.add(_call(builder, tools.tools, form))
     most = MAX_CALLS if tools.parallel and form.parallel else 1
     more = repeat(sequence(_spelled(form.between, form), call), 0, most - 1)
-    return sequence(_spelled(form.begin, form), call, more, _spelled(form.close, form))
+    return sequence(_begin(form), call, more, _spelled(form.close, form))
 
 
 def _call(builder: Builder, tools: tuple[Tool, ...], form: ToolForm) -> Expression:
@@ -77,6 +78,8 @@ def _arguments(builder: Builder, tool: Tool) -> Expression:
     """Bound to the tool's schema; to any object where that is beyond us and the tool is not strict about it."""
     if not tool.parameters:
         return object_expression(builder) if not tool.strict else Text("{}")
+    if tool.parameters.get("properties") == {} and tool.parameters.keys() <= _SAYS_NOTHING:
+        return Text("{}")  # it takes none; a schema alone would allow any
     try:
         return schema_expression(builder, {"type": "object", **tool.parameters}, "tools")
     except UnsupportedSchema as error:
@@ -90,6 +93,14 @@ def _arguments(builder: Builder, tool: Tool) -> Expression:
 def _spelled(text: str, form: ToolForm) -> Expression:
     pieces = split_tokens(text, form.tokens)
     return sequence(*(Token(piece) if isinstance(piece, int) else Text(piece) for piece in pieces))
+
+
+def _begin(form: ToolForm) -> Expression:
+    """Some tokenizers begin text behind a special token with a space: their models write it."""
+    pieces = split_tokens(form.begin, form.tokens)
+    if len(pieces) == 2 and isinstance(pieces[0], int) and isinstance(pieces[1], str):
+        return sequence(Token(pieces[0]), optional(Text(" ")), Text(pieces[1]))
+    return _spelled(form.begin, form)
 
 
 def _mark(text: str, token_id: int | None) -> Expression:

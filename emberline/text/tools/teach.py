@@ -7,15 +7,17 @@ import msgspec
 
 from emberline.protocol.request import Tool
 
-_canonical = msgspec.json.Encoder(order="deterministic")
-
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """OpenAI's shape."""
+    """OpenAI's shape. Some templates go over the properties without asking whether there are any."""
     return [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": {"type": "object", "properties": {}} | tool.parameters,
+            },
         }
         for tool in tools
     ]

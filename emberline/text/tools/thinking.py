@@ -11,6 +11,7 @@ from emberline.protocol.request import Reasoning
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call the argument that turns it on and off
 EFFORT = "reasoning_effort"
+_KNOWN_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # templates know three
 # The share of a reply that may be reasoning, where the template does not know efforts. Above these, all of it.
 _SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8}
 
@@ -71,7 +72,7 @@ def template_kwargs(reasoning: Reasoning, variables: Set[str]) -> dict[str, Any]
     on = wanted(reasoning)
     kwargs: dict[str, Any] = {} if on is None else {name: on for name in _SWITCHES if name in variables}
     if EFFORT in variables and reasoning.effort is not None:
-        kwargs[EFFORT] = reasoning.effort
+        kwargs[EFFORT] = _KNOWN_EFFORTS.get(reasoning.effort, reasoning.effort)
     return kwargs
 
 

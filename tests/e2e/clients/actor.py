@@ -1,14 +1,18 @@
 """A stand-in engine that follows a play: `python -m tests.e2e.clients.actor PLAY MODEL FLAGS`.
 
 What it says depends on what the prompt has in it, so that a client's second request can be answered otherwise than its
-first. Everything else (scheduler, prefix cache, grammar, frames) is the engine's own.
+first. Unlike other stand-ins it follows grammars: a request fails when its grammar does not allow the line.
 """
 
 import sys
 from pathlib import Path
 
 from emberline.engine import script, standin
+from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.limits import Limits
+from emberline.engine.scheduler import Scheduler
 from emberline.engine.script import Script
+from emberline.kv.cache import KVCache
 from emberline.protocol import tokens
 from emberline.protocol.request import EngineRequest
 from emberline.text.model import TextModel
@@ -24,7 +28,11 @@ def perform(play: Play, text: TextModel, flags: list[str]) -> int:
         prompt = text.decode(request.prompt_ids, special=True)
         return Script(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
 
+    def scheduler(cache: KVCache, limits: Limits, fingerprint: str) -> Scheduler:
+        return Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size))
+
     script.of_request = of_request
+    standin.Scheduler = scheduler
     return standin.main(flags)
 
 

@@ -20,7 +20,6 @@ PLAY = play(
     saying("It is clear in both.", cue='"report":2'),
     Line(cue="weather and the time", calls=(("weather", {"city": "Biel"}), ("clock", {"zone": "CET"}))),
     saying("Clear, at 12:34.", cue="12:34"),
-    calling("launch", cue="something undeclared", target="moon"),
 )
 
 
@@ -55,9 +54,3 @@ def test_arguments_come_as_they_are_written(stage: str, sdk: Sdk) -> None:
     for call in calls:
         assert json.loads("".join(got["written"][call["id"]])) == call["input"]
         assert len(got["written"][call["id"]]) > 3
-
-
-def test_a_call_to_no_declared_tool_is_none(stage: str, sdk: Sdk) -> None:
-    got = sdk.ask("generateAgent", stage, "Do something undeclared.")
-    assert got["ran"] == []
-    assert [step["finishReason"] for step in got["steps"]] == ["stop"]

@@ -32,9 +32,7 @@ def array(item):
 
 
 NUMBERS = Grammar((array(NUMBER),))
-LINKED = Grammar(
-    (Rule(1), seq(Text('{"value":'), INTEGER, Text(',"next":'), choice(Text("null"), Rule(1)), Text("}")))
-)
+LINKED = Grammar((Rule(1), seq(Text('{"value":'), INTEGER, Text(',"next":'), choice(Text("null"), Rule(1)), Text("}"))))
 JSON = Grammar(
     (
         choice(STRING, NUMBER, Text("true"), Text("false"), Text("null"), Rule(1), Rule(2)),
@@ -47,9 +45,10 @@ JSON = Grammar(
     )
 )
 PERSON = Grammar(
-    (seq(Text('{"name":'), STRING, Text(',"age":'), INTEGER, Text(',"role":'), Rule(1), Text("}")), choice(
-        *(Text(f'"{role}"') for role in ("admin", "user", "userland"))
-    ))
+    (
+        seq(Text('{"name":'), STRING, Text(',"age":'), INTEGER, Text(',"role":'), Rule(1), Text("}")),
+        choice(*(Text(f'"{role}"') for role in ("admin", "user", "userland"))),
+    )
 )
 CALLS = Grammar(
     (
@@ -68,16 +67,31 @@ def frame(words=()):
     return Frame(tokens, {SPECIAL: "<special>", END_ID: "<end>"})
 
 
-WORDS = ('{"', '":', '","', "null", "true", ',"next":', '{"value":', "12", "007", "aaaa", "<call>", "</call>", "é", "[[")
+WORDS = (
+    '{"',
+    '":',
+    '","',
+    "null",
+    "true",
+    ',"next":',
+    '{"value":',
+    "12",
+    "007",
+    "aaaa",
+    "<call>",
+    "</call>",
+    "é",
+    "[[",
+)
 
 
-# --- what a grammar matches, by trying everything -----------------------------------------------------------------------
+# --- what a grammar matches, by trying everything ---------------------------------------------------------------------
 
 ALPHABET = ("a", "b", "é", "À")  # the last: what a half character is completed to
 
 
 def language(grammar, most):
-    """Every match of at most so many symbols (bytes, and 256 + id of special tokens), rule by rule until none is new."""
+    """Every match of at most so many symbols (bytes, and 256 + id of special tokens), until no rule has more."""
     found = [set() for _ in grammar.rules]
     while True:
         new = [matches(rule, found, most) for rule in grammar.rules]

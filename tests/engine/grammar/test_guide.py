@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import compiler
+from emberline.engine.grammar import compiler, matcher
 from emberline.engine.grammar.automaton import DEAD, Automaton
 from emberline.engine.grammar.bounds import check
 from emberline.engine.grammar.compiler import Grammars
@@ -153,14 +153,15 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other(engine):
 def test_a_closing_path_is_short(engine):
     guide = compiled(engine, ALL["linked"]).guide()
     path = guide.closing()
-    assert guide.fits(len(path)) and not guide.fits(len(path) - 1)
+    assert guide.fits(len(path))
+    assert not guide.fits(len(path) - 1)
     assert len(path) == 5  # {"value": 0 ,"next": null }
     for token_id in path:
         assert guide.accept(token_id)
     assert guide.finished
 
 
-# --- compiling ----------------------------------------------------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 
 def test_a_grammar_needs_the_vocabulary():
@@ -191,14 +192,27 @@ def test_a_bad_grammar_fails_alone(engine, grammar, reason):
     compiled(engine, JSON).guide()
 
 
-def test_a_grammar_is_compiled_once_and_then_afresh(engine, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_USES", 3)
+def test_a_grammar_is_compiled_once(engine):
     grammar = Grammar((Text("just this one"),))
-    first = compiled(engine, grammar)
-    for _ in range(3):
-        assert compiled(engine, grammar) is first
-        first.guide()
-    assert compiled(engine, grammar) is not first
+    assert compiled(engine, grammar) is compiled(engine, grammar)
+
+
+def test_counted_texts_outlive_the_library_s_table(monkeypatch):
+    monkeypatch.setitem(matcher.LIMITS, "max_lexer_states", 4000)
+    made = Grammars(VOCAB)
+    made.learn(frame(WORDS))
+    grammar = Grammar((seq(Text('"'), Repeat(choice(Chars(((97, 122),)), Text("\\n")), 0, 5000), Text('"')),))
+    first, second = (compiled(made, grammar).guide() for _ in range(2))
+    assert first.accept(ord('"'))
+    for n in range(2000):
+        assert ord("a") in allowed(first)
+        assert first.accept(97 + n % 26)
+    assert first._matcher._origin is not second._matcher._origin, "the table was full, and replaced"
+    first.rollback(1500)
+    assert first.accept(ord('"'))
+    assert first.finished
+    assert second.accept(ord('"'))
+    assert ord("a") in allowed(second)
 
 
 def test_the_cache_is_bounded(engine, monkeypatch):
@@ -229,6 +243,22 @@ def test_without_the_library_only_grammars_are_refused(monkeypatch):
         compiled(made, JSON).guide()
 
 
+def test_which_rules_lead_back_to_themselves():
+    calls = {0: [1, 2], 1: [3], 2: [2], 3: [4], 4: [1, 5], 5: [], 6: [0], 7: [8], 8: []}
+    rules = tuple(Sequence((Text("x"), *map(Rule, called))) for called in calls.values())
+    assert recursive_rules(Grammar(rules)) == {1, 2, 3, 4}
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=7, max_size=7))
+def test_recursion_is_found_however_rules_call(calls):
+    reach = [set(called) for called in calls]
+    for _ in calls:
+        reach = [one | {far for near in one for far in reach[near]} for one in reach]
+    rules = tuple(Sequence((Text("x"), *map(Rule, called))) for called in calls)
+    assert recursive_rules(Grammar(rules)) == {n for n, one in enumerate(reach) if n in one}
+
+
 def bomb(depth):
     """(((a{1,9}){1,9}){1,9}…: few expressions, endless counts."""
     nested = Choice((Text("a"), Text("b"), Chars(((97, 122),))))
@@ -243,11 +273,14 @@ def bomb(depth):
         bomb(30),
         Grammar((seq(Repeat(Chars(((97, 122),)), 0, 100_000), Repeat(Chars(((97, 122),)), 0, 100_000)),)),
         Grammar((seq(Repeat(choice(Text("a"), Text("b"))), Text("a"), Repeat(choice(Text("a"), Text("b")), 40, 40)),)),
-        Grammar(tuple(choice(Text("x"), seq(Text("("), Rule((n + 1) % 300), Rule((n * 7 + 3) % 300))) for n in range(300))),
+        Grammar(
+            tuple(choice(Text("x"), seq(Text("("), Rule((n + 1) % 300), Rule((n * 7 + 3) % 300))) for n in range(300))
+        ),
         Grammar((Sequence(tuple(Repeat(Text(f"k{n}"), 0, 1) for n in range(3000))),)),
+        Grammar((*(choice(Text("x"), seq(Text(f"{n}"), Rule(n + 1))) for n in range(5000)), Text("y"))),
         Grammar((seq(Free(tuple(f"stop{n}" for n in range(300))), Text("stop7")),)),
     ],
-    ids=["counts", "overlap", "lookback", "calls", "optional", "avoids"],
+    ids=["counts", "overlap", "lookback", "calls", "optional", "chain", "avoids"],
 )
 def test_hostile_grammars_end_in_time(engine, grammar):
     """Refused, failed at a step, or followed: never a hang."""

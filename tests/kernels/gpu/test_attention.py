@@ -58,11 +58,10 @@ SHAPES = [(4, 2, 64), (3, 1, 64), (8, 2, 96), (4, 4, 128), (2, 1, 256)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("window", "norm"), [(None, False), (40, True)])
 def test_decode(heads: int, kv_heads: int, dim: int, window: int | None, norm: bool) -> None:
     at = attention(heads, kv_heads, dim, window, norm)
-    contexts = [1, 16, 0, 17, 64, 65, 300]
+    contexts = [1, 0, 17, 64, 300]
     b = batch([1] * len(contexts), contexts, at)
     qkv = noise(b.tokens, (heads + 2 * kv_heads) * dim, seed=3)
     pool = b.pool.clone()

@@ -1,11 +1,13 @@
 """A plain reading of the grammar's meaning: random texts of a grammar, and whether a text belongs to it."""
 
 import random
+import sys
 from functools import cache
 
 from emberline.protocol.grammar import Chars, Choice, Expression, Grammar, Repeat, Rule, Sequence, Text
 
 ENDLESS = 10**9
+sys.setrecursionlimit(20_000)  # rules are followed by calls
 
 
 class Sampler:

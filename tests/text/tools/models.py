@@ -155,6 +155,9 @@ def model(name: str) -> TextModel:
         return text_model(byte_level("llama-bpe", special), LLAMA3, bos_token="<|begin_of_text|>")
     if name == "mistral-list":
         return text_model(sentencepiece(_INST, bos_token_id=1), MISTRAL_LIST, bos_token="<s>", eos_token="</s>")
+    if name == "mistral-spaced":
+        spaced = MISTRAL_LIST.replace("[TOOL_CALLS]", "[TOOL_CALLS] ")
+        return text_model(sentencepiece(_INST, bos_token_id=1), spaced, bos_token="<s>", eos_token="</s>")
     if name == "mistral":
         return text_model(byte_level("tekken", (*_INST, "[ARGS]")), MISTRAL, bos_token="<s>", eos_token="</s>")
     if name == "kimi":
@@ -164,4 +167,14 @@ def model(name: str) -> TextModel:
     return text_model(byte_level("qwen2", special, _THINK), R1, bos_token="<bos>", eos_token="<eos>")
 
 
-CALLERS = ("qwen", "hermes-special", "hermes-text", "generic", "llama3", "mistral-list", "mistral", "kimi")
+CALLERS = (
+    "qwen",
+    "hermes-special",
+    "hermes-text",
+    "generic",
+    "llama3",
+    "mistral-list",
+    "mistral-spaced",
+    "mistral",
+    "kimi",
+)

@@ -101,6 +101,14 @@ def test_white_space_is_free_around_a_call() -> None:
     )
 
 
+def test_endless_white_space_goes_out() -> None:
+    for name, thinking in (("qwen", None), ("qwen", True), ("llama3", False)):
+        parser = model(name).reply_parser(b"", TOOLS, thinking)
+        parser.push_text("so" if thinking else "")
+        spaces = "".join(p.text for _ in range(100) for p in parser.push_text(" \n") if isinstance(p, Said | Thought))
+        assert len(spaces) >= 100
+
+
 def test_text_after_calls_is_text() -> None:
     reply = read("qwen", model("qwen").tool_form.write([EMPTY]) + "\n Done.")
     assert (reply.text, len(reply.calls)) == ("Done.", 1)
@@ -211,7 +219,7 @@ _SNIPPETS = [
         '{"x":[{}]}',
         "<|tool_call_end|>",
     ),
-    *("[ARGS]", "get_weather", "[", "]", ", ", "}", "<|tool_calls_section_begin|>", "\\", '"'),
+    *(" \n" * 40, "[ARGS]", "get_weather", "[", "]", ", ", "}", "<|tool_calls_section_begin|>", "\\", '"'),
 ]
 
 

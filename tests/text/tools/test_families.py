@@ -12,6 +12,7 @@ from tests.text.tools.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST
         (QWEN, "hermes"),
         (LLAMA3, "llama3"),
         (MISTRAL_LIST, "mistral"),
+        (MISTRAL_LIST.replace("[TOOL_CALLS]", "[TOOL_CALLS] "), "mistral"),
         (MISTRAL, "mistral-args"),
         (KIMI, "kimi"),
         (CHATML, "generic"),

@@ -125,6 +125,14 @@ def test_a_schema_beyond_us_binds_to_any_object_unless_it_is_strict() -> None:
     assert caught.value.param == "tools"
 
 
+def test_a_tool_without_parameters_gets_none() -> None:
+    given = ToolCall("", "now", '{"a":1}')
+    for parameters, some in (({"type": "object", "properties": {}}, False), ({}, True)):
+        grammar = grammar_of("qwen", tools=(Tool("now", "", parameters),))
+        assert allows("qwen", grammar, written("qwen", NOTHING))
+        assert allows("qwen", grammar, written("qwen", given)) == some
+
+
 def test_a_schema_that_nothing_fits_is_refused() -> None:
     never = {"type": "object", "properties": {"a": False}, "required": ["a"]}
     with pytest.raises(BadInput, match=r"tool never: .*no value"):

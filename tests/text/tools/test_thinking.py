@@ -26,6 +26,7 @@ def test_which_models_think() -> None:
         (Reasoning(enabled=True), {"thinking", "messages"}, {"thinking": True}),
         (Reasoning(enabled=False), {"messages"}, {}),
         (Reasoning(effort="high"), {"reasoning_effort"}, {"reasoning_effort": "high"}),
+        (Reasoning(effort="max"), {"reasoning_effort"}, {"reasoning_effort": "high"}),
         (Reasoning(effort="high"), {"thinking"}, {}),
         (Reasoning(effort="none"), {"thinking"}, {"thinking": False}),
         (Reasoning(budget_tokens=0), {"thinking"}, {"thinking": False}),

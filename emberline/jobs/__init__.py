@@ -1,0 +1,1 @@
+"""Durable work: the queue, its batches, and the events that tell of them."""

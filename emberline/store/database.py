@@ -1,0 +1,73 @@
+"""What a store is: a few verbs that SQLite and PostgreSQL offer alike. SQL is written once, with `?` placeholders.
+
+A transaction that must look before it writes is a generator: `rows = yield Step(sql, params)`. SQLite drives it on its
+writer's thread, PostgreSQL over a connection; both may drive it again from the beginning, so it has no side effects.
+"""
+
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+Value = str | bytes | int | float | None
+Row = tuple[Value, ...]
+Rows = list[Row]
+T = TypeVar("T")
+
+
+class Sql(str):
+    """A statement that the two databases must be told in different words."""
+
+    postgres: str
+
+    def __new__(cls, sqlite: str, *, postgres: str) -> "Sql":
+        text = super().__new__(cls, sqlite)
+        text.postgres = postgres
+        return text
+
+
+class Step(NamedTuple):
+    sql: str
+    params: Sequence[Value] = ()
+
+
+class Many(NamedTuple):
+    """One statement for many sets of parameters; their RETURNING rows come one after another."""
+
+    sql: str
+    each: Sequence[Sequence[Value]]
+
+
+Statement = Step | Many | tuple[str, Sequence[Value]]
+Work = Generator[Statement, Rows, T]
+
+
+class Database(Protocol):
+    async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        """Run one statement; return once it is durable, with its RETURNING rows. Neighbours share a commit."""
+
+    async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
+        """Run them all or none; return once they are durable."""
+
+    async def run(self, work: Callable[[], Work[T]]) -> T:
+        """Run a transaction that looks before it writes. What it raises undoes it."""
+
+    async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        """Run one query: it sees every write that has returned."""
+
+    async def notify(self, channel: str, payload: str = "") -> None:
+        """Wake whoever listens, best effort; after the commit that there is to tell of."""
+
+    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
+        """Payloads as they come; "" when some may have been missed, and every `poll_s` or so: look for yourself."""
+
+    def now_us(self) -> int:
+        """Unix time by the clock that leases and deadlines go by: it never jumps."""
+
+    async def close(self) -> None: ...
+
+
+def in_order(statements: Sequence[Statement]) -> Work[list[Rows]]:
+    """The transaction that runs `statements` one after another."""
+    found: list[Rows] = []
+    for statement in statements:
+        found.append((yield statement))
+    return found

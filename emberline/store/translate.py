@@ -1,0 +1,27 @@
+"""One text of SQL for two databases."""
+
+import re
+from functools import lru_cache
+
+from emberline.store.database import Sql
+
+_PIECE = re.compile(r"'(?:[^']|'')*'|\?")
+
+
+def numbered(sql: str) -> str:
+    """The text for PostgreSQL: its own where there is one, and `$1`, `$2` for the `?` that are not in quotes."""
+    return _numbered(sql.postgres if isinstance(sql, Sql) else sql)
+
+
+@lru_cache(512)
+def _numbered(sql: str) -> str:
+    n = 0
+
+    def piece(match: re.Match[str]) -> str:
+        nonlocal n
+        if match[0] != "?":
+            return match[0]
+        n += 1
+        return f"${n}"
+
+    return _PIECE.sub(piece, sql)

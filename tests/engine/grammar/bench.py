@@ -1,0 +1,138 @@
+"""A scheduler with the real grammars and a runner that draws what a taste prefers among what a mask allows."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from emberline.engine.grammar.automaton import Automaton
+from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.limits import Limits
+from emberline.engine.loop import StepLoop
+from emberline.engine.scheduler import Scheduler
+from emberline.kv.cache import KVCache
+from emberline.protocol.grammar import encode
+from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
+from emberline.protocol.tokens import pack, unpack
+
+from ..fakes import FULL
+from .samples import ALL, END_ID, WORDS, frame
+
+VOCAB = 302
+TASTES = {
+    "digits": b"0123456789.,-",
+    "strings": b'"abc \\xyz',
+    "nesting": b'[{":abc,',
+    "calls": b'<call>{f:"12',
+    "none": b"",
+}
+
+
+@dataclass
+class Drawn:
+    token_id: int
+    logprob: float = -1.0
+    top: list = field(default_factory=list)
+
+
+class Taste:
+    """Draws by a hash of request and position: the same alone, in a batch and after preemption."""
+
+    def __init__(self, vocab=VOCAB):
+        self.vocab = vocab
+        self.requests = {}
+        self.rows = []
+        self.steps = 0
+
+    def launch(self, plan):
+        self.steps += 1
+        for admission in plan.admissions:
+            self.requests[admission.slot] = admission.request
+        return _Handle(self, [row for row in plan.rows if row.samples])
+
+    def draw(self, row, allowed):
+        request = self.requests[row.slot]
+        name, _, seed = (request.session or "none:0").partition(":")
+        rng = np.random.default_rng([row.end, int(seed)])
+        taste = set(TASTES[name])
+        liked = [t for t in allowed if t in taste and t not in row.banned]
+        if liked and rng.random() < 0.9:
+            return int(rng.choice(liked))
+        return int(rng.choice([t for t in allowed if t not in row.banned]))
+
+
+class _Handle:
+    def __init__(self, runner, rows):
+        self.runner, self.rows, self.drawn = runner, rows, []
+
+    def sample(self, masks=None):
+        bits = dict(zip(masks.rows, masks.bits)) if masks is not None else {}
+        for place, row in enumerate(self.rows):
+            allowed = range(self.runner.vocab)
+            if place in bits:
+                mask = np.unpackbits(bits[place].view(np.uint8), bitorder="little")[: self.runner.vocab]
+                allowed = mask.nonzero()[0].tolist()
+            self.drawn.append(Drawn(self.runner.draw(row, allowed)))
+
+    def result(self):
+        return self.drawn
+
+
+class Bench:
+    def __init__(self, n_blocks=200, max_running=4, token_budget=64, grammars=None, runner=None):
+        cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
+        limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
+        if grammars is None:
+            grammars = Grammars(VOCAB)
+            grammars.learn(frame(WORDS))
+        self.cache = cache
+        self.scheduler = Scheduler(cache, limits, "fake", grammars)
+        self.runner = runner or Taste()
+        self.loop = StepLoop(self.scheduler, self.runner)
+        self.deltas = {}
+
+    def submit(self, id, grammar, taste="none", prompt=(1, 2, 3), thinking=None, priority=1, **sampling):
+        request = EngineRequest(
+            id=id,
+            prompt_ids=pack(prompt),
+            sampling=SamplingParams(**{"max_tokens": 40, "seed": 1, **sampling}),
+            priority=priority,
+            session=taste if ":" in taste else f"{taste}:1",
+            grammar=encode(ALL[grammar] if isinstance(grammar, str) else grammar) if grammar else b"",
+            thinking_limit=None if thinking is None else ThinkingLimit(thinking[0], thinking[1], pack(thinking[2])),
+        )
+        self.scheduler.submit(request, 0.0)
+
+    def step(self):
+        for delta in self.loop.step(0.0):
+            self.deltas.setdefault(delta.id, []).append(delta)
+
+    def finish(self, limit_s=60.0):
+        give_up = time.monotonic() + limit_s
+        while self.loop.busy:
+            assert time.monotonic() < give_up, "it never ends"
+            if self.loop.held_up:
+                time.sleep(0.0005)
+            self.step()
+        return self
+
+    def tokens(self, id):
+        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
+
+    def end(self, id):
+        return self.deltas[id][-1]
+
+
+def valid(grammar, tokens, prefix=False):
+    """Whether tokens (an end token aside) match a grammar."""
+    automaton = Automaton(grammar)
+    tokens = tokens[:-1] if tokens and tokens[-1] == END_ID else tokens
+    words, state = frame(WORDS), automaton.start
+    for token in tokens:
+        state = automaton.token(state, token) if token in words.special else automaton.feed(state, words.tokens[token])
+    return state.cost < 1 << 59 if prefix else state.cost == 0
+
+
+def text(tokens):
+    words = frame(WORDS)
+    return b"".join(words.special.get(t, "").encode() or words.tokens[t] for t in tokens).decode(errors="replace")

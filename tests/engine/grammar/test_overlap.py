@@ -1,0 +1,49 @@
+"""Two steps in flight: replies with and without grammars, thinking limits too, are those of one step at a time."""
+
+import pytest
+
+from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.loop import StepLoop
+
+from .bench import TASTES, VOCAB, Bench
+from .samples import ALL, WORDS, frame
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    made = Grammars(VOCAB)
+    made.learn(frame(WORDS))
+    return made
+
+
+def replies(grammars, taste, steps_in_flight, n_blocks):
+    bench = Bench(grammars=grammars, n_blocks=n_blocks)
+    bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
+    for n, name in enumerate([None, *ALL, None]):
+        thinking = (7, (5,), [9, 8]) if name is None and n else None
+        bench.submit(f"{n}", name, taste, max_tokens=25 + n, thinking=thinking)
+    bench.finish()
+    assert bench.cache.n_used == 0
+    return {id: (bench.tokens(id), deltas[-1].finish) for id, deltas in bench.deltas.items()}, bench.runner.steps
+
+
+@pytest.mark.parametrize("taste", TASTES)
+@pytest.mark.parametrize("n_blocks", [200, 130])
+def test_replies_are_the_same(grammars, taste, n_blocks):
+    one, _ = replies(grammars, taste, 1, n_blocks)
+    two, _ = replies(grammars, taste, 2, n_blocks)
+    assert two == one
+
+
+def test_a_grammar_costs_no_extra_steps(grammars):
+    """Its rows follow like others: what it allows is asked when the token before is known, after the launch."""
+
+    def steps(steps_in_flight):
+        bench = Bench(grammars=grammars)
+        bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
+        bench.submit("a", "json", "strings", max_tokens=60)
+        bench.submit("b", None, "none", max_tokens=60)
+        bench.finish()
+        return bench.runner.steps
+
+    assert steps(2) <= steps(1) + 2

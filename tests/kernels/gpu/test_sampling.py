@@ -1,0 +1,123 @@
+"""Tokens drawn on the device against the plain sampler: the same logits, the same tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
+from emberline.kernels.gpu.sampling import draw
+from emberline.kernels.sampling import INVALID, SamplerRow
+from tests.kernels.gpu.made import DEVICE
+
+VOCAB = 9000  # three chunks, the last not full
+
+
+def logits(rows: int, seed: int = 0, spread: float = 3.0, vocab: int = VOCAB) -> torch.Tensor:
+    numbers = np.random.default_rng(seed).normal(size=(rows, vocab)) * spread
+    return torch.from_numpy(numbers.astype(np.float32)).to(DEVICE)
+
+
+def both(numbers: torch.Tensor, rows: list[SamplerRow], steps: int = 1, masks: dict[int, np.ndarray] | None = None):
+    """What the kernels and the plain sampler draw, step after step; rows sit in slots of other numbers."""
+    n = len(rows)
+    out = []
+    for draws in (draw, draw_reference):
+        table = SamplerTable(n + 2, numbers.shape[1], DEVICE)
+        slots = torch.tensor([(r + 1) % (n + 2) for r in range(n)], dtype=torch.int32, device=DEVICE)
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            table.set(slot, row)
+        drawn = Drawn.empty(n, DEVICE)
+        for step in range(steps):
+            if masks:
+                table.allow([slots.tolist()[r] for r in masks], np.stack(list(masks.values())))
+            table.upload()
+            positions = torch.tensor([r.position + step for r in rows], dtype=torch.int32, device=DEVICE)
+            draws(numbers, table, slots, positions, drawn)
+        out.append(drawn)
+    return out
+
+
+FILTERS = [
+    dict(),
+    dict(temperature=0.0),
+    dict(top_k=1),
+    dict(top_k=7),
+    dict(top_k=500, top_p=0.9),
+    dict(top_k=100000),
+    dict(top_p=0.05),
+    dict(top_p=0.95, temperature=0.7),
+    dict(min_p=0.05),
+    dict(min_p=0.01, top_p=0.9, top_k=50),
+    dict(temperature=2.0, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("spread", [3.0, 0.01])
+def test_filters_draw_what_the_plain_sampler_draws(spread: float) -> None:
+    rows = [SamplerRow(**f, seed=2**63 + 7 * i, position=1000 * i) for i, f in enumerate(FILTERS)]
+    got, want = both(logits(len(rows), 1, spread), rows)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_equal_logits_are_kept_in_the_order_of_their_ids() -> None:
+    numbers = torch.round(logits(4, 2, 1.0) * 4) / 4
+    filters = [dict(top_k=9), dict(top_p=0.01), dict(top_k=9, top_p=0.5), dict(top_k=5000, top_p=0.5)]
+    rows = [SamplerRow(**f, seed=i) for i, f in enumerate(filters)]
+    got, want = both(numbers, rows, steps=4)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_penalties_bias_bans_and_masks() -> None:
+    numbers = logits(5, 3)
+    top = numbers.topk(3).indices.tolist()
+    mask = np.zeros(VOCAB // 32 + 1, np.uint32)
+    mask[[1, 200]] = 0x0F0F0F0F
+    seen = np.array(top[0] + [5, 5], np.uint32)
+    rows = [
+        SamplerRow(temperature=0.0, repetition_penalty=1.5, prompt_ids=seen, output_ids=seen[:2]),
+        SamplerRow(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.3, output_ids=np.repeat(seen, 2)),
+        SamplerRow(temperature=0.0, logit_bias={17: 50.0, top[2][0]: -9.0}, banned=(17,)),
+        SamplerRow(temperature=1.0, seed=3),
+        SamplerRow(top_p=0.9, frequency_penalty=1.0, output_ids=seen, seed=4),
+    ]
+    got, want = both(numbers, rows, steps=3, masks={3: mask})
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    assert mask[got.token_ids[3].item() // 32] >> (got.token_ids[3].item() % 32) & 1
+
+
+def test_logprobs() -> None:
+    numbers = logits(3, 4)
+    rows = [SamplerRow(logprobs=0, seed=1), SamplerRow(logprobs=5, temperature=0.0), SamplerRow(logprobs=20, top_k=3)]
+    got, want = both(numbers, rows)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    torch.testing.assert_close(got.logprob, want.logprob, atol=1e-4, rtol=1e-5)
+    assert got.top_ids.tolist() == want.top_ids.tolist()
+    torch.testing.assert_close(got.top_logprobs, want.top_logprobs, atol=1e-4, rtol=1e-5)
+
+
+def test_numbers_that_are_none_give_no_token() -> None:
+    numbers = logits(5, 5)
+    numbers[0, 4321] = torch.nan
+    numbers[1, 17] = torch.inf
+    numbers[2] = -torch.inf
+    rows = [SamplerRow(), SamplerRow(top_p=0.5), SamplerRow(temperature=0.0), SamplerRow(top_k=4), SamplerRow()]
+    got, want = both(numbers, rows)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    assert got.token_ids[:3].tolist() == [INVALID] * 3
+
+
+def test_padding_is_left_alone_and_a_mask_lasts_one_draw() -> None:
+    table = SamplerTable(2, VOCAB, DEVICE)
+    table.set(0, SamplerRow(temperature=0.0))
+    table.allow([0], np.full((1, 1), 1 << 9, np.uint32))
+    numbers, out = logits(2, 6), Drawn.empty(2, DEVICE)
+    slots, positions = torch.tensor([-1, 0], dtype=torch.int32, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    out.token_ids.fill_(77)
+    table.upload()
+    draw(numbers, table, slots, positions, out)
+    assert out.token_ids.tolist() == [77, 9]
+    table.upload()
+    draw(numbers, table, slots, positions, out)
+    assert out.token_ids.tolist() == [77, numbers[1].argmax().item()]

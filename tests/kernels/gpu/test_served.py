@@ -1,0 +1,101 @@
+"""A whole engine around the Triton backend, interpreted where there is no GPU: the tokens are the plain backend's."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from emberline.engine.gpu_runner import GpuRunner  # noqa: E402
+from emberline.engine.limits import Limits  # noqa: E402
+from emberline.engine.loop import StepLoop  # noqa: E402
+from emberline.engine.runner import TorchRunner  # noqa: E402
+from emberline.engine.scheduler import Scheduler  # noqa: E402
+from emberline.kernels.gpu.backend import TritonBackend  # noqa: E402
+from emberline.kernels.gpu.workspace import Sizes  # noqa: E402
+from emberline.kernels.reference import TorchBackend  # noqa: E402
+from emberline.kv.cache import KVCache  # noqa: E402
+from emberline.models.decoder import Decoder  # noqa: E402
+from emberline.models.llama import LLAMA  # noqa: E402
+from emberline.weights.config import ModelConfig  # noqa: E402
+from tests.engine.fakes import request  # noqa: E402
+from tests.engine.host_sampler import HostKernels, HostTable  # noqa: E402
+from tests.engine.test_runner import tokens  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=97,
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    mlp_size=96,
+    context_len=256,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+LIMITS = Limits(256, 97, (0,), 4, 48)
+
+
+class RandomWeight:
+    def __init__(self, name, shape):
+        self.name, self.shape = name, shape
+
+    def affine(self):
+        return None
+
+    def tensor(self, dtype, device):
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
+        numbers = torch.randn(self.shape, generator=generator) * 0.2 + (len(self.shape) == 1)
+        return numbers.to(dtype).to(device)
+
+
+class Source:
+    config = CONFIG
+
+    def has(self, name):
+        return True
+
+    def weight(self, name):
+        c, part = CONFIG, name.removesuffix(".weight").rpartition(".")[2]
+        q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        shapes = {
+            "token_embd": (c.vocab_size, c.hidden_size),
+            "output": (c.vocab_size, c.hidden_size),
+            "attn_q": (q, c.hidden_size),
+            "attn_k": (kv, c.hidden_size),
+            "attn_v": (kv, c.hidden_size),
+            "attn_output": (c.hidden_size, q),
+            "ffn_gate": (c.mlp_size, c.hidden_size),
+            "ffn_up": (c.mlp_size, c.hidden_size),
+            "ffn_down": (c.hidden_size, c.mlp_size),
+        }
+        return RandomWeight(name, shapes.get(part, (c.hidden_size,)))
+
+
+def replies(runner_of, model, steps_in_flight):
+    cache = KVCache(model.kv_groups, [40], chunk=LIMITS.token_budget)
+    loop = StepLoop(Scheduler(cache, LIMITS, "x"), runner_of(model), steps_in_flight)
+    generator = torch.Generator().manual_seed(3)
+    deltas = {}
+    for n in range(3):
+        ids = torch.randint(1, 97, (7 + 30 * n,), generator=generator).tolist()
+        loop.submit(request(f"r{n}", ids, max_tokens=5, temperature=0.0), 0.0)
+        deltas[f"r{n}"] = []
+    while loop.busy:
+        for delta in loop.step(0.0):
+            deltas[delta.id].append(delta)
+    return {id: tokens(each) for id, each in deltas.items()}
+
+
+def test_the_tokens_are_those_of_the_plain_backend():
+    plain = Decoder(Source(), TorchBackend(DEVICE, torch.float32), LLAMA)
+    expected = replies(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), plain, 1)
+    fast = Decoder(Source(), TritonBackend(DEVICE, torch.float32), LLAMA)
+    fast.kernels.reserve(Sizes.of(CONFIG, LIMITS.token_budget, LIMITS.max_running, LIMITS.max_running, item=4))
+
+    def runner_of(model):
+        return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")
+
+    assert replies(runner_of, fast, 2) == expected

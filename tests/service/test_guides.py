@@ -1,0 +1,61 @@
+"""Grammars of replies, as an engine follows them: every family's special tokens, with and without reasoning."""
+
+import time
+from typing import Any
+
+import pytest
+
+from emberline.engine.grammar.compiler import Grammars
+from emberline.protocol.grammar import encode
+from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
+from emberline.protocol.tokens import unpack
+from emberline.text.grammar.build import build
+from emberline.text.tools.spec import grammar_spec
+from tests.text.tools.models import CALLERS, model
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = (Tool("get_weather", "", CITY), Tool("now", "", {"type": "object", "properties": {}}))
+PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris"}'), ToolCall("", "now", "{}")
+PATIENCE_S = 20.0
+
+
+def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) -> tuple[bool, bool]:
+    """Whether an engine lets the text pass, token by token, and whether it may end there."""
+    request = GenerateRequest(id="r", model="m", prompt="", **{"tools": TOOLS, **fields})
+    spec = grammar_spec(model(name), request, thinking)
+    assert spec is not None
+    grammars = Grammars(model(name).vocab_size)
+    grammars.learn(model(name).vocabulary)
+    pending = grammars.request(encode(build(spec)))
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not pending.ready:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+    guide = pending.guide()
+    accepted = all(guide.accept(token_id) for token_id in unpack(model(name).encode(text, special=True)))
+    return accepted, accepted and guide.complete
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_calls_pass_and_others_do_not(name: str) -> None:
+    form = model(name).tool_form
+    assert follows(name, form.write([PARIS])) == (True, True)
+    assert follows(name, form.write([PARIS]), tool_choice=ToolChoice("required")) == (True, True)
+    assert follows(name, form.write([ToolCall("", "get_weather", '{"town":1}')])) == (False, False)
+    assert follows(name, "Hello.") == (True, True)
+    assert follows(name, "Hello.", tool_choice=ToolChoice("required")) == (False, False)
+    if form.parallel:
+        assert follows(name, "So:\n" + form.write([PARIS, NOTHING])) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["qwen", "hermes-special", "hermes-text", "kimi"])
+def test_reasoning_passes_before(name: str) -> None:
+    written = model(name).tool_form.write([PARIS])
+    required = {"tool_choice": ToolChoice("required")}
+    assert follows(name, "Is <b> so?</think>\n\n" + written, True, **required) == (True, True)
+    assert follows(name, "I look.\n" + written, True, **required) == (True, True)
+    assert follows(name, "I look.", True, **required) == (True, False)
+    yes = {"output": OutputFormat("choice", ["yes"]), "tools": ()}
+    assert follows(name, "<think>Hm.</think>\n\nyes", None, **yes) == (True, True)
+    assert follows(name, "yes", None, **yes) == (True, True)
+    assert follows(name, "<think>Hm.</think>\n\nno", None, **yes) == (False, False)

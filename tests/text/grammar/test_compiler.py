@@ -1,0 +1,140 @@
+"""Grammars from the child process: cached, shared, limited in time, and outliving a child that dies."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from emberline.protocol.errors import BadInput, Internal
+from emberline.protocol.grammar import decode
+from emberline.protocol.request import OutputFormat
+from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar.spec import GrammarSpec
+from tests.text.grammar.reference import matches
+
+
+def spec(kind: Any, value: Any = None) -> GrammarSpec:
+    return GrammarSpec(output=OutputFormat(kind, value))
+
+
+@pytest.fixture
+async def compiler() -> Any:
+    compiler = GrammarCompiler(limit_s=20.0)
+    yield compiler
+    await compiler.close()
+
+
+async def test_every_kind_of_output(compiler: GrammarCompiler) -> None:
+    for each, good, bad in [
+        (spec("json_object"), '{"a":1}', "[]"),
+        (spec("json_schema", {"type": "integer"}), "12", "x"),
+        (spec("regex", "a+b"), "aab", "b"),
+        (spec("choice", ["yes", "no"]), "no", "maybe"),
+        (spec("grammar", 'root ::= "x" root | "y"'), "xxy", "x"),
+    ]:
+        grammar = decode(await compiler.compile(each))
+        assert matches(grammar, good)
+        assert not matches(grammar, bad)
+
+
+async def test_from_the_cache_within_a_millisecond(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "description": "x" * 50} for n in range(40)}}
+    first = await compiler.compile(spec("json_schema", schema))
+    took = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert await compiler.compile(spec("json_schema", dict(schema))) is first
+        took.append(time.perf_counter() - started)
+    assert sorted(took)[10] < 0.001
+
+
+async def test_the_order_of_keys_is_kept(compiler: GrammarCompiler) -> None:
+    for names in ("ba", "ab"):
+        schema = {"properties": {name: {"type": "null"} for name in names}, "required": ["a", "b"], "type": "object"}
+        grammar = decode(await compiler.compile(spec("json_schema", schema)))
+        assert matches(grammar, "{" + ",".join(f'"{name}":null' for name in names) + "}")
+
+
+async def test_started_early(compiler: GrammarCompiler) -> None:
+    await compiler.start()
+    assert compiler.child_pid is not None
+    await compiler.compile(spec("regex", "x"))
+
+
+async def test_the_same_is_compiled_once(compiler: GrammarCompiler) -> None:
+    results = await asyncio.gather(*(compiler.compile(spec("regex", "[a-z]{5}")) for _ in range(20)))
+    assert all(result is results[0] for result in results)
+
+
+async def test_errors_come_back_whole(compiler: GrammarCompiler) -> None:
+    with pytest.raises(BadInput, match="look-ahead") as caught:
+        await compiler.compile(spec("regex", "(?=a)"))
+    assert caught.value.param == "output"
+    with pytest.raises(BadInput, match="contradict"):
+        await compiler.compile(spec("json_schema", False))
+
+
+async def test_what_takes_too_long_is_killed_and_others_go_on() -> None:
+    compiler = GrammarCompiler(limit_s=1.0)
+    await compiler.compile(spec("regex", "x"))
+    pid = compiler.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it will never answer
+    slow = asyncio.create_task(compiler.compile(spec("regex", "y")))
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(compiler.compile(spec("regex", "z")))
+    with pytest.raises(BadInput, match="takes longer than 1 s to compile: simplify"):
+        await slow
+    compiler.limit_s = 20.0
+    assert matches(decode(await other), "z")
+    assert compiler.child_pid != pid
+    await compiler.close()
+
+
+async def test_a_child_that_dies_is_replaced(compiler: GrammarCompiler) -> None:
+    await compiler.compile(spec("regex", "x"))
+    pid = compiler.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert matches(decode(await compiler.compile(spec("regex", "y"))), "y")
+
+
+async def test_a_format_that_kills_the_child_twice_is_refused() -> None:
+    script = "import os; os.write(1, bytes(4)); os.read(0, 4)"  # ready, and gone at the first request
+    compiler = GrammarCompiler(command=[sys.executable, "-c", script])
+    with pytest.raises(BadInput, match="could not be compiled"):
+        await compiler.compile(spec("regex", "x"))
+    await compiler.close()
+
+
+async def test_the_cache_is_bounded() -> None:
+    compiler = GrammarCompiler(limit_s=20.0, cache_bytes=2000)
+    for n in range(50):
+        await compiler.compile(spec("choice", [f"option {n} " + "x" * 200]))
+        assert compiler.held_bytes <= 2000
+    await compiler.close()
+
+
+async def test_closed_means_closed(compiler: GrammarCompiler) -> None:
+    await compiler.close()
+    with pytest.raises(Internal, match="closed"):
+        await compiler.compile(spec("regex", "x"))
+
+
+async def test_the_child_needs_no_torch(compiler: GrammarCompiler) -> None:
+    code = "import sys, emberline.text.grammar.child; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await child.wait() == 0
+
+
+async def test_a_waiting_caller_may_leave(compiler: GrammarCompiler) -> None:
+    task = asyncio.create_task(compiler.compile(spec("regex", "abc")))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert matches(decode(await compiler.compile(spec("regex", "abc"))), "abc")
