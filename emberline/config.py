@@ -59,7 +59,10 @@ class EngineConfig(Section, frozen=True):
 
 
 class StoreConfig(Section, frozen=True):
-    url: str = ""  # empty: SQLite in the data folder
+    url: str = ""  # empty: SQLite in the data folder; else postgresql://… or sqlite:///path
+
+    def __repr__(self) -> str:  # it may hold a password
+        return f"StoreConfig(url={'set' if self.url else None})"
 
 
 class ResponsesConfig(Section, frozen=True):
@@ -99,6 +102,8 @@ _SECTIONS: dict[str, type[Section]] = {
     "log": LogConfig,
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
+_STORES = ("postgresql://", "postgres://", "sqlite:///")
+_SECRETS = (("auth", "key"), ("store", "url"))  # never shown
 _FLAGS = {"models": "model", "allowed_hosts": "allow-host", "cors_origins": "allow-origin", "level": "log-level"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -124,8 +129,7 @@ def resolve(
     config = Config(home=home, **sections)
     _check_key(config.auth.key)
     _check_ranges(config.webhooks.allow)
-    if config.store.url:
-        raise ConfigError("[store] url: only SQLite in the data folder is there yet; leave it out", param="store.url")
+    _check_store(config.store.url)
     return config
 
 
@@ -198,7 +202,7 @@ def _section(section: str, values: _Values) -> Section:
         try:
             checked[key] = msgspec.convert(_parsed(key, value), known[key].type, strict=False)
         except ValueError as error:
-            shown = "" if (section, key) == ("auth", "key") else f" {value!r}"
+            shown = "" if (section, key) in _SECRETS else f" {value!r}"
             choices = get_args(known[key].type) if get_origin(known[key].type) is Literal else ()
             reason = f"there are {', '.join(choices)}" if choices else str(error)
             raise ConfigError(
@@ -229,6 +233,11 @@ def _check_ranges(ranges: tuple[str, ...]) -> None:
             ipaddress.ip_network(text)
         except ValueError as bad:
             raise ConfigError(f"[webhooks] allow: {text!r} is not a range: {bad}", param="webhooks.allow") from None
+
+
+def _check_store(url: str) -> None:
+    if url and not url.startswith(_STORES):
+        raise ConfigError(f"[store] url must begin with {' or '.join(_STORES)}", param="store.url")
 
 
 def check_exposure(config: Config) -> None:

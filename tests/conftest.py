@@ -1,6 +1,7 @@
 """What tests of several rooms share."""
 
 import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads fight over two cores; ours do not mind
@@ -17,6 +18,7 @@ else:  # the same examples every time, and no clock: machines that run tests are
 
 from emberline.catalog.pull import pull
 from emberline.catalog.shelf import Shelf
+from tests.databases import KINDS, Place, a_place, postgres_server
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,18 @@ def smollm2() -> Path:
     """The default model's GGUF, pulled once per machine."""
     cache = os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests"
     return pull("smollm2", Shelf(Path(cache).expanduser())).path
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server, one for the whole run."""
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=KINDS)
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    """An empty place on each of the databases in turn."""
+    server = request.getfixturevalue("postgres") if request.param == "postgres" else None
+    async with a_place(request.param, tmp_path, server) as place:
+        yield place

@@ -72,7 +72,7 @@ def test_text_values_take_their_types(tmp_path: Path) -> None:
         ("[engine]\nmodels = [1]\n", ["models"]),
         ('[engine]\ndevice = "tpu"\n', ["device", "tpu"]),
         ('[engine]\nkv_bytes = "2 bananas"\n', ["kv_bytes", "2 bananas", "2G"]),
-        ('[store]\nurl = "postgresql://x"\n', ["[store] url", "SQLite"]),
+        ('[store]\nurl = "mysql://x"\n', ["[store] url", "postgresql://"]),
         ("[server\n", ["emberline.toml", "not valid TOML"]),
         ("[server]\ndrain_s = nan\n", ["drain_s"]),
     ],

@@ -123,7 +123,12 @@ async def serve(
 
         served = load_models(entries, cluster.endpoints)
         await cluster.wait_ready()
-        service = await open_service(served, data_dir=config.home, retention_days=config.responses.retention_days)
+        service = await open_service(
+            served,
+            data_dir=config.home,
+            retention_days=config.responses.retention_days,
+            store_url=config.store.url,
+        )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_S):
             raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")

@@ -1,6 +1,7 @@
 """A plan's rows in the order the device wants, and the buffers that carry them there."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,15 @@ from emberline.engine.gpu_stream import Upload
 from emberline.engine.plan import Row, StepPlan
 from emberline.engine.shared_prefix import SharedPrefix
 from emberline.kernels.gpu.step import Chunk, StepShape
-from emberline.kernels.inputs import FOLLOWS, HEAD_ROWS, NONE, PADDING, DecodeInputs
+from emberline.kernels.inputs import FOLLOWS, HEAD_ROWS, NONE, PADDING, DecodeInputs, SlotState
 from emberline.kv.budget import blocks_of
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS
+
+MAX_CAPTURED_TOKENS = 1024  # a step of more keeps the device busy for longer than it takes to launch
+TILE = 128
+DECODE_ROWS = (0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1 << 30)
+CHUNK_ROWS = (16, 64)  # one of them is nobody's
 
 
 @dataclass(slots=True)
@@ -25,13 +31,18 @@ class Batch:
     decodes: list[Row] = field(default_factory=list)
     chunks: list[Row] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # of the rows that draw, in the plan's order
-    order: list[int] = field(default_factory=list)  # their places among the step's draws
+    order: list[int] = field(default_factory=list)  # their places among the step's draws, if nothing is filled up
     logprobs: list[int | None] | None = None  # what each of them wants; None: nobody wants any
     masked: bool = False  # some draw waits for a grammar
 
     @property
     def n_draws(self) -> int:
         return len(self.order)
+
+    def places(self, n_decodes: int) -> list[int]:
+        """`order`, with the decoding rows filled up to so many."""
+        d = len(self.decodes)
+        return self.order if n_decodes == d else [n if n < d else n - d + n_decodes for n in self.order]
 
     @property
     def n_tokens(self) -> int:
@@ -121,58 +132,100 @@ class DecodeBuffers:
         )
 
 
-@dataclass(slots=True)
-class MixedStep:
-    inputs: StepInputs
-    slots: Tensor  # int32 [draws]
-    positions: Tensor  # int32 [draws], of the tokens to be drawn
+class MixedShape(NamedTuple):
+    """How a step with chunks is laid out: all that a captured one depends on."""
+
+    n_decodes: int  # rows at the front, filled up
+    n_tokens: int  # theirs and the chunks'
+    n_chunks: int  # rows behind them
+    padded: bool  # chunks and tokens are filled up too: the last row is nobody's and has the tokens that are left over
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_decodes + self.n_chunks
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of token ids, positions, query starts, context lengths, slots; and of the draws' tokens, slots, positions."""
+        return [self.n_tokens, self.n_tokens, self.n_rows + 1, *[self.n_rows] * 5]
+
+    @classmethod
+    def exact(cls, batch: Batch) -> "MixedShape":
+        return cls(len(batch.decodes), batch.n_tokens, len(batch.chunks), False)
+
+    @classmethod
+    def of(cls, batch: Batch, max_rows: int) -> "MixedShape":
+        """A shape that many batches share, so that it is worth capturing; the batch's own where it is large or odd."""
+        n_chunks = next((n for n in CHUNK_ROWS if len(batch.chunks) < n), 0)
+        n_decodes = min(next(n for n in DECODE_ROWS if len(batch.decodes) <= n), max_rows)
+        n_tokens = -(-(n_decodes + batch.n_tokens - len(batch.decodes)) // TILE) * TILE
+        if not n_chunks or n_tokens > MAX_CAPTURED_TOKENS:
+            return cls.exact(batch)
+        return cls(n_decodes, n_tokens, n_chunks, True)
+
+
+class Draws(NamedTuple):
+    """Who draws."""
+
+    slots: Tensor  # int32 [rows]; PADDING where a row does not
+    positions: Tensor  # int32 [rows], of the tokens to be drawn
 
 
 class MixedBuffers:
     """Steps with chunks in them: made on the host, shipped in one copy."""
 
     def __init__(self, max_tokens: int, max_rows: int, width: int, device: torch.device) -> None:
+        n_words = 2 * max(max_tokens, MAX_CAPTURED_TOKENS) + 6 * (max_rows + CHUNK_ROWS[-1]) + 1
         self._width = width
-        self._upload = Upload(2 * max_tokens + 6 * max_rows + 1, device, depth=3)
-        self._buffer = torch.zeros(2 * max_tokens + 6 * max_rows + 1, dtype=torch.int32, device=device)
-        self._counting = np.arange(width * BLOCK_TOKENS + 1, dtype=np.int32)
+        self._upload = Upload(n_words, device)
+        self._buffer = torch.zeros(n_words, dtype=torch.int32, device=device)
+        self._counting = np.arange(max(width * BLOCK_TOKENS, n_words) + 1, dtype=np.int32)
 
-    def send(self, batch: Batch, slots: Slots) -> MixedStep:
-        n_rows, n_tokens, n_draws = len(batch.decodes) + len(batch.chunks), batch.n_tokens, batch.n_draws
-        sizes = [n_tokens, n_tokens, n_rows + 1, n_rows, n_rows, n_draws, n_draws, n_draws]
-        stops = np.cumsum(sizes).tolist()
+    def send(self, batch: Batch, shape: MixedShape, spare_slot: int) -> int:
+        """Queue the copy; the longest context."""
         array = self._upload.array()
-        parts = [array[stop - size : stop] for stop, size in zip(stops, sizes)]
-        longest = self._fill(parts, batch)
-        sent = self._upload.send(stops[-1], self._buffer)
-        views = [sent[stop - size : stop] for stop, size in zip(stops, sizes)]
-        token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = views
-        state, d = slots.state, len(batch.decodes)
-        if any(row.follows for row in batch.decodes):
+        stops = np.cumsum(shape.sizes).tolist()
+        parts = [array[stop - size : stop] for stop, size in zip(stops, shape.sizes)]
+        longest = self._fill(parts, batch, shape, spare_slot)
+        self._upload.send(stops[-1], self._buffer)
+        return longest
+
+    def inputs(self, shape: MixedShape, state: SlotState, batch: Batch | None, longest: int = 0) -> StepInputs:
+        """From what was sent. A captured step knows no batch, and nothing but its shape."""
+        token_ids, positions, starts, contexts, row_slots, samples, *_ = self._views(shape)
+        d = shape.n_decodes
+        if d:
             last = state.last_tokens.index_select(0, row_slots[:d])
             token_ids[:d] = torch.where(token_ids[:d] < 0, last, token_ids[:d])
-        width = min(self._width, blocks_of(longest))
+        width = self._width if batch is None else min(self._width, blocks_of(longest))
         tables = [table[:, :width].index_select(0, row_slots) for table in state.tables]
-        inputs = StepInputs(token_ids, positions, starts, contexts, tables, samples.long(), self._shape(batch))
-        return MixedStep(inputs, draw_slots, draw_positions)
+        chunks = None if batch is None else _chunks(batch)
+        longest_query = shape.n_tokens - d if chunks is None else max(chunk.n for chunk in chunks)
+        step_shape = StepShape(d, longest_query, chunks=chunks)
+        n_draws = shape.n_rows if batch is None else batch.n_draws
+        return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_draws].long(), step_shape)
 
-    def _shape(self, batch: Batch) -> StepShape:
-        first, chunks = len(batch.decodes), []
-        for n, row in enumerate(batch.chunks, first):
-            chunks.append(Chunk(n, first, row.end - row.start, row.end))
-            first += row.end - row.start
-        return StepShape(len(batch.decodes), max(chunk.n for chunk in chunks), chunks=chunks)
+    def draws(self, shape: MixedShape, batch: Batch | None) -> Draws:
+        *_, slots, positions = self._views(shape)
+        n_draws = shape.n_rows if batch is None else batch.n_draws
+        return Draws(slots[:n_draws], positions[:n_draws])
 
-    def _fill(self, parts: list[NDArray[np.int32]], batch: Batch) -> int:
+    def _views(self, shape: MixedShape) -> list[Tensor]:
+        stops = np.cumsum(shape.sizes).tolist()
+        return [self._buffer[stop - size : stop] for stop, size in zip(stops, shape.sizes)]
+
+    def _fill(self, parts: list[NDArray[np.int32]], batch: Batch, shape: MixedShape, spare_slot: int) -> int:
         token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = parts
-        d = drawn = len(batch.decodes)
+        d, n = len(batch.decodes), shape.n_decodes
+        token_ids[d:n] = positions[d:n] = contexts[d:] = samples[d:] = draw_positions[d:] = 0
+        row_slots[d:], draw_slots[d:] = spare_slot, PADDING
         begins = np.array([row.start for row in batch.decodes], np.int32)
         token_ids[:d] = [token_of(row) for row in batch.decodes]
         positions[:d], contexts[:d], draw_positions[:d] = begins, begins + 1, begins + 1
         row_slots[:d] = draw_slots[:d] = [row.slot for row in batch.decodes]
-        starts[: d + 1], samples[:d] = self._counting[: d + 1], self._counting[:d]
-        n, longest = d, int(begins.max(initial=-1)) + 1
-        for r, row in enumerate(batch.chunks, d):
+        starts[: n + 1], samples[:d] = self._counting[: n + 1], self._counting[:d]
+        drawn, longest = n, int(begins.max(initial=-1)) + 1
+        for r, row in enumerate(batch.chunks, n):
             end = row.end
             stop = n + end - row.start
             token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
@@ -182,7 +235,19 @@ class MixedBuffers:
                 samples[drawn], draw_slots[drawn], draw_positions[drawn] = stop - 1, row.slot, end
                 drawn += 1
             n, longest = stop, max(longest, end)
+        if shape.padded:
+            starts[shape.n_decodes + len(batch.chunks) + 1 :] = n
+            starts[-1], contexts[-1] = shape.n_tokens, shape.n_tokens - n
+            token_ids[n:], positions[n:] = 0, self._counting[: shape.n_tokens - n]
         return longest
+
+
+def _chunks(batch: Batch) -> list[Chunk]:
+    first, chunks = len(batch.decodes), []
+    for n, row in enumerate(batch.chunks, first):
+        chunks.append(Chunk(n, first, row.end - row.start, row.end))
+        first += row.end - row.start
+    return chunks
 
 
 def token_of(row: Row) -> int:

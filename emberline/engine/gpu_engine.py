@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from emberline.engine.gpu_batch import CHUNK_ROWS, MAX_CAPTURED_TOKENS
 from emberline.engine.gpu_memory import MemoryBudget, budget, state_bytes
 from emberline.engine.gpu_runner import GpuRunner
 from emberline.engine.gpu_slots import SamplerTable
@@ -35,7 +36,8 @@ class GpuEngine:
     def open(cls, model: Model, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
         """`limits` of the model; the cache may bound its context further."""
         weights = torch.cuda.memory_allocated(device)
-        sizes = Sizes.of(model.config, limits.token_budget, limits.max_running, limits.max_running)
+        n_rows = limits.max_running + CHUNK_ROWS[-1]
+        sizes = Sizes.of(model.config, max(limits.token_budget, MAX_CAPTURED_TOKENS), n_rows, n_rows)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)

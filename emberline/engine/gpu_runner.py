@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine import shared_prefix
-from emberline.engine.gpu_batch import Batch, DecodeBuffers, MixedBuffers
+from emberline.engine.gpu_batch import CHUNK_ROWS, TILE, Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
 from emberline.engine.gpu_graphs import Graphs, bucket
 from emberline.engine.gpu_outputs import Draw, Drawn, Outputs, drawn_on
 from emberline.engine.gpu_slots import SamplerTable, Slots
@@ -41,6 +41,7 @@ class _Launched:
     batch: Batch
     outputs: Outputs
     work: Work
+    n_decodes: int  # places that rows that decode have among the draws, some perhaps nobody's
     draw: Callable[[], None] | None  # still to be done, when the masks are there
 
 
@@ -87,13 +88,14 @@ class GpuRunner:
             torch.cuda.set_stream(stream)  # the default one cannot be captured
         self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
         self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
-        rows, groups, width = limits.max_running, len(self._kv), blocks_of(limits.context_len)
+        rows, groups = limits.max_running, len(self._kv)
+        width = blocks_of(max(limits.context_len, TILE))  # tokens that fill a step up have a context, too
         self._max_rows = rows
         self._slots = Slots(rows, groups, width, sampler, self._device)
         self._decode = DecodeBuffers(rows, groups, width, self._device)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
-        self._drawn = drawn_on(rows, self._device)
-        self._outputs = [Outputs(rows, self._device) for _ in range(MAX_IN_FLIGHT)]
+        self._drawn = drawn_on(rows + CHUNK_ROWS[-1], self._device)
+        self._outputs = [Outputs(rows + CHUNK_ROWS[-1], self._device) for _ in range(MAX_IN_FLIGHT)]
         self._n_launched = 0
         self._graphs = Graphs(self._device, graphs)
         self._pads = graphs
@@ -124,8 +126,8 @@ class GpuRunner:
             slots.grow(row, slot, tell=bool(batch.chunks))
             slots.ban(row, slot)
         slots.ship()
-        draw = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
-        return _Launched(batch, outputs, _work(batch), draw)
+        n_decodes, draw = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
+        return _Launched(batch, outputs, _work(batch), n_decodes, draw)
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
         """The draws, where they had to wait, and their way to the host."""
@@ -135,25 +137,26 @@ class GpuRunner:
                 self._slots.allow(batch.slots, masks)
                 self._slots.sampler.upload()
                 launched.draw()
-            launched.outputs.fetch(self._drawn, batch.n_draws, batch.logprobs is not None)
+            n_rows = launched.n_decodes + len(batch.chunks)
+            launched.outputs.fetch(self._drawn, n_rows, batch.logprobs is not None)
 
     def read(self, launched: _Launched) -> list[Draw]:
         outputs = launched.outputs
-        draws = outputs.read(launched.batch.order, launched.batch.logprobs)
+        draws = outputs.read(launched.batch.places(launched.n_decodes), launched.batch.logprobs)
         if self._pace is not None and (seconds := outputs.done.seconds_since(outputs.began)) is not None:
             self._pace.observe(launched.work, seconds)
         return draws
 
     # --- decode -----------------------------------------------------------------------------------------------------
 
-    def _launch_decode(self, batch: Batch) -> Callable[[], None] | None:
+    def _launch_decode(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
         n_rows = bucket(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
         self._decode.send(batch.decodes, n_rows)
         cascade = self._look_for_shared(batch)
         draws = not batch.masked
         key = ("decode", n_rows, cascade, draws)
         logits = self._graphs.run(key, lambda: self._decode_body(n_rows, cascade, draws))
-        return None if draws else lambda: self._draw_decode(logits)
+        return len(batch.decodes), None if draws else lambda: self._draw_decode(logits)
 
     def _decode_body(self, n_rows: int, cascade: bool, draws: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
@@ -185,14 +188,23 @@ class GpuRunner:
 
     # --- chunks -----------------------------------------------------------------------------------------------------
 
-    def _launch_mixed(self, batch: Batch) -> Callable[[], None] | None:
-        step = self._mixed.send(batch, self._slots)
-        logits = self._model.forward(step.inputs, self._kv)
-        if batch.masked:
-            return lambda: self._draw(logits, step.slots, step.positions)
-        if batch.n_draws:
-            self._draw(logits, step.slots, step.positions)
-        return None
+    def _launch_mixed(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
+        shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
+        longest = self._mixed.send(batch, shape, self._slots.spare)
+        draws = bool(batch.n_draws) and not batch.masked
+        if shape.padded:
+            who = self._mixed.draws(shape, None)
+            logits = self._graphs.run((shape, draws), lambda: self._mixed_body(shape, None, longest, who, draws))
+        else:
+            who = self._mixed.draws(shape, batch)
+            logits = self._mixed_body(shape, batch, longest, who, draws)
+        return shape.n_decodes, None if draws or not batch.n_draws else lambda: self._draw(logits, *who)
+
+    def _mixed_body(self, shape: MixedShape, batch: Batch | None, longest: int, who: Draws, draws: bool) -> Tensor:
+        logits = self._model.forward(self._mixed.inputs(shape, self._slots.state, batch, longest), self._kv)
+        if draws:
+            self._draw(logits, *who)
+        return logits
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
         drawn = self._drawn.first(len(slots))

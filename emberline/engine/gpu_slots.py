@@ -40,11 +40,12 @@ class Slots:
     """Tables are kept twice: here to be looked at, there to be read by kernels."""
 
     def __init__(self, n_slots: int, n_groups: int, width: int, sampler: Any, device: torch.device) -> None:
-        self.tables = np.zeros((n_groups, n_slots, width), np.int32)
+        self.tables = np.zeros((n_groups, n_slots + 1, width), np.int32)
         self.state = SlotState(
-            torch.zeros(n_slots, dtype=torch.int32, device=device),
-            torch.zeros(n_groups, n_slots, width, dtype=torch.int32, device=device),
+            torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
+            torch.zeros(n_groups, n_slots + 1, width, dtype=torch.int32, device=device),
         )
+        self.spare = n_slots  # nobody's: its table holds null blocks alone
         self.n_admitted = 0
         self.sampler: SamplerTable = sampler
         self._slots: list[Slot | None] = [None] * n_slots

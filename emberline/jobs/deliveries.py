@@ -5,6 +5,7 @@ attempt's end, so a process that dies in the middle gives its rows back by itsel
 `webhook-id` again. `attempts` counts takings and is also the fence: only the latest taker decides the row's fate.
 """
 
+import itertools
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,6 @@ from emberline.store.database import Row
 
 LEASE_S = 60.0  # longer than an attempt can last
 MAX_REPLAYED = 1000  # at once
-_LISTED_MAX = 100
 
 State = Literal["pending", "delivered", "failed"]
 
@@ -69,6 +69,10 @@ class Logged(msgspec.Struct, frozen=True):
     attempts: list[Attempt]
 
 
+def _of(table: str, columns: str) -> str:
+    return ", ".join(f"{table}.{name}" for name in columns.split(", "))
+
+
 _COLUMNS = "id, endpoint_id, account, event_number, state, attempts, base, ready_us, created_us, finished_us"
 EVENT_COLUMNS = "account, number, token, type, subject, model, data, created_us"
 _NEXT_ENDPOINT = (
@@ -100,6 +104,15 @@ _DISABLE = (
     "WHERE id = ? AND enabled = 1{still} RETURNING id"
 )
 _STILL_FAILING = " AND failing_since_us <= ?"
+_ATTEMPT_COLUMNS = "number, started_us, took_us, status, problem"
+# One statement, so that a delivery and its attempts are of the same moment.
+_LOGGED = f"""
+    SELECT {_of("delivery", _COLUMNS)}, {_of("event", EVENT_COLUMNS)}, {_of("attempt", _ATTEMPT_COLUMNS)}
+    FROM (SELECT {_COLUMNS} FROM deliveries WHERE {{where}} ORDER BY event_number DESC LIMIT ?) AS delivery
+    LEFT JOIN events AS event ON event.account = delivery.account AND event.number = delivery.event_number
+    LEFT JOIN delivery_attempts AS attempt ON attempt.delivery_id = delivery.id
+    ORDER BY delivery.event_number DESC, attempt.number
+"""
 _ALL_FAILED = (
     "id IN (SELECT id FROM deliveries WHERE endpoint_id = ? AND state = 'failed' ORDER BY event_number LIMIT ?)"
 )
@@ -177,10 +190,8 @@ class Deliveries:
         if before is not None:
             conditions.append("event_number < ?")
             params.append(before)
-        query = f"SELECT {_COLUMNS} FROM deliveries WHERE {' AND '.join(conditions)} ORDER BY event_number DESC LIMIT ?"
-        rows = await self._db.read(query, (*params, min(limit, _LISTED_MAX)))
-        found = [_delivery(row) for row in rows]
-        return [Logged(item, await self._event(item), await self._attempts(item)) for item in found]
+        rows = await self._db.read(_LOGGED.format(where=" AND ".join(conditions)), (*params, limit))
+        return [_logged(list(group)) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
     async def replay(self, endpoint: Endpoint, delivery_id: str | None = None) -> int:
         """Send one again, whatever became of it, or all that failed; the schedule begins anew. How many those are."""
@@ -210,14 +221,6 @@ class Deliveries:
         rows = await self._db.read(query, (delivery.account, delivery.event_number))
         return event_from_row(rows[0]) if rows else None
 
-    async def _attempts(self, delivery: Delivery) -> list[Attempt]:
-        """Every attempt that was begun, also one of which nobody knows how it ended."""
-        query = "SELECT number, started_us, took_us, status, problem FROM delivery_attempts WHERE delivery_id = ?"
-        rows = await self._db.read(query, (delivery.id,))
-        names = ("number", "started_us", "took_us", "status", "problem")
-        known = {row[0]: msgspec.convert(dict(zip(names, row, strict=True)), Attempt) for row in rows}
-        return [known.get(number, Attempt(number=number)) for number in range(1, delivery.attempts + 1)]
-
 
 def event_from_row(row: Row) -> Event:
     fields = dict(zip(EVENT_COLUMNS.split(", "), row, strict=True))
@@ -226,6 +229,17 @@ def event_from_row(row: Row) -> Event:
 
 def _delivery(row: Row) -> Delivery:
     return msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), Delivery)
+
+
+def _logged(rows: list[Row]) -> Logged:
+    """One delivery, from a row for each of its attempts: also one that was begun and of which nothing was written."""
+    n_own, n_event = len(_COLUMNS.split(", ")), len(EVENT_COLUMNS.split(", "))
+    delivery, event = _delivery(rows[0][:n_own]), rows[0][n_own : n_own + n_event]
+    names = _ATTEMPT_COLUMNS.split(", ")
+    written = [dict(zip(names, row[n_own + n_event :], strict=True)) for row in rows]
+    known = {fields["number"]: msgspec.convert(fields, Attempt) for fields in written if fields["number"] is not None}
+    attempts = [known.get(number, Attempt(number=number)) for number in range(1, delivery.attempts + 1)]
+    return Logged(delivery, None if event[0] is None else event_from_row(event), attempts)
 
 
 def _log(delivery: Delivery, attempt: Attempt) -> Step:

@@ -12,6 +12,7 @@ from emberline.jobs.limits import CHUNK, RELEASE, Limits
 from emberline.jobs.line import NewLine, cost_of, prefix_of, request_id
 from emberline.protocol.errors import Conflict, ErrorInfo
 from emberline.store import Many, Step, Work
+from emberline.store.database import Row
 
 REQUEST, RESULT = 0, 1  # kinds of bodies
 _to_bytes = msgspec.msgpack.Encoder().encode
@@ -48,9 +49,7 @@ async def _encode(batch_id: str, number: int, line: NewLine, blobs: Blobs, limit
     blob = await blobs.put(data) if len(data) > limits.blob_bytes else None
     prefix = line.prefix or prefix_of(request)
     inline = None if blob else data
-    return Encoded(
-        number, custom_id, request.model, prefix, cost_of(request, len(data)), inline, blob, None, len(data)
-    )
+    return Encoded(number, custom_id, request.model, prefix, cost_of(request, len(data)), inline, blob, None, len(data))
 
 
 def _refused(number: int, custom_id: str, line: NewLine, error: ErrorInfo) -> Encoded:
@@ -78,8 +77,12 @@ def add(load: Load, lines: Sequence[Encoded], state: str = "held") -> Work[None]
     if not (yield Step(sql.LOADED, (len(lines), n_failed, n_bytes, *fence))):
         raise Conflict(f"the lines of {load.batch_id} are loaded by another, or it was cancelled")
     yield Many(sql.INSERT_LINE, [_line_row(load, line, state) for line in lines])
-    bodies = [(load.batch_id, line.number, REQUEST, line.data, line.blob) for line in lines if line.error is None]
-    errors = [(load.batch_id, line.number, RESULT, line.error, None) for line in lines if line.error is not None]
+    bodies: list[Row] = [
+        (load.batch_id, line.number, REQUEST, line.data, line.blob) for line in lines if line.error is None
+    ]
+    errors: list[Row] = [
+        (load.batch_id, line.number, RESULT, line.error, None) for line in lines if line.error is not None
+    ]
     yield Many(sql.INSERT_BODY, bodies + errors)
     yield Step(sql.HOLD, (load.account, n_bytes))
 

@@ -1,4 +1,4 @@
-"""Where a batch stands: how many lines go before its next one, and how long until it is done, as far as one can tell."""
+"""Where a batch stands: how many lines go before its next one, and how long until it is done."""
 
 import msgspec
 

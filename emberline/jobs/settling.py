@@ -56,8 +56,8 @@ def settle(outcomes: Sequence[Outcome], now_us: int, limits: Limits) -> Work[dic
 
 
 def _settle_row(outcome: Outcome, now_us: int) -> tuple[Value, ...]:
-    ended_us = None if outcome.state == "queued" else now_us
-    changed = (outcome.state, outcome.state, outcome.ready_us, outcome.attempts, outcome.kills, ended_us)
+    state = outcome.state
+    changed = (state, state, outcome.ready_us, outcome.attempts, outcome.kills, state, now_us)
     return (*changed, *outcome.key, outcome.epoch, outcome.owner)
 
 

@@ -4,6 +4,9 @@ Rows are locked in one order everywhere: lines, bodies, lanes, paces, batches, h
 conditions are what lets PostgreSQL use the partial indexes.
 """
 
+import re
+from itertools import count
+
 from emberline.jobs.batch import COLUMNS as BATCH_COLUMNS
 from emberline.store import Sql
 
@@ -153,11 +156,15 @@ _SUSPECT = """
 
 
 def _claim(which: str) -> Sql:
+    later = count(3)
+    which_numbered = re.sub(r"\?", lambda _: f"?{next(later)}", which)
+    take_numbered = _TAKE.replace("?", "?1", 1).replace("= ?,", "= ?2,", 1)
     return Sql(
         f"UPDATE lines SET {_TAKE} WHERE rowid IN (SELECT rowid {which}) RETURNING {_CLAIMED}".replace("lines.b", "b"),
         postgres=f"""
-        WITH taken AS MATERIALIZED (SELECT batch_id, number {which} FOR UPDATE SKIP LOCKED)
-        UPDATE lines SET {_TAKE} FROM taken WHERE lines.batch_id = taken.batch_id AND lines.number = taken.number
+        WITH taken AS MATERIALIZED (SELECT batch_id, number {which_numbered} FOR UPDATE SKIP LOCKED)
+        UPDATE lines SET {take_numbered} FROM taken
+        WHERE lines.batch_id = taken.batch_id AND lines.number = taken.number
         RETURNING {_CLAIMED}
         """,
     )
@@ -189,7 +196,8 @@ DEPTHS = """
 SETTLE = """
     UPDATE lines SET
         state = CASE WHEN ? <> 'queued' OR stopping = 0 THEN ? WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
-        owner = '', ready_us = ?, attempts = attempts + ?, kills = kills + ?, ended_us = ?
+        owner = '', ready_us = ?, attempts = attempts + ?, kills = kills + ?,
+        ended_us = CASE WHEN ? = 'queued' AND stopping = 0 THEN NULL ELSE CAST(? AS BIGINT) END
     WHERE batch_id = ? AND number = ? AND epoch = ? AND owner = ? AND state = 'leased'
     RETURNING batch_id, number, state, model, account, cost
 """

@@ -14,7 +14,7 @@ from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
-from emberline.store import Store
+from emberline.store import open_store
 from emberline.text.grammar.compiler import GrammarCompiler
 from emberline.text.model import TextModel
 
@@ -28,11 +28,12 @@ async def open_service(
     data_dir: Path,
     max_waiting: int = MAX_WAITING,
     retention_days: int = RETENTION_DAYS,
+    store_url: str = "",
 ) -> Service:
-    """The core process's service. Opens the store in `data_dir` and connects to the engines in the background."""
+    """The core process's service. Opens the store, by default in `data_dir`, and connects to the engines in the background."""
     engines = _engines(served)
     by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
-    store = await Store.open(data_dir / DATABASE)
+    store = await open_store(store_url or data_dir / DATABASE)
     responses = Responses(store, retention_days)
     await responses.open()
     core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions(), responses)

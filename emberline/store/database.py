@@ -5,6 +5,7 @@ writer's thread, PostgreSQL over a connection; both may drive it again from the 
 """
 
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeVar
 
 Value = str | bytes | int | float | None
@@ -63,6 +64,12 @@ class Database(Protocol):
         """Unix time by the clock that leases and deadlines go by: it never jumps."""
 
     async def close(self) -> None: ...
+
+
+@lru_cache(256)
+def gives_rows(sql: str) -> bool:
+    """Whether the statement has rows to return."""
+    return "RETURNING" in sql or sql.lstrip().startswith("SELECT")
 
 
 def in_order(statements: Sequence[Statement]) -> Work[list[Rows]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
-from emberline.store.database import Many, Rows, Statement, Step, T, Value, Work, in_order
+from emberline.store.database import Many, Rows, Statement, Step, T, Value, Work, gives_rows, in_order
 from emberline.store.postgres_listener import Listener
 from emberline.store.signals import Signals
 from emberline.store.translate import numbered
@@ -313,7 +313,7 @@ async def _rows(connection: Any, statement: Statement) -> Rows:
         if not statement.each:
             return []
         text = numbered(statement.sql)
-        if "RETURNING" in text or text.lstrip().startswith("SELECT"):
+        if gives_rows(text):
             return [tuple(row) for row in await connection.fetchmany(text, statement.each)]
         await connection.executemany(text, statement.each)
         return []

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
-from emberline.store.database import Many, Rows, Statement, T, Value, Work, in_order
+from emberline.store.database import Many, Rows, Statement, T, Value, Work, gives_rows, in_order
 from emberline.store.migrations import migrate
 from emberline.store.signals import Signals
 
@@ -221,7 +221,7 @@ class Store:
     def _rows(self, statement: Statement) -> Rows:
         if not isinstance(statement, Many):
             return self._writer.execute(*statement).fetchall()
-        if "RETURNING" in statement.sql:
+        if gives_rows(statement.sql):
             return [row for params in statement.each for row in self._writer.execute(statement.sql, params)]
         self._writer.executemany(statement.sql, statement.each)
         return []
@@ -259,6 +259,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = 1")
+    connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages: fewer commits wait for the main file's flush
     return connection
 
 

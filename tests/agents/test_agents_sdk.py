@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.agents.workshop import MODEL, Workshop
+from tests.agents.workshop import Workshop
 from tests.e2e.clients.play import calling, play, saying
 
 PLAY = play(
@@ -18,7 +18,7 @@ def test_tools_a_stored_conversation_and_streaming(workshop: Workshop) -> None:
     script = Path(__file__).with_name("agents_sdk.py")
     with workshop.performing(PLAY):
         python = workshop.installed / "python" / "bin" / "python"
-        got = json.loads(workshop.run(python, str(script), f"{workshop.url}/v1", MODEL))
+        got = json.loads(workshop.run(python, str(script), f"{workshop.url}/v1", workshop.model))
     assert got["asked"] == [["Bern", "celsius"], ["Biel", "celsius"]] * 2
     assert (got["whole"], got["streamed"], got["follow_up"]) == ("Clear in both.", "Clear in both.", "As I said.")
     kinds = got["kinds"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
-from tests.agents.workshop import KEY, MODEL, Workshop
+from tests.agents.workshop import KEY, Workshop
 from tests.e2e.clients.play import calling, play, saying
 
 _FLAGS = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
@@ -15,7 +15,7 @@ def codex(workshop: Workshop, *arguments: str) -> list[dict[str, Any]]:
     folder = workshop.home / ".codex"
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(
-        f'model = "{MODEL}"\nmodel_provider = "emberline"\ncheck_for_update_on_startup = false\n'
+        f'model = "{workshop.model}"\nmodel_provider = "emberline"\ncheck_for_update_on_startup = false\n'
         "[analytics]\nenabled = false\n"
         f'[model_providers.emberline]\nname = "Emberline"\nbase_url = "{workshop.url}/v1"\n'
         'env_key = "EMBERLINE_KEY"\nwire_api = "responses"\nrequest_max_retries = 0\nstream_max_retries = 0\n'

@@ -3,7 +3,7 @@
 import json
 
 from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
-from tests.agents.workshop import KEY, MODEL, Workshop
+from tests.agents.workshop import KEY, Workshop
 from tests.e2e.clients.play import calling, play, saying
 
 _QUIET = {
@@ -14,20 +14,20 @@ _QUIET = {
 }
 
 
-def settings(url: str) -> dict[str, object]:
+def settings(url: str, model: str) -> dict[str, object]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Emberline",
         "options": {"baseURL": f"{url}/v1", "apiKey": KEY},
-        "models": {MODEL: {"name": "SmolLM2", "tool_call": True, "limit": {"context": 131072, "output": 4096}}},
+        "models": {model: {"name": model, "tool_call": True, "limit": {"context": 131072, "output": 4096}}},
     }
     quiet = {"autoupdate": False, "share": "disabled", "snapshot": False}
-    return {**quiet, "model": f"emberline/{MODEL}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
+    return {**quiet, "model": f"emberline/{model}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
 
 
 def opencode(workshop: Workshop, *arguments: str) -> str:
     config = workshop.folder / "opencode.json"
-    config.write_text(json.dumps(settings(workshop.url)))
+    config.write_text(json.dumps(settings(workshop.url, workshop.model)))
     return workshop.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **_QUIET)
 
 

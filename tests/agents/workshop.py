@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.e2e.clients.play import Play
 from tests.e2e.clients.stage import staged
 
-MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 KEY = "none"  # on loopback, any will do
 PATIENCE_S = 100
 # Whatever is not on this machine is a closed port: an agent that phones home does not get there.
@@ -35,6 +34,7 @@ class Workshop:
     installed: Path  # where scripts/agents puts the agents
     gguf: Path
     folder: Path
+    model: str
     url: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -1,8 +1,13 @@
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from emberline.jobs.desk import EventDesk
+from emberline.store import open_store
+
+from ..jobs.desks import desk_on
 from .scripted import ScriptedService, client_of
 
 
@@ -15,3 +20,12 @@ def service() -> ScriptedService:
 async def client(service: ScriptedService) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(service) as client:
         yield client
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[EventDesk]:
+    """Events on a store of their own; nothing is delivered."""
+    store = await open_store(tmp_path / "desk.db")
+    async with desk_on(store, deliver=False) as desk:
+        yield desk
+    await store.close()

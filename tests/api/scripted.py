@@ -12,6 +12,7 @@ from emberline.api.app import ApiSettings, create_app
 from emberline.api.asgi import ASGIApp
 from emberline.api.ports import Events
 from emberline.catalog.card import ModelCard, PathSource
+from emberline.jobs.desk import EventDesk
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
@@ -159,12 +160,16 @@ class ScriptedService:
         return b"# TYPE emberline_requests counter\nemberline_requests_total 1.0\n"
 
 
-def app_of(service: ScriptedService, key: str | None = None, **settings: Any) -> ASGIApp:
-    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings))
+def app_of(
+    service: ScriptedService, key: str | None = None, events: EventDesk | None = None, **settings: Any
+) -> ASGIApp:
+    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events)
 
 
-def client_of(service: ScriptedService, key: str | None = None, **settings: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app_of(service, key, **settings))
+def client_of(
+    service: ScriptedService, key: str | None = None, events: EventDesk | None = None, **settings: Any
+) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app_of(service, key, events, **settings))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
 
 

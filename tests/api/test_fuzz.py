@@ -1,16 +1,21 @@
 """The HTTP surface against its own description: nothing a client sends breaks the server or its promises."""
 
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import CheckFunction
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 
+from emberline.api.asgi import Receive, Scope, Send
 from emberline.catalog.card import ModelCard
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
+from emberline.store import open_store
 
+from ..jobs.desks import desk_on
 from .scripted import CARDS, KEY, ScriptedService, agent, app_of, hello
 
 
@@ -27,7 +32,26 @@ def obliging(request: GenerateRequest) -> AsyncIterator[TextEvent]:
 
 
 service = Obliging(obliging)
-app = app_of(service, KEY, hosts=("testserver",))
+folder = tempfile.TemporaryDirectory()
+
+
+plain = app_of(service, KEY, hosts=("testserver",))
+NEED_EVENTS = ("/events", "/webhook_endpoints", "/event_subscriptions")
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Every call comes on an event loop of its own, so those that need the store open it anew."""
+    if not any(part in scope["path"] for part in NEED_EVENTS):
+        return await plain(scope, receive, send)
+    store = await open_store(Path(folder.name) / "events.db")
+    try:
+        async with desk_on(store, deliver=False) as desk:
+            desk.feed.end()  # nothing happens here: nobody waits for it
+            await app_of(service, KEY, desk, hosts=("testserver",))(scope, receive, send)
+    finally:
+        await store.close()
+
+
 bounded = settings(
     max_examples=8,
     derandomize=True,

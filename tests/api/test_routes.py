@@ -5,6 +5,7 @@ import pytest
 from emberline.api.errors import CODES, Dialect
 from emberline.api.route import Policy, Route
 from emberline.api.routes import ROUTES
+from emberline.jobs.desk import EventDesk
 from emberline.protocol.errors import EmberlineError
 
 from .scripted import KEY, MODEL, ScriptedService, client_of
@@ -22,8 +23,8 @@ def test_what_is_open() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_the_policy_holds(service: ScriptedService, route: Route) -> None:
-    async with client_of(service, KEY) as client:
+async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, route: Route) -> None:
+    async with client_of(service, KEY, desk) as client:
         tries = [
             {},
             {"authorization": "Bearer wrong"},
@@ -40,8 +41,8 @@ async def test_the_policy_holds(service: ScriptedService, route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_other_methods(service: ScriptedService, route: Route) -> None:
-    async with client_of(service) as client:
+async def test_other_methods(service: ScriptedService, desk: EventDesk, route: Route) -> None:
+    async with client_of(service, events=desk) as client:
         others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
             r.method for r in ROUTES if r.path == route.path
         }

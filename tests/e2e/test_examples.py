@@ -32,10 +32,10 @@ def test_example(server: str, example: Path) -> None:
 
 
 def test_the_readme_tells_the_truth(server: str) -> None:
-    """Its two curl commands, word for word but for the address, are answered in the form and numbers it shows."""
+    """Its curl commands, word for word but for the address, are answered in the form and numbers it shows."""
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"```sh\n(curl .*?)```\n\n```json\n(.*?)```", readme, re.DOTALL)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command, shown in commands:
         answer = json.loads(run(["bash", "-c", command.replace("http://127.0.0.1:8686", server)], server))
         promised = json.loads(shown)
@@ -43,4 +43,9 @@ def test_the_readme_tells_the_truth(server: str) -> None:
         got, want = (whole.get("result", whole) for whole in (answer, promised))
         assert got.keys() == want.keys()
         assert got["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
-    assert got["usage"]["prompt_tokens_details"] == want["usage"]["prompt_tokens_details"]  # the second finds the first
+        if "response" in want:  # finds the prompt of the one before it
+            assert got["usage"]["prompt_tokens_details"] == want["usage"]["prompt_tokens_details"]
+        if "response_format" in command:
+            form, shown_form = (json.loads(whole["choices"][0]["message"]["content"]) for whole in (got, want))
+            assert form.keys() == shown_form.keys()
+            assert form["continent"] in ("Africa", "Asia", "Europe")

@@ -13,6 +13,7 @@ from emberline.engine.scheduler import Scheduler
 from emberline.kernels import inputs
 from emberline.kernels.inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
+from emberline.models.step import StepInputs
 from emberline.protocol.tokens import pack
 
 from .fakes import VOCAB, expected, request
@@ -24,24 +25,38 @@ class Padded(TorchFake):
     """Also takes rows that are nobody's: they must reach no block but the null block."""
 
     def forward(self, step, kv):
-        real = [r for r, end in enumerate(step.context_lens.tolist()) if end]
-        assert real == list(range(len(real))), "padding comes last"
-        shape = step.shape
-        assert shape.decode_rows + len(shape.chunks or ()) == len(step.context_lens)
-        for row in range(len(real), len(step.context_lens)):
-            assert step.token_ids[row] == step.positions[row] == 0
-            assert not any(table[row, 0] for table in step.block_tables)
+        shape, starts, contexts = step.shape, step.query_starts.tolist(), step.context_lens.tolist()
         for chunk in shape.chunks or ():
-            starts = step.query_starts.tolist()
             assert (chunk.start, chunk.n) == (starts[chunk.row], starts[chunk.row + 1] - starts[chunk.row])
-            assert chunk.context == step.context_lens[chunk.row]
-        n_real = int(step.query_starts[len(real)])
-        step.query_starts, step.context_lens = step.query_starts[: len(real) + 1], step.context_lens[: len(real)]
-        step.block_tables = [table[: len(real)].contiguous() for table in step.block_tables]
-        n_samples = len(step.sample_tokens)
-        step.sample_tokens = step.sample_tokens[step.sample_tokens < n_real]
-        logits = super().forward(step, kv)
-        return torch.cat([logits, torch.zeros(n_samples - len(logits), VOCAB)])
+            assert chunk.context == contexts[chunk.row]
+        real, kept = [], []
+        for r, context in enumerate(contexts):
+            owner = any(int(table[r, (context - 1) // 16]) for table in step.block_tables) if context else False
+            assert r >= shape.decode_rows or starts[r + 1] - starts[r] == 1
+            if owner:
+                real.append(r)
+                kept += range(starts[r], starts[r + 1])
+            elif context:  # it has the tokens that are left over, and reaches no block but the null block
+                assert r == len(contexts) - 1
+                assert not any(table[r].any() for table in step.block_tables)
+        place = {token: n for n, token in enumerate(kept)}
+        lengths = [starts[r + 1] - starts[r] for r in real]
+        wanted = step.sample_tokens.tolist()
+        compact = StepInputs(
+            step.token_ids[kept],
+            step.positions[kept],
+            as_int32([sum(lengths[:n]) for n in range(len(lengths) + 1)]),
+            step.context_lens[real],
+            [table[real].contiguous() for table in step.block_tables],
+            torch.tensor(sorted({place[token] for token in wanted if token in place}), dtype=torch.int64),
+        )
+        logits = super().forward(compact, kv)
+        rows = {token: n for n, token in enumerate(compact.sample_tokens.tolist())}
+        out = torch.zeros(len(wanted), VOCAB)
+        for n, token in enumerate(wanted):
+            if token in place:
+                out[n] = logits[rows[place[token]]]
+        return out
 
 
 def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, **limits):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from emberline.jobs.schedule import DELAYS_S, next_delay_s
 from emberline.protocol.errors import BadInput
 from emberline.store import open_store
 
+from ..databases import KINDS, a_place, postgres_server
 from .desks import Moved, desk_on, endpoint_at, happen, log_of, log_when
 from .receiver import CLOSE, CUT, ENDLESS, GARBAGE, HANG, Instruction, receiving
 
@@ -24,11 +25,19 @@ RETRY_LATER = b"HTTP/1.1 503 Busy\r\nretry-after: 120\r\ncontent-length: 0\r\n\r
 RETRY_SOON = b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
 
-@pytest.fixture
-async def db(tmp_path: Path) -> AsyncIterator[Moved]:
-    store = await open_store(tmp_path / "events.db")
-    yield Moved(store)
-    await store.close()
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=KINDS)
+async def db(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Moved]:
+    server = request.getfixturevalue("server") if request.param == "postgres" else None
+    async with a_place(request.param, tmp_path, server) as place:
+        store = await place.open()
+        yield Moved(store)
+        await store.close()
 
 
 def settled(log: list[Logged]) -> bool:

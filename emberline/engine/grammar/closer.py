@@ -5,14 +5,13 @@ from emberline.engine.grammar.vocabulary import Vocabulary
 
 
 class Closer:
-    """Knows the fewest bytes to a valid end after every token. `lost` once the text has too many readings."""
+    """Knows the fewest bytes to a valid end after every token."""
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self._automaton = automaton
         self._vocabulary = vocabulary
         self._states: list[State] = [automaton.start]
         self._path: tuple[State, list[int] | None] = (DEAD, None)
-        self.lost = False
 
     @property
     def fewest_bytes(self) -> int:
@@ -29,13 +28,13 @@ class Closer:
         return self._states[-1] is END
 
     def accept(self, token_id: int) -> bool:
+        """False, and nothing has changed, where the grammar forbids it or the text then has too many readings."""
         state = self._states[-1]
         found = state.next.get(-1 - token_id)
         if found is None:
             try:
                 found = self._next(state, token_id)
             except TooComplex:
-                self.lost = True
                 return False
             state.next[-1 - token_id] = found
         if found is DEAD:

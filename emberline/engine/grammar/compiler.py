@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 class _Compiled:
     prototype: Prototype
     automaton: Automaton
+    vocabulary: Vocabulary
 
 
 class Pending:
     """A grammar on its way. `ready` once it is compiled or has failed."""
 
-    def __init__(self, encoded: bytes, vocabulary: Vocabulary) -> None:
+    def __init__(self, encoded: bytes) -> None:
         self.encoded = encoded
-        self.vocabulary = vocabulary
         self.digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
         self.compiled: _Compiled | None = None
         self.error: EmberlineError | None = None
@@ -46,7 +46,7 @@ class Pending:
         if self.error is not None:
             raise self.error
         assert self.compiled is not None, "asked once it is ready"
-        return GrammarGuide(self.compiled.prototype, self.compiled.automaton, self.vocabulary, self.digest)
+        return GrammarGuide(self.compiled.prototype, self.compiled.automaton, self.compiled.vocabulary, self.digest)
 
 
 class Grammars:
@@ -54,23 +54,28 @@ class Grammars:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._vocabulary: Vocabulary | None = None
+        self._frame: Frame | None = None
+        self._digest = b""
         self._kept: OrderedDict[bytes, Pending] = OrderedDict()
         self._n_kept_bytes = 0
+        self._vocabulary: Vocabulary | None = None  # from here on the thread's own
         self._library: Any = None
         self._queue: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def learn(self, frame: Frame) -> None:
         """What tokens stand for. The first frame counts; another that differs is refused."""
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(frame, self._vocab_size)
-        elif self._vocabulary.digest != digest(frame):
+        if len(frame.tokens) > self._vocab_size:
+            n = len(frame.tokens)
+            raise BadInput(f"the vocabulary has {n} tokens, the model {self._vocab_size}", param="vocabulary")
+        if self._frame is None:
+            self._frame, self._digest = frame, digest(frame)
+        elif self._digest != digest(frame):
             raise BadInput("this vocabulary differs from the one that the engine has learned", param="vocabulary")
 
     def request(self, encoded: bytes) -> Pending:
         """The compiled grammar, now or soon."""
-        if self._vocabulary is None:
+        if self._frame is None:
             raise BadInput("a grammar needs the model's vocabulary, which was not sent", param="grammar")
         if len(encoded) > bounds.MAX_BYTES:
             raise BadInput(f"the grammar has {len(encoded)} bytes, at most {bounds.MAX_BYTES} may be", param="grammar")
@@ -80,7 +85,7 @@ class Grammars:
             return found
         if self._queue.qsize() >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be compiled; try again", retry_after_s=1)
-        found = Pending(encoded, self._vocabulary)
+        found = Pending(encoded)
         self._keep(found)
         self._queue.put(found)
         if self._thread is None:
@@ -120,9 +125,12 @@ class Grammars:
                 "this engine cannot follow grammars: the package llguidance is not installed there", param="grammar"
             ) from None
         grammar = bounds.read(pending.encoded)
-        self._check_tokens(grammar, pending.vocabulary)
-        if self._library is None:
-            self._library = pending.vocabulary.library()
+        if self._vocabulary is None or self._library is None:
+            assert self._frame is not None, "learned before the first grammar was taken"
+            self._vocabulary = Vocabulary(self._frame, self._vocab_size)
+            self._library = self._vocabulary.library()
+        vocabulary = self._vocabulary
+        self._check_tokens(grammar, vocabulary)
         library, source = self._library, LLMatcher.grammar_from_lark(to_lark(grammar))
 
         def make() -> Any:
@@ -132,7 +140,7 @@ class Grammars:
                 raise BadInput("the grammar is too complex to be followed; use a simpler schema", param="grammar")
             return made
 
-        return _Compiled(Prototype(make), Automaton(grammar))
+        return _Compiled(Prototype(make), Automaton(grammar), vocabulary)
 
     def _check_tokens(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
         for token_id in bounds.tokens(grammar):

@@ -19,16 +19,17 @@ class GrammarGuide:
     def __init__(self, prototype: Prototype, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
         self._matcher = Matcher(prototype, vocabulary.n_tokens)
         self._closer = Closer(automaton, vocabulary)
+        self._n_beyond = 0  # tokens that only the matcher could follow
         self.n_words = vocabulary.n_words
         self.digest = digest
 
     @property
     def complete(self) -> bool:
-        return self._matcher.complete if self._closer.lost else self._closer.complete
+        return self._matcher.complete if self._n_beyond else self._closer.complete
 
     @property
     def finished(self) -> bool:
-        return self._matcher.finished if self._closer.lost else self._closer.finished
+        return self._matcher.finished if self._n_beyond else self._closer.finished
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
         self._matcher.fill(bits)
@@ -36,18 +37,20 @@ class GrammarGuide:
     def accept(self, token_id: int) -> bool:
         if not self._matcher.accept(token_id):
             return False
-        if not self._closer.lost and not self._closer.accept(token_id):
-            self._closer.lost = True
-            _log.warning("a grammar is too ambiguous to be closed in time", extra={"grammar": self.digest})
+        if self._n_beyond or not self._closer.accept(token_id):
+            if not self._n_beyond:
+                _log.warning("a text has too many readings in its grammar", extra={"grammar": self.digest})
+            self._n_beyond += 1
         return True
 
     def rollback(self, n: int) -> None:
         self._matcher.rollback(n)
-        if not self._closer.lost:
-            self._closer.rollback(n)
+        beyond = min(n, self._n_beyond)
+        self._n_beyond -= beyond
+        self._closer.rollback(n - beyond)
 
     def fits(self, room: int) -> bool:
-        return not self._closer.lost and self._closer.fits(room)
+        return not self._n_beyond and self._closer.fits(room)
 
     def closing(self) -> list[int]:
         """The tokens that end the reply from here; only after `fits` has said that they do."""

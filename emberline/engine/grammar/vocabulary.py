@@ -5,19 +5,15 @@ from typing import Any
 
 import msgspec
 
-from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Vocabulary as Frame
 
 MAX_PIECE_BYTES = 32  # of a token that a closing text is spelled with
 
 
 class Vocabulary:
-    """Built from the first door's frame; other doors must send the same."""
+    """Takes tens of milliseconds to build: a job for a thread."""
 
     def __init__(self, frame: Frame, vocab_size: int) -> None:
-        if len(frame.tokens) > vocab_size:
-            raise BadInput(f"the vocabulary has {len(frame.tokens)} tokens, the model {vocab_size}", param="vocabulary")
-        self.digest = digest(frame)
         self.n_tokens = vocab_size
         self.special = {token_id: text for token_id, text in frame.special.items() if 0 <= token_id < vocab_size}
         self.tokens = [b"" if i in self.special else text for i, text in enumerate(frame.tokens)]
@@ -55,8 +51,7 @@ class Vocabulary:
 
     def library(self) -> Any:
         """The library's own view. Slow: a job for a thread."""
-        from llguidance import LLTokenizer
-        from llguidance._tokenizer import TokenizerWrapper
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(
             TokenizerWrapper(_Tokens(self)),
@@ -85,5 +80,6 @@ class _Tokens:
 
 
 def digest(frame: Frame) -> bytes:
+    """By which doors are seen to agree."""
     words = msgspec.msgpack.encode([frame.tokens, sorted(frame.special.items())])
     return hashlib.blake2b(words, digest_size=16).digest()

@@ -163,6 +163,7 @@ def decode(
     rows: int,
     prefix: tuple[Tensor, Tensor, Tensor, int] | None = None,
     pdl: bool = False,
+    release: bool = False,
     tile: int = 16,
     stages: int = 6,
     warps: int = 1,
@@ -170,6 +171,7 @@ def decode(
 ) -> None:
     """Rows 0 .. rows - 1, token r of qkv each; out: [tokens, heads * dim]. k and v go into the pool's blocks.
 
+    release: the next kernel may start at once, to fetch its weights while this one waits for the cache.
     counters: int32 zeros, and zeros again afterwards. prefix: partial results, their peaks, the rows' shares and the
     number of parts, from `cascade.attend_prefix`.
     """
@@ -183,6 +185,6 @@ def decode(
         pool.stride(0), tables.stride(0), parts,
         GROUP=group, GROUP_PAD=power_of_two(group), QUERIES=max(16, power_of_two(group)), DIM=at.head_dim,
         PAD=power_of_two(at.head_dim), TILE=tile, NORM=norm, SHARED=prefix is not None, STAGES=stages,
-        MANY=many, PDL=int(pdl),
+        MANY=many, PDL=int(pdl or release),
         **options(pdl, num_warps=warps),
     )  # fmt: skip

@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.activation import activated
-from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, release_late, release_next
+from emberline.kernels.gpu.launch import (
+    SM_COUNT,
+    await_inputs,
+    cdiv,
+    fetch_to_l2,
+    options,
+    power_of_two,
+    release_late,
+    release_next,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +108,87 @@ def gemv(
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
         NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, COLS=tile.cols,
         EVEN=k % tile.cols == 0, FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """Whole rows at a time, by programs that stay: the token is read and normed once, and stays in registers."""
+
+    rows: int
+    warps: int
+    per_sm: int  # programs on a multiprocessor
+    fetch: bool = False  # ask all of the matrix into the L2 cache before the input is there
+
+
+@triton.jit
+def _whole_rows(
+    x, weight, bias, norm, out, n, k, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    stride = tl.num_programs(0) * ROWS
+    col = tl.arange(0, WIDTH)
+    inside = col < k
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = weight + row.to(tl.int64)[:, None] * k + col[None, :]
+    second = at + n.to(tl.int64) * k
+    mask = (row < n)[:, None] & inside[None, :]
+    w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATE:
+        w2 = tl.load(second, mask=mask, other=0.0, eviction_policy="evict_first")
+    if FETCH > 0:
+        for start in range(tl.program_id(0) * ROWS, n, stride):
+            ahead = tl.minimum(start + tl.arange(0, ROWS), n - 1).to(tl.int64)
+            fetch_to_l2(weight + ahead * k, FETCH)
+    await_inputs(PDL)
+    v = tl.load(x + col, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        v *= tl.rsqrt(tl.sum(v * v) / k + eps)
+        v *= tl.load(norm + col, mask=inside, other=0.0)
+    for start in range(tl.program_id(0) * ROWS, n, stride):
+        row = start + tl.arange(0, ROWS)
+        ok = row < n
+        here = w
+        next_mask = (row + stride < n)[:, None] & inside[None, :]
+        at += stride.to(tl.int64) * k
+        w = tl.load(at, mask=next_mask, other=0.0, eviction_policy="evict_first")
+        if GATE:
+            here2 = w2
+            second += stride.to(tl.int64) * k
+            w2 = tl.load(second, mask=next_mask, other=0.0, eviction_policy="evict_first")
+        result = tl.sum(here.to(tl.float32) * v[None, :], 1)
+        if BIAS:
+            result += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)
+        if GATE:
+            result = activated(result, GATE == 2) * tl.sum(here2.to(tl.float32) * v[None, :], 1)
+        if ADD:
+            result += tl.load(out + row, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + row, result.to(out.dtype.element_ty), mask=ok)
+    release_late(PDL)
+
+
+def whole_rows(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tile: RowsTile,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: int = 0,
+    add: bool = False,
+    pdl: bool = False,
+) -> None:
+    """As `gemv`, for rows that fit in registers."""
+    n, k = out.shape[1], weight.shape[1]
+    programs = min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT)
+    row_bytes = k * weight.element_size()
+    fetch = row_bytes if tile.fetch and pdl and row_bytes == power_of_two(row_bytes) else 0
+    _whole_rows[(programs,)](
+        x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
+        NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, WIDTH=power_of_two(k),
+        FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps),
     )  # fmt: skip

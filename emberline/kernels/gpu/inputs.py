@@ -7,6 +7,7 @@ from torch import Tensor
 
 from emberline.kernels.inputs import DecodeInputs, SlotState
 
+_MORE_ROWS = 64  # than slots, at most, when a batch is filled up
 _ENTRIES = 1024  # table entries copied by one program
 
 
@@ -60,5 +61,5 @@ def prepare(packet: Tensor, state: SlotState, to: DecodeInputs) -> None:
 
 
 def keep(tokens: Tensor, slots: Tensor, state: SlotState) -> None:
-    size = triton.next_power_of_2(len(state.last_tokens))  # one for all batches: a kernel is compiled per size
+    size = triton.next_power_of_2(len(state.last_tokens) + _MORE_ROWS)  # for all batches: it is compiled per size
     _keep[(1,)](tokens, slots, state.last_tokens, len(tokens), SIZE=size)

@@ -16,17 +16,17 @@ const PERSON = z.object({
 const WEATHER = { description: 'The weather in a city', inputSchema: z.object({ city: z.string().max(30) }) };
 const CLOCK = { description: 'The time in a zone', inputSchema: z.object({ zone: z.enum(['UTC', 'CET']) }) };
 
-const model = ({ url }) =>
+const language = ({ url, model = MODEL }) =>
   createOpenAICompatible({
     name: 'emberline',
     baseURL: `${url}/v1`,
     apiKey: 'none',
     includeUsage: true,
     supportsStructuredOutputs: true,
-  })(MODEL);
+  })(model);
 
 const settings = (asked) => ({
-  model: model(asked),
+  model: language(asked),
   prompt: asked.prompt,
   temperature: 0,
   maxOutputTokens: asked.maxOutputTokens ?? 64,

@@ -1,10 +1,10 @@
-"""A part for actors: SmolLM2's tokenizer under a template of the Hermes family, which knows tools. It has no weights."""
+"""A part for actors: SmolLM2's tokenizer under a template of the Hermes family, which knows tools."""
 
 from pathlib import Path
 
-from gguf import GGUFReader, GGUFWriter
-
-NAME = "hermes-like.gguf"
+NAME = "hermes-like"
+ALIGNMENT = 32  # of GGUF's data, unless a file says otherwise
+_KEY = b"tokenizer.chat_template" + (8).to_bytes(4, "little")  # 8: a string follows, its length first
 TEMPLATE = """\
 {%- if tools -%}
 <|im_start|>system
@@ -33,14 +33,12 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 
 
 def hermes(gguf: Path, folder: Path) -> Path:
-    """The file, made of another model's."""
-    reader, path = GGUFReader(gguf), folder / NAME
-    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "tokenizer.chat_template"):
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
-    writer.add_chat_template(TEMPLATE)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    """The file: the other, with the template in its place. What follows it stays aligned."""
+    data = gguf.read_bytes()
+    at = data.index(_KEY) + len(_KEY)
+    end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+    template = TEMPLATE.encode()
+    template += b" " * ((end - at - 8 - len(template)) % ALIGNMENT)  # after a tag that strips white space
+    path = folder / f"{NAME}.gguf"
+    path.write_bytes(data[:at] + len(template).to_bytes(8, "little") + template + data[end:])
     return path

@@ -23,12 +23,15 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def staged(play: Play, gguf: Path, home: Path) -> Iterator[str]:
-    """The base URL of a server whose model says what the play says."""
+    """The base URL of a server whose model says what the play says. A file from a shelf keeps the name it has there."""
     models = home / "models"
     models.mkdir(parents=True)
-    (models / gguf.parent.name).symlink_to(gguf.parent)
     play.write(home / "play.json")
     command = [sys.executable, "-m", "tests.e2e.clients.stage", str(home / "play.json"), "--port", "0", "--json"]
+    if (gguf.parent / "card.json").exists():
+        (models / gguf.parent.name).symlink_to(gguf.parent)
+    else:
+        command += ["--model", str(gguf)]
     environment = {**os.environ, "EMBERLINE_HOME": str(home), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from emberline.engine.grammar import automaton as automaton_module
 from emberline.engine.grammar import compiler, matcher
 from emberline.engine.grammar.automaton import DEAD, Automaton
 from emberline.engine.grammar.bounds import check
@@ -117,6 +118,23 @@ def test_rollback_restores_everything(engine, name):
         accepted -= n
         seen = (allowed(guide), guide.complete, guide.finished, guide.fits(9), guide.closing())
         assert seen == trail[accepted]
+
+
+def test_what_only_the_matcher_can_follow_can_be_taken_back(engine, monkeypatch):
+    monkeypatch.setattr(automaton_module, "MAX_NESTING", 9)
+    nested = choice(*(seq(Text("("), Rule(1), Text(end)) for end in ")]"), Text("x"))
+    guide = compiled(engine, Grammar((Rule(1), nested))).guide()
+    trail = []
+    while guide.fits(1000):
+        trail.append(guide.closing())
+        assert guide.accept(ord("("))
+    for _ in range(5):
+        assert guide.accept(ord("("))
+        assert not guide.fits(1000)
+    guide.rollback(7)
+    assert guide.closing() == trail[-2]
+    assert guide.accept(ord("x"))
+    assert guide.fits(len(trail[-2]))
 
 
 def test_a_refused_token_changes_nothing(engine):

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.engine.grammar import automaton
 from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Internal
-from emberline.protocol.grammar import Free, Grammar, Repeat, Text, Token
+from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
 
 from .bench import TASTES, VOCAB, Bench, Taste, text, valid
@@ -176,6 +177,22 @@ def test_an_end_is_allowed_exactly_when_complete(grammars):
     assert END_ID not in bench.tokens("numbers"), "it ends with its last bracket"
     assert valid(ALL["numbers"], bench.tokens("numbers"))
     assert len(bench.tokens("stop")) in (6, 7) or bench.tokens("stop")[-1] == ord("z")
+
+
+def test_a_text_of_endless_readings_is_closed_where_it_is_given_up(grammars, monkeypatch):
+    monkeypatch.setattr(automaton, "MAX_NESTING", 12)
+    nested = choice(*(seq(Text("("), Rule(1), Text(end)) for end in ")]}"), Text("x"))
+
+    class Opens(Taste):
+        def draw(self, row, allowed):
+            return ord("(") if ord("(") in allowed else super().draw(row, allowed)
+
+    bench = Bench(grammars=grammars, runner=Opens())
+    bench.submit("a", Grammar((Rule(1), nested)), max_tokens=30)
+    bench.finish()
+    assert bench.end("a").finish == "stop"
+    assert 3 < len(bench.tokens("a")) < 30
+    assert valid(Grammar((Rule(1), nested)), bench.tokens("a"))
 
 
 def test_no_mask_without_grammars(grammars):

