@@ -14,6 +14,7 @@ from emberline.api.departure import ClientLeft
 from emberline.api.errors import error_reply
 from emberline.api.guard import Guard, answering, preflight
 from emberline.api.ports import Backend
+from emberline.api.queue_desk import QueueDesk
 from emberline.api.reply import Reply
 from emberline.api.route import Policy, Router
 from emberline.api.routes import ROUTES
@@ -33,14 +34,23 @@ class ApiSettings:
     origins: tuple[str, ...] = ()  # web pages that may call, beside our own; "*": any
 
 
-def create_app(service: Backend, settings: ApiSettings, events: EventDesk | None = None) -> ASGIApp:
-    return App(service, settings, events)
+def create_app(
+    service: Backend, settings: ApiSettings, events: EventDesk | None = None, batches: QueueDesk | None = None
+) -> ASGIApp:
+    return App(service, settings, events, batches)
 
 
 class App:
-    def __init__(self, service: Backend, settings: ApiSettings, events: EventDesk | None = None) -> None:
+    def __init__(
+        self,
+        service: Backend,
+        settings: ApiSettings,
+        events: EventDesk | None = None,
+        batches: QueueDesk | None = None,
+    ) -> None:
         self._service = service
         self._events = events
+        self._batches = batches
         self._auth = settings.auth
         self._guard = Guard(settings.hosts, settings.origins)
         self._router = Router(ROUTES)
@@ -51,7 +61,7 @@ class App:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         began = time.perf_counter()
-        call = Call(scope, receive, send, self._service, self._auth, self._events)
+        call = Call(scope, receive, send, self._service, self._auth, self._events, self._batches)
         context = logs.request_id.set(call.id)
         try:
             await self._serve(call)

@@ -7,6 +7,8 @@ it, whether logprobs were asked for) is read from there again when a result is s
 from collections.abc import AsyncIterator, Collection
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from emberline.api.file_lines import FileLine, lines_of
 from emberline.api.ports import Backend
 from emberline.api.stepping import Steps
@@ -55,8 +57,7 @@ async def results_of(queue: Queue, batch: Batch, states: Collection[str] = ()) -
 def runnable(request: GenerateRequest, service: Backend) -> GenerateRequest:
     """As the queue wants it: the model by its own name, at the lowest priority, content to wait."""
     model = service.resolve(request.model).id
-    fields = {name: getattr(request, name) for name in request.__struct_fields__}
-    return GenerateRequest(**fields | {"model": model, "priority": Priority.BATCH, "reject_if_busy": False})
+    return msgspec.structs.replace(request, model=model, priority=Priority.BATCH, reject_if_busy=False)
 
 
 def _given(queue: Queue, batch: Batch) -> AsyncIterator[FileLine]:

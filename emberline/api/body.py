@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,12 +23,17 @@ _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
 
 
 async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+    return decode(await read_body(call), decoder)
+
+
+async def read_body(call: Call, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """A body that is JSON, as it was sent."""
     content_type = call.headers.get("content-type", "").lower()
     if content_type.startswith(_NOT_JSON):
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
     if call.headers.get("content-encoding", "identity").lower() != "identity":
         raise BadInput("compressed request bodies are not accepted", param="content-encoding")
-    return decode(await _read(call), decoder)
+    return b"".join([piece async for piece in pieces(call, max_bytes)])
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -74,20 +80,20 @@ def _param(message: str) -> str | None:
     return ".".join(parts) or None
 
 
-async def _read(call: Call) -> bytes:
+async def pieces(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body as it arrives."""
     announced = call.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large()
-    message = await _piece(call)
-    pieces = [message.get("body", b"")]
-    size = len(pieces[0])
-    while message.get("more_body", False):
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    size, more = 0, True
+    while more:
         message = await _piece(call)
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
-    return b"".join(pieces)
+        piece: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        yield piece
 
 
 async def _piece(call: Call) -> Message:
@@ -101,5 +107,5 @@ async def _piece(call: Call) -> Message:
     return message
 
 
-def _too_large() -> TooLarge:
-    return TooLarge(f"the request body is larger than {MAX_BODY_BYTES >> 20} MiB")
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")

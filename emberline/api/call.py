@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from emberline.accounts.auth import Authenticator
     from emberline.api.errors import Dialect
     from emberline.api.ports import Backend
+    from emberline.api.queue_desk import QueueDesk
     from emberline.jobs.desk import EventDesk
 
 _SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
@@ -35,6 +36,7 @@ class Call:
         service: "Backend",
         auth: "Authenticator",
         events: "EventDesk | None" = None,
+        batches: "QueueDesk | None" = None,
     ) -> None:
         self.scope = scope
         self.receive = receive
@@ -42,6 +44,7 @@ class Call:
         self.service = service
         self.auth = auth
         self._events = events
+        self._batches = batches
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]
@@ -68,6 +71,12 @@ class Call:
         return self._events
 
     @property
+    def batches(self) -> "QueueDesk":
+        if self._batches is None:
+            raise Unavailable("this server was started without its store: it has no queue")
+        return self._batches
+
+    @property
     def session(self) -> str | None:
         """The conversation's name from the headers, first wins."""
         for name in _SESSION_HEADERS:
@@ -89,12 +98,12 @@ class Call:
             (b"x-request-id", self.id.encode()),
             *reply.headers,
         ]
-        await self._start(reply.status, headers)
+        await self.start(reply.status, headers)
         await self.send({"type": "http.response.body", "body": reply.body})
 
     async def start_stream(self, headers: HeaderList) -> None:
-        await self._start(200, [*_SSE_HEADERS, (b"x-request-id", self.id.encode()), *headers])
+        await self.start(200, [*_SSE_HEADERS, (b"x-request-id", self.id.encode()), *headers])
 
-    async def _start(self, status: int, headers: HeaderList) -> None:
+    async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -46,6 +46,14 @@ class NoPreviousResponse(NotFound):
     kind = "previous_response_not_found"
 
 
+class NoSuchBatch(NotFound):
+    kind = "batch_not_found"
+
+
+class NoSuchFile(NotFound):
+    kind = "file_not_found"
+
+
 class Codes(NamedTuple):
     """One kind of error: its HTTP status (and where the native dialect differs, that one), and its names."""
 
@@ -75,6 +83,8 @@ CODES: dict[str, Codes] = {
     "response_not_found": Codes(404, 404, 7000, _INVALID, "response_not_found", "not_found_error"),
     "previous_response_not_found": Codes(404, 404, 7000, _INVALID, "previous_response_not_found", "not_found_error"),
     "webhook_not_found": Codes(404, 404, 7000, _INVALID, "webhook_not_found", "not_found_error"),
+    "batch_not_found": Codes(404, 404, 7000, _INVALID, "batch_not_found", "not_found_error"),
+    "file_not_found": Codes(404, 404, 7000, _INVALID, "file_not_found", "not_found_error"),
     "method_not_allowed": Codes(405, 405, 7001, _INVALID, "method_not_allowed", _INVALID),
     "conflict": Codes(409, 409, 7003, _INVALID, "conflict", _INVALID),
     "idempotency_mismatch": Codes(422, 422, 5006, _INVALID, "idempotency_key_reused", _INVALID),
@@ -86,8 +96,6 @@ CODES: dict[str, Codes] = {
 
 # Kinds that never reached a model: Cloudflare's own wording, a null result and no request id in the message.
 _ROUTING = frozenset({"unauthorized", "forbidden", "not_found", "method_not_allowed"})
-_QUEUE_FIELDS = frozenset({"queueRequest", "requests", "request_id"})
-_NO_QUEUE = 8007
 
 
 def codes(error: EmberlineError) -> Codes:
@@ -128,8 +136,6 @@ def _openai(error: EmberlineError) -> dict[str, Any]:
 
 def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
     code = codes(error).native_code
-    if error.kind == "unsupported" and error.param in _QUEUE_FIELDS:
-        code = _NO_QUEUE
     message = error.message
     if error.kind == "unauthorized":
         message = "Authentication error"

@@ -10,7 +10,7 @@ from emberline.api.body import read_json
 from emberline.api.call import Call
 from emberline.api.reply import Reply, json_reply
 from emberline.api.search import page_of
-from emberline.api.workers_ai import envelope
+from emberline.api.workers_ai_answer import envelope
 from emberline.jobs.endpoints import Changes, Endpoint, Form
 from emberline.jobs.events import WORKERS_AI, WORKERS_AI_TYPES, timestamp
 from emberline.protocol.errors import BadInput

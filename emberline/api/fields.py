@@ -86,6 +86,11 @@ class Generation(Constrained, kw_only=True):
         return _PRIORITY[self.service_tier]
 
     @property
+    def rejects_waiting(self) -> bool:
+        """Flex has what is free now, and is told at once when nothing is."""
+        return self.priority is Priority.FLEX
+
+    @property
     def tier_echo(self) -> dict[str, str]:
         """The tier as OpenAI says it back to those who asked for one."""
         return {"service_tier": self.priority.name.lower()} if self.service_tier else {}

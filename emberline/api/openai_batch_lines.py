@@ -32,18 +32,23 @@ Json = dict[str, Any]
 class Body(Protocol):
     """What a line asks for, at one endpoint."""
 
-    def to_request(self, call: LineCall) -> GenerateRequest: ...
+    stream: bool | None
+
+    def ask(self, call: LineCall) -> GenerateRequest: ...
 
     def show(self, call: LineCall, created: int, answer: Answer) -> Json: ...
 
 
 class ChatLine(ChatRequest, kw_only=True):
+    def ask(self, call: LineCall) -> GenerateRequest:
+        return self.to_request(call)
+
     def show(self, call: LineCall, created: int, answer: Answer) -> Json:
         return chat_body(call, self, created, answer)
 
 
 class CompletionLine(CompletionRequest, kw_only=True):
-    def to_request(self, call: LineCall) -> GenerateRequest:
+    def ask(self, call: LineCall) -> GenerateRequest:
         requests = self.to_requests(call)
         if len(requests) > 1:
             raise BadInput("a line of a batch has one `prompt`: write a line for each", param="prompt")
@@ -85,7 +90,7 @@ class OpenAILines:
             body = _body(self._endpoint, given)
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
-            return NewLine(custom_id, runnable(body.to_request(self._call), self._service))
+            return NewLine(custom_id, runnable(body.ask(self._call), self._service))
         except EmberlineError as error:
             error.message = f"line {line.at}: {error.message}"
             return NewLine(custom_id, None, error.info())
@@ -139,8 +144,7 @@ def _shown(result: Result, endpoint: str, call: LineCall) -> Json:
     if line.state != "succeeded" or line.answer is None:
         raise failure_of(line)
     body = _body(endpoint, decode(result.given, _line_decoder))
-    shown: Json = body.show(call, (line.ended_us or 0) // 1_000_000, line.answer)
-    return shown
+    return body.show(call, (line.ended_us or 0) // 1_000_000, line.answer)
 
 
 def _retold(error: EmberlineError, result: Result, endpoint: str, call: LineCall) -> EmberlineError:
@@ -148,7 +152,7 @@ def _retold(error: EmberlineError, result: Result, endpoint: str, call: LineCall
     if result.line.started_us is None:
         return error
     try:
-        _body(endpoint, decode(result.given, _line_decoder)).to_request(call)
+        _body(endpoint, decode(result.given, _line_decoder)).ask(call)
     except EmberlineError:
         return error
     return call.names.retell(error)
@@ -160,11 +164,12 @@ def _decoded(line: FileLine) -> BatchLine:
     return decode(line.data, _line_decoder)
 
 
-def _body(endpoint: str, given: BatchLine) -> Any:
+def _body(endpoint: str, given: BatchLine) -> Body:
     if not bytes(given.body):
         raise BadInput("`body` is missing: it is the request itself", param="body")
     try:
-        return decode(bytes(given.body), _DECODERS[endpoint])
+        body: Body = decode(bytes(given.body), _DECODERS[endpoint])
     except EmberlineError as error:
         error.param = f"body.{error.param}" if error.param else "body"
         raise
+    return body

@@ -60,6 +60,7 @@ class ChatRequest(Conversation, kw_only=True):
             n=self.n or 1,
             session=session_name(call, self.prompt_cache_key, self.user),
             priority=self.priority,
+            reject_if_busy=self.rejects_waiting,
             **agency,
         )
 

@@ -51,6 +51,7 @@ class CompletionRequest(Generation, kw_only=True):
                 n=self.n or 1,
                 session=session,
                 priority=self.priority,
+                reject_if_busy=self.rejects_waiting,
                 output=output,
             )
             for number, prompt in enumerate(self._prompts())

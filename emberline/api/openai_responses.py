@@ -243,19 +243,10 @@ async def _keep(call: Call, turn: Turn, new: str) -> None:
 
 
 async def _compose(events: Events, draft: Draft) -> None:
-    composer = draft.composer
     async with aclosing(events):
         async for event in events:
-            if isinstance(event, TextDelta):
-                composer.delta(event)
-            elif isinstance(event, ReasoningDelta):
-                composer.reasoning(event)
-            elif isinstance(event, ToolCallDelta):
-                composer.call_delta(event)
-            elif isinstance(event, ChoiceDone):
-                draft.done(event)
-            elif isinstance(event, Completed):
+            if isinstance(event, Completed):
                 return
-            elif not isinstance(event, Started):
-                composer.call_started(event)
+            if not isinstance(event, Started):
+                draft.take(event)
     raise Internal("the answer ended before it was complete")

@@ -62,6 +62,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    background: bool | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Picked | None = None
     parallel_tool_calls: bool | None = None
@@ -79,7 +80,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
-    background: Unbuilt = None
     conversation: Unbuilt = None
     prompt: Unbuilt = None
     context_management: Unbuilt = None
@@ -119,6 +119,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             sampling=self._sampling(),
             session=session_name(call, self.prompt_cache_key, self.safety_identifier, self.user, thread),
             priority=self._priority,
+            reject_if_busy=self._priority is Priority.FLEX and not self.background,
             tools=offer.toolset.tools,
             tool_choice=offer.toolset.choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -134,7 +135,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "object": "response",
             "created_at": created,
             "status": "in_progress",
-            "background": False,
+            "background": bool(self.background),
             "completed_at": None,
             "error": None,
             "incomplete_details": None,

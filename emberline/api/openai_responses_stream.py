@@ -13,6 +13,7 @@ from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 
 Json = dict[str, Any]
+Piece = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
 
 
 class Draft:
@@ -23,16 +24,30 @@ class Draft:
         self.whole = echo
         self._cut = False
 
+    def take(self, event: Piece) -> list[Event]:
+        """What one event of the service adds, as the events that tell of it."""
+        composer = self.composer
+        if isinstance(event, TextDelta):
+            return composer.delta(event)
+        if isinstance(event, ReasoningDelta):
+            return composer.reasoning(event)
+        if isinstance(event, ToolCallDelta):
+            return composer.call_delta(event)
+        if isinstance(event, ToolCallStarted):
+            return composer.call_started(event)
+        return self.done(event)
+
     def done(self, event: ChoiceDone) -> list[Event]:
         self._cut = event.finish == "length"
         return self.composer.done(event)
 
-    def complete(self, usage: Usage) -> None:
+    def complete(self, usage: Usage, at: int | None = None) -> None:
+        """`at`: when it was, in Unix seconds; None: now."""
         self.whole |= {"output": self.composer.items, "usage": usage_body(usage)}
         if self._cut:
             self.whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
-            self.whole |= {"status": "completed", "completed_at": int(time.time())}
+            self.whole |= {"status": "completed", "completed_at": int(time.time()) if at is None else at}
 
     def fail(self, error: EmberlineError) -> None:
         self.composer.end("incomplete")

@@ -32,7 +32,7 @@ from emberline.api.webhook_endpoints import (
     ReplayRequest,
     RotateRequest,
 )
-from emberline.api.workers_ai import RunRequest, UniversalRequest
+from emberline.api.workers_ai_request import RunRequest, UniversalRequest
 
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"

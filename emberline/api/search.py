@@ -12,7 +12,8 @@ import msgspec
 from emberline.api.call import Call
 from emberline.api.model_rows import cloudflare_model, openrouter_model, source
 from emberline.api.reply import Reply, json_reply
-from emberline.api.workers_ai import RunRequest, envelope
+from emberline.api.workers_ai_answer import envelope
+from emberline.api.workers_ai_request import RunRequest
 from emberline.catalog.card import ModelCard
 from emberline.catalog.cards import TASKS, authors
 from emberline.protocol.errors import BadInput

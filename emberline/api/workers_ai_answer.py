@@ -22,6 +22,10 @@ class Shape(NamedTuple):
     reasoning: bool = True
 
 
+def envelope(result: Any, **beside: Any) -> dict[str, Any]:
+    return {"result": result, "success": True, "errors": [], "messages": []} | beside
+
+
 def result_body(answer: Answer, shape: Shape) -> dict[str, Any]:
     choice = answer.choices[0]
     calls = [(call, arguments_of(call)) for call in choice.tool_calls]

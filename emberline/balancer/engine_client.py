@@ -8,7 +8,7 @@ from collections.abc import Callable
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.link import Link, dial, retry_delays
 from emberline.balancer.stream import Stream
-from emberline.protocol.errors import Unavailable
+from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.frames import (
     Abort,
     EngineInfo,
@@ -90,10 +90,15 @@ class EngineClient:
         for request in requests:
             assert request.id not in self._streams, f"sequence id {request.id} is in use"
             self._streams[request.id] = stream
-        if not self._link.knows_words and self.vocabulary is not None and any(request.grammar for request in requests):
+        if any(request.grammar for request in requests):
+            self.teach()
+        self._link.send(Submit(requests))
+
+    def teach(self) -> None:
+        """Send the vocabulary, once per connection: a grammar needs it, and an engine takes a moment to learn it."""
+        if self._link is not None and not self._link.knows_words and self.vocabulary is not None:
             self._link.send(self.vocabulary())
             self._link.knows_words = True
-        self._link.send(Submit(requests))
 
     def abort(self, ids: list[str]) -> None:
         for sequence_id in ids:
@@ -133,7 +138,7 @@ class EngineClient:
         self._ready.clear()
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
-            stream.fail(Unavailable(f"engine {self.name} went away", retry_after_s=1))
+            stream.fail(EngineLost(f"engine {self.name} went away", retry_after_s=1))
 
     async def _stay_connected(self) -> None:
         delays = retry_delays()

@@ -21,6 +21,7 @@ class Member:
         self.model = model
         self.client = client
         self.in_flight = 0  # sequences granted and not yet released
+        self.batch_in_flight = 0  # those of them that are queued work, which makes room for all others
         self.mean_s = 1.0  # smoothed time a sequence takes
         self.hash_key = blake2b(client.name.encode(), digest_size=32).digest()
         self._busy_s = 0.0  # when work last arrived at the idle engine
@@ -50,22 +51,29 @@ class Member:
         return self.client.connected and not self.stalled
 
     @property
+    def sync_in_flight(self) -> int:
+        return self.in_flight - self.batch_in_flight
+
+    @property
     def retry_after_s(self) -> float:
         """When those that wait now should have been served."""
-        return min(60.0, max(1.0, (self.in_flight - self.max_running) * self.mean_s / self.max_running))
+        return min(60.0, max(1.0, (self.sync_in_flight - self.max_running) * self.mean_s / self.max_running))
 
     def would_wait(self, n: int) -> bool:
         """Whether `n` more sequences would stand behind others. An engine may have a queue while slots are free."""
-        return self.in_flight + n > self.max_running or (self.in_flight > 0 and self.load.waiting > 0)
+        waiting = self.load.waiting - self.load.waiting_batch
+        return self.sync_in_flight + n > self.max_running or (self.sync_in_flight > 0 and waiting > 0)
 
-    def take(self, n: int) -> None:
+    def take(self, n: int, batch: bool = False) -> None:
         if self.in_flight == 0:
             self._busy_s = time.monotonic()
         self.in_flight += n
+        self.batch_in_flight += n * batch
 
-    def give_back(self, n: int, took_s: float | None) -> None:
+    def give_back(self, n: int, took_s: float | None, batch: bool = False) -> None:
         self.in_flight -= n
-        assert self.in_flight >= 0
+        self.batch_in_flight -= n * batch
+        assert self.in_flight >= self.batch_in_flight >= 0
         if took_s is not None:
             self.mean_s += _SMOOTHING * (took_s - self.mean_s)
 
@@ -103,13 +111,13 @@ class Fleet:
         members = self._eligible(model, avoid)
         if reject_if_busy:
             members = _free(members, n)
-        least = min(members, key=lambda member: member.in_flight / member.max_running)
+        least = min(members, key=lambda member: (member.sync_in_flight / member.max_running, member.in_flight))
         chosen = least
         if affinity is not None and len(members) > 1:
             home = max(members, key=lambda member: _weight(affinity, member))
-            if home.in_flight + n <= home.max_running or home.in_flight <= least.in_flight:
+            if home.sync_in_flight + n <= home.max_running or home.sync_in_flight <= least.sync_in_flight:
                 chosen = home
-        waiting = chosen.in_flight - chosen.max_running
+        waiting = chosen.sync_in_flight - chosen.max_running
         if waiting + n > self._max_waiting:
             raise Overloaded(
                 f"{waiting} requests already wait for {model}; come back in {chosen.retry_after_s:.0f} s",
@@ -117,6 +125,17 @@ class Fleet:
             )
         chosen.take(n)
         return chosen
+
+    def of(self, model: str) -> Sequence[Member]:
+        return self._by_model.get(model, ())
+
+    def place(self, name: str, n: int) -> Member:
+        """The engine that `n` sequences of queued work were granted, counted as in flight there until `give_back`."""
+        member = self._by_name[name]
+        if not member.healthy:
+            raise Unavailable(f"engine {name} is not there any more", retry_after_s=1)
+        member.take(n, batch=True)
+        return member
 
     def _eligible(self, model: str, avoid: Sequence[str]) -> list[Member]:
         """Engines that are connected; those to avoid and those that are stuck only when there is no other."""

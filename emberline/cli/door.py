@@ -25,7 +25,10 @@ from emberline.catalog.card import ModelCard
 from emberline.catalog.shelf import Entry
 from emberline.cli.fetch import load_text
 from emberline.config import Config
+from emberline.jobs.desk import DeskSettings, EventDesk
 from emberline.service import Served, Service, open_door
+from emberline.service.open import DATABASE
+from emberline.store import Database, open_store
 
 CONNECT_S = 30.0  # to reach the core and every engine; after that the door opens and says what is not there
 
@@ -51,14 +54,43 @@ def load_models(entries: Sequence[Entry], endpoints: Mapping[str, Sequence[Endpo
     return [Served(entry.card, load_text(entry), tuple(endpoints[entry.card.id])) for entry in entries]
 
 
+def open_events(store: Database, config: Config) -> EventDesk:
+    """Where this process keeps and reads events; nothing is delivered until it is told to."""
+    webhooks = config.webhooks
+    settings = DeskSettings(
+        allow=webhooks.allow,
+        timeout_s=webhooks.timeout_s,
+        disable_after_days=webhooks.disable_after_days,
+        retention_days=webhooks.retention_days,
+    )
+    return EventDesk(store, Secret.open(config.home), settings)
+
+
 async def serve_door(
-    service: Service, config: Config, listener: socket.socket, stop: asyncio.Event | None = None
+    service: Service,
+    config: Config,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    events: EventDesk | None = None,
 ) -> None:
     """Answer HTTP until told to stop, then let running requests finish."""
     auth = Authenticator(Secret.open(config.home), config.auth.key)
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
+    warming = asyncio.create_task(service.warm_up())
+    warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request that needs it says more
     gc.freeze()  # modules and vocabularies stay: the collector need not walk through them while streams wait
-    await serve_http(create_app(service, settings), listener, drain_s=config.server.drain_s, stop=stop)
+    ending = asyncio.create_task(_end_streams(stop, events))
+    try:
+        await serve_http(create_app(service, settings, events), listener, drain_s=config.server.drain_s, stop=stop)
+    finally:
+        ending.cancel()
+
+
+async def _end_streams(stop: asyncio.Event, events: EventDesk | None) -> None:
+    """Streams of events never end by themselves: the drain must not wait for them."""
+    await stop.wait()
+    if events is not None:
+        events.feed.end()
 
 
 async def _run(plan: DoorPlan, listener: socket.socket) -> None:
@@ -67,12 +99,16 @@ async def _run(plan: DoorPlan, listener: socket.socket) -> None:
         entries = [Entry(card, path) for card, path, _ in plan.models]
         served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
         service = await open_door(served, core_socket=plan.core_socket)
+        store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
+        events = open_events(store, plan.config)
         try:
             await service.ready(CONNECT_S)
             print('{"ready": true}', flush=True)
-            await serve_door(service, plan.config, listener, stop)
+            await serve_door(service, plan.config, listener, stop, events)
         finally:
             await service.close()
+            await events.close()
+            await store.close()
 
 
 @contextlib.contextmanager

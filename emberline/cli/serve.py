@@ -118,20 +118,27 @@ async def serve(
         await cluster.start()
 
         # The workers load in their processes while we import and read tokenizers in ours.
-        from emberline.cli.door import load_models, serve_door
+        from emberline.cli.door import load_models, open_events, serve_door
         from emberline.service import open_service
+        from emberline.service.open import DATABASE
+        from emberline.store import open_store
 
         served = load_models(entries, cluster.endpoints)
         await cluster.wait_ready()
+        store = await open_store(config.store.url or config.home / DATABASE)
+        stack.push_async_callback(store.close)
         service = await open_service(
             served,
             data_dir=config.home,
             retention_days=config.responses.retention_days,
-            store_url=config.store.url,
+            store=store,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_S):
             raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")
+        events = open_events(store, config)
+        stack.push_async_callback(events.close)
+        events.deliver()
         doors = await _open_doors(stack, config, entries, cluster, service, listener)
 
         listen(listener, config.server)
@@ -143,7 +150,7 @@ async def serve(
             await stop.wait()
             listener.close()  # with it open, new connections would wait for doors that take no more
         else:
-            await serve_door(service, config, listener, stop)
+            await serve_door(service, config, listener, stop, events)
 
 
 async def _open_doors(

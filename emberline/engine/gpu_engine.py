@@ -13,6 +13,8 @@ from emberline.engine.gpu_slots import SamplerTable
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace
 from emberline.kernels.gpu import inputs, sampling
+from emberline.kernels.gpu.quantised import QuantisedMatrix
+from emberline.kernels.gpu.sampler_table import SamplerTable as DeviceTable
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.models import Model
 from emberline.weights.config import ModelConfig
@@ -37,11 +39,13 @@ class GpuEngine:
         """`limits` of the model; the cache may bound its context further."""
         weights = torch.cuda.memory_allocated(device)
         n_rows = limits.max_running + CHUNK_ROWS[-1]
-        sizes = Sizes.of(model.config, max(limits.token_budget, MAX_CAPTURED_TOKENS), n_rows, n_rows)
+        quantised = any(isinstance(matrix, QuantisedMatrix) for matrix in model.matrices)
+        n_tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
+        sizes = Sizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantised)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
-        sampler = sampling.SamplerTable(limits.max_running, limits.vocab_size, device)
+        sampler = DeviceTable(limits.max_running, limits.vocab_size, device)
         state = state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
         free, total = torch.cuda.mem_get_info(device)
         memory = budget(total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes)

@@ -69,6 +69,12 @@ class Pace:
         decode_s = self._decode_s if work.n_decodes else 0.0
         return decode_s + self._token_s * work.n_tokens + self._reach_s * work.reach
 
+    def within(self, limit_s: float, work: Work, context: int, most: int) -> int:
+        """Tokens of a prompt, up to `most`, with which the step lasts no longer than that; a first chunk has a few."""
+        left_s = limit_s - self.seconds(work)
+        n = int(left_s / (self._token_s + self._reach_s * context)) if left_s > 0 else 0
+        return min(most, max(n, LEAST_CHUNK if work.n_tokens == 0 else 0))
+
     def chunk(self, work: Work, context: int, most: int) -> int:
         """Tokens of a prompt that may join the work, up to `most`; they begin at `context`."""
         if not work.n_decodes:

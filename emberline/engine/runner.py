@@ -1,6 +1,7 @@
 """Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
 
 import mmap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from emberline.engine.limits import Limits
+from emberline.engine.pace import Pace, Work
 from emberline.engine.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.budget import blocks_of
@@ -67,8 +69,11 @@ class _Slot:
 class TorchRunner:
     """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
 
-    def __init__(self, model: Model, n_blocks: Sequence[int], limits: Limits, device: str = "cpu") -> None:
+    def __init__(
+        self, model: Model, n_blocks: Sequence[int], limits: Limits, device: str = "cpu", pace: Pace | None = None
+    ) -> None:
         self._model = model
+        self._pace = pace
         self._device = torch.device(device)
         self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
         rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
@@ -84,7 +89,10 @@ class TorchRunner:
             for admission in plan.admissions:
                 self._admit(admission)
             inputs, samplers = self._inputs(plan)
+            began_s = time.perf_counter()
             logits = self._model.forward(inputs, self._kv)
+            if self._pace is not None:
+                self._pace.observe(_work(plan), time.perf_counter() - began_s)
             return Computed(logits, samplers)
         except Exception as error:
             return Computed(None, [], error)
@@ -179,6 +187,14 @@ class TorchRunner:
     def _ship(self, array: "np.ndarray[Any, Any]") -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+
+def _work(plan: StepPlan) -> Work:
+    chunks = [row for row in plan.rows if row.end - row.start > 1]
+    work = Work(len(plan.rows) - len(chunks))
+    for row in chunks:
+        work.add(row.end - row.start, row.end)
+    return work
 
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
@@ -21,8 +21,12 @@ from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.layout import BLOCK_TOKENS
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Priority
 from emberline.protocol.tokens import pack, unpack
+
+POLITE_S = 0.04  # of a step with nothing but queued work in it: what a request that arrives now may have to wait for
+PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
+STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
 
 GRAMMAR_FAILED = "the engine could not follow this request's grammar"
 
@@ -62,6 +66,7 @@ class Scheduler:
         self._pace = pace
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._next_deadline_s = float("inf")
+        self._n_paused = 0  # steps in a row that queued work let pass
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
 
@@ -77,6 +82,7 @@ class Scheduler:
     def load(self) -> EngineLoad:
         load = msgspec.structs.replace(self._totals)
         load.running, load.waiting = len(self._running), len(self._waiting)
+        load.waiting_batch = len(self._waiting) - bisect_left(self._waiting, (Priority.BATCH, -1), key=_by_rank)
         load.waiting_tokens += sum(seq.n_due - 1 for seq in self._running)  # decoding ones: none
         load.kv_used_blocks = self._cache.n_used
         return load
@@ -164,11 +170,13 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         plan = StepPlan()
+        self._promote()
         self._displace()
+        paused = self._pauses()
         prefills = []
         for seq in tuple(self._running):
-            if seq.slot == WAITING:
-                continue  # made room for one before it
+            if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
+                continue  # made room for one before it, or lets prompts of others pass
             if seq.n_due > 1:
                 prefills.append(seq)
             elif not seq.n_drawing or self._may_follow(seq):
@@ -259,12 +267,37 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
+    def _promote(self) -> None:
+        """Queued work that found no place for long is ranked with the others, one sequence at a time: none starves."""
+        last = self._waiting[-1] if self._waiting else None
+        if last is None or last.urgency != Priority.BATCH:
+            return
+        first = self._waiting[bisect_left(self._waiting, (Priority.BATCH, -1), key=_by_rank)]
+        if self._totals.steps - first.waits_since < STARVED_STEPS:
+            return
+        if any(seq.promoted for seq in self._by_number.values()):
+            return
+        self._waiting.remove(first)
+        first.urgency = Priority.DEFAULT
+        insort(self._waiting, first, key=_by_rank)
+
+    def _pauses(self) -> bool:
+        """Whether queued work sits this step out, because a prompt of better class is to be computed in it."""
+        if not self._running or self._running[-1].urgency != Priority.BATCH:
+            self._n_paused = 0
+            return False
+        able = (seq for seq in self._waiting if seq.pending is None)
+        others = [seq for seq in self._running if seq.urgency != Priority.BATCH and seq.n_due > 1]
+        urgent = bool(others) or next((seq.urgency != Priority.BATCH for seq in able), False)
+        self._n_paused = self._n_paused + 1 if urgent and self._n_paused < PAUSED_STEPS else 0
+        return self._n_paused > 0
+
     def _displace(self) -> None:
         """Let waiting sequences of a better class take the place of running ones of a worse class."""
         while self._running:
             first = next((seq for seq in self._waiting if seq.pending is None), None)
             last = self._running[-1]
-            if first is None or first.request.priority >= last.request.priority:
+            if first is None or first.urgency >= last.urgency:
                 return
             if self._free_slots and self._fits(first, self._match(first)):
                 return
@@ -279,7 +312,7 @@ class Scheduler:
         computing = self._computing[id(plan)] = set()
         work = Work(len(plan.rows))
         for seq in prefills:
-            left = self._left(plan, work, seq.n_computed)
+            left = self._left(plan, work, seq)
             if left <= 0:
                 return
             if seq.slot == WAITING:
@@ -291,10 +324,14 @@ class Scheduler:
                 work.add(n, seq.n_computed)
                 computing.update(seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS])
 
-    def _left(self, plan: StepPlan, work: Work, context: int) -> int:
-        """Tokens that the step may still take of a prompt from there on."""
+    def _left(self, plan: StepPlan, work: Work, seq: Sequence) -> int:
+        """Tokens that the step may still take of the sequence's prompt."""
         left = self.limits.token_budget - plan.n_tokens
-        return left if self._pace is None or not left else self._pace.chunk(work, context, left)
+        if self._pace is None or not left:
+            return left
+        if seq.urgency == Priority.BATCH:
+            left = self._pace.within(POLITE_S, work, seq.n_computed, left)
+        return self._pace.chunk(work, seq.n_computed, left) if left else 0
 
     def _may_follow(self, seq: Sequence) -> bool:
         """Whether its next token can be computed before the one in front of it was looked at.
@@ -482,6 +519,7 @@ class Scheduler:
 
     def _enqueue(self, seq: Sequence) -> None:
         insort(self._waiting, seq, key=_by_rank)
+        seq.waits_since = self._totals.steps
         self._totals.waiting_tokens += seq.n_tokens
 
     def _dequeue(self, seq: Sequence) -> None:

@@ -6,7 +6,7 @@ from emberline.engine.plan import Guide, PendingGuide
 from emberline.kv.cache import BlockTable
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Priority
 
 WAITING = -1  # in place of a slot
 
@@ -29,12 +29,17 @@ class Sequence:
     slot: int = WAITING
     admission: int = -1  # serial number of its stay in the slot
     planned_step: int = -1  # the last step it has a row in
+    waits_since: int = 0  # the step at which it began to wait for its slot
     cached_by_tier: dict[str, int] | None = None  # set at first admission
     pending: PendingGuide | None = None  # its grammar, until that is compiled
     guide: Guide | None = None
     closes: bool = False  # its grammar can be ended within max_tokens, and will be
     thinks: bool = False  # a thinking limit is still to come
     failure: EmberlineError | None = None  # of its guide; it ends with the next step
+    urgency: Priority = field(init=False)  # its class, or a better one once it has waited for long
+
+    def __post_init__(self) -> None:
+        self.urgency = self.request.priority
 
     @property
     def id(self) -> str:
@@ -43,7 +48,11 @@ class Sequence:
     @property
     def rank(self) -> tuple[int, int]:
         """Smaller goes first."""
-        return self.request.priority, self.number
+        return self.urgency, self.number
+
+    @property
+    def promoted(self) -> bool:
+        return self.urgency != self.request.priority
 
     @property
     def room(self) -> int:

@@ -13,6 +13,7 @@ from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
+from emberline.engine.pace import Pace
 from emberline.engine.plan import Runner
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.server import Server
@@ -26,6 +27,8 @@ from emberline.weights.config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
+CPU_REACH = 1e-4  # of a token's cost for each token of context before it: a first guess, the pace corrects it
+UNBOUNDED_S = 1e6
 GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
@@ -65,9 +68,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _set_defaults(args, device)
-    if ahead is not None:
-        ahead.stop()
-    model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads)
+    model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads, ahead=ahead)
     if model.backend == "native":
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
     elif args.threads is not None:
@@ -119,8 +120,10 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
     runner: Runner
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
-        runner = TorchRunner(model, n_blocks, limits, device)
-        return StepLoop(Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size)), runner), cache, limits
+        pace = Pace(reach_ratio=CPU_REACH, target_s=UNBOUNDED_S)  # only queued work is held to one here
+        runner = TorchRunner(model, n_blocks, limits, device, pace)
+        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace)
+        return StepLoop(scheduler, runner), cache, limits
     from emberline.engine.gpu_engine import GpuEngine
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)

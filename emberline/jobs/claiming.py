@@ -76,12 +76,13 @@ def _pick(owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, li
     for account, _ in (yield Step(sql.URGENT, (urgent_us,))):
         if len(taken) < n:
             yield from take(str(account), urgent_us, n - len(taken))
-    shares = fair_shares(lanes, n - len(taken))
+    gone = Counter(str(row[3]) for row in taken)
+    shares = fair_shares([lane._replace(n_queued=lane.n_queued - gone[lane.account]) for lane in lanes], n - len(taken))
     may_have_more: list[str] = []  # those that gave less than asked have the rest in backoff, or another took it
     for account, share in shares.items():
         if (yield from take(account, _FOREVER_US, share)) == share:
             may_have_more.append(account)
-    for account in may_have_more if len(taken) < sum(shares.values()) else ():
+    for account in may_have_more:
         if len(taken) < n:
             yield from take(account, _FOREVER_US, n - len(taken))
     return taken
@@ -89,7 +90,7 @@ def _pick(owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, li
 
 def fair_shares(lanes: Sequence[Lane], n: int) -> Mapping[str, int]:
     """So many lines for each account that those served least catch up first."""
-    heap = [(lane.served, lane.account, lane.n_queued, lane.mean_cost) for lane in lanes if lane.n_queued]
+    heap = [(lane.served, lane.account, lane.n_queued, lane.mean_cost) for lane in lanes if lane.n_queued > 0]
     heapq.heapify(heap)
     shares: Counter[str] = Counter()
     while heap and n > 0:

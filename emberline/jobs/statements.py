@@ -225,10 +225,10 @@ HELD_BY = "SELECT batch_id, number, epoch, kills FROM lines WHERE state = 'lease
 # Who was idle begins where the others are, not with credit for the time it asked for nothing.
 ENTER_LANE = """
     INSERT INTO lanes (model, account, n_queued, n_leased, queued_cost, served) VALUES (?, ?, ?, 0, ?, (
-        SELECT COALESCE(MIN(served), 0) FROM lanes WHERE model = ? AND (n_queued > 0 OR n_leased > 0)
+        SELECT COALESCE(MIN(served), 0) FROM lanes WHERE model = ? AND n_queued > 0
     ))
     ON CONFLICT (model, account) DO UPDATE SET
-        served = CASE WHEN lanes.n_queued = 0 AND lanes.n_leased = 0 AND excluded.served > lanes.served
+        served = CASE WHEN lanes.n_queued = 0 AND excluded.served > lanes.served
             THEN excluded.served ELSE lanes.served END,
         n_queued = lanes.n_queued + excluded.n_queued,
         queued_cost = lanes.queued_cost + excluded.queued_cost

@@ -7,6 +7,7 @@ from emberline.models.decoder import Decoder, LayerTable, Source
 from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2, QWEN3
+from emberline.weights.readahead import ReadAhead
 
 ARCHITECTURES: dict[str, LayerTable] = {
     "llama": LLAMA,
@@ -20,15 +21,21 @@ Model = Decoder
 _log = logging.getLogger("emberline.models")
 
 
-def load(source: Source, device: str = "cpu", deterministic: bool = False, threads: int | None = None) -> Model:
-    """The checkpoint's model on `device`, weights in the form its backend wants."""
+def load(
+    source: Source,
+    device: str = "cpu",
+    deterministic: bool = False,
+    threads: int | None = None,
+    ahead: ReadAhead | None = None,
+) -> Model:
+    """The checkpoint's model on `device`, weights in the form its backend wants. `ahead`: what was read of them."""
     table = ARCHITECTURES[source.config.architecture]
     backend = _backend(source, device, deterministic, threads)
     if not device.startswith("cuda"):
         return Decoder(source, backend, table)
     from emberline.weights.loader import Deferred, Loader
 
-    loader = Loader(device)
+    loader = Loader(device, ahead)
     model = Decoder(Deferred(source, loader), backend, table)  # places first, bytes then
     loader.finish()
     return model

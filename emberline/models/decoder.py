@@ -58,6 +58,12 @@ class Decoder:
         return self._backend.name
 
     @property
+    def matrices(self) -> list[Any]:
+        """All weight matrices, in the backend's form."""
+        inner = [(layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down) for layer in self._layers]
+        return [self._embedding, self._head, *(matrix for layer in inner for matrix in layer)]
+
+    @property
     def kernels(self) -> Any:
         """The backend itself, for what only an accelerator's has: a workspace to be taken in time."""
         return self._backend

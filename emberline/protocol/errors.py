@@ -101,6 +101,10 @@ class Unavailable(EmberlineError):
     kind = "unavailable"
 
 
+class EngineLost(Unavailable):
+    """The engine died with the request on it. To a client it is as unavailable as any other."""
+
+
 class DeadlineExceeded(EmberlineError):
     kind = "deadline_exceeded"
 

@@ -47,6 +47,8 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0  # total taken from the cache
     output_tokens: int = 0
     preemptions: int = 0
+    waiting_batch: int = 0  # of `waiting`, those of the batch class
+    utilisation: float | None = None  # of the accelerator, 0 to 1, where it is known
 
 
 class Hello(msgspec.Struct, tag="hello"):

@@ -9,10 +9,12 @@ import time
 from typing import Protocol
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from emberline.accounts.ledger import Ledger
 from emberline.accounts.usage import UsageRow
 from emberline.balancer.fleet import Fleet, Member
+from emberline.balancer.grants import Grants
 from emberline.protocol.errors import Unavailable
 from emberline.service.health import Health, check
 from emberline.service.histogram import Counts
@@ -42,6 +44,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     avoid: tuple[str, ...] = ()  # engines that just failed it
     wait_s: float = 0.0  # how long to wait for an engine to come back
     reject_if_busy: bool = False
+    engine: str = ""  # the one that queued work was granted
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +62,7 @@ class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
     row: UsageRow
     gaps: Counts = msgspec.field(default_factory=Counts)
     memories: list[Memory] = []
+    booked: bool = False  # whoever brought the request writes its usage row
 
 
 class Core(Protocol):
@@ -83,20 +87,27 @@ class Core(Protocol):
 
 
 class LocalCore:
-    def __init__(self, fleet: Fleet, ledger: Ledger, sessions: Sessions, responses: Responses) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, sessions: Sessions, responses: Responses, grants: Grants | None = None
+    ) -> None:
         self.fleet = fleet
+        self.grants = grants or Grants(fleet)
         self.responses = responses
         self._ledger = ledger
         self._sessions = sessions
         self._metrics = Metrics(fleet)
-        self._open: dict[str, tuple[Ask, Member | None]] = {}  # by request id; between two engines it has none
+        # By request id. Between two engines a request has none. Whether queued work was there when it came.
+        self._open: dict[str, tuple[Ask, Member | None, bool]] = {}
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, ask: Ask) -> str:
         if self._release(ask.id, took_s=None):
-            self._open[ask.id] = (ask, None)
+            self._open[ask.id] = (ask, None, False)
+        if ask.engine:
+            self._open[ask.id] = (ask, self.fleet.place(ask.engine, ask.n), True)
+            return ask.engine
         give_up_s = time.monotonic() + ask.wait_s
         while True:
             try:
@@ -106,11 +117,12 @@ class LocalCore:
                 if time.monotonic() >= give_up_s:
                     raise
             await asyncio.sleep(_POLL_S)
-        self._open[ask.id] = (ask, member)
+        self._open[ask.id] = (ask, member, member.batch_in_flight > 0)
         return member.name
 
     async def settle(self, settlement: Settlement) -> None:
         row = settlement.row
+        self._learn(row)
         self._release(row.id, took_s=(row.finished_us - row.created_us) / 1e6)
         for memory in settlement.memories:
             entry = memory.entry
@@ -118,13 +130,14 @@ class LocalCore:
                 memory.account, memory.model_version, memory.digest, entry.ids, entry.text_len, entry.text_digest
             )
         self._metrics.record(row, settlement.gaps)
-        await self._ledger.record(row)
+        if not settlement.booked:
+            await self._ledger.record(row)
 
     async def abandon(self, request_id: str) -> None:
         """A door died with this request open: it ends here, failed."""
         if request_id not in self._open:
             return
-        ask, _ = self._open[request_id]
+        ask, _, _ = self._open[request_id]
         row = UsageRow(
             id=ask.id,
             account=ask.account,
@@ -146,6 +159,10 @@ class LocalCore:
     async def metrics(self) -> bytes:
         return self._metrics.expose()
 
+    def count(self, collector: Collector) -> None:
+        """Expose these figures with the others."""
+        self._metrics.add(collector)
+
     def refused(self, kind: str, times: int = 1) -> None:
         self._metrics.refused(kind, times)
 
@@ -153,7 +170,14 @@ class LocalCore:
         """Whether the request was open."""
         if request_id not in self._open:
             return False
-        ask, member = self._open.pop(request_id)
+        ask, member, _ = self._open.pop(request_id)
         if member is not None:
-            member.give_back(ask.n, took_s)
+            member.give_back(ask.n, took_s, batch=bool(ask.engine))
+            self.grants.stir()
         return True
+
+    def _learn(self, row: UsageRow) -> None:
+        """How long a request that is not queued work waited for its first token, beside queued work or without."""
+        _, member, mixed = self._open.get(row.id, (None, None, False))
+        if member is not None and row.priority != "batch" and row.first_token_us is not None:
+            self.grants.heard(member, (row.first_token_us - row.created_us) / 1e6, mixed)

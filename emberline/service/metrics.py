@@ -33,6 +33,9 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
+    def add(self, collector: Collector) -> None:
+        self._registry.register(collector)
+
     def refused(self, kind: str, times: int = 1) -> None:
         """A request that never got an engine; `kind` is its error's."""
         self._refused[kind] += times

@@ -14,7 +14,7 @@ from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
-from emberline.store import open_store
+from emberline.store import Database, open_store
 from emberline.text.grammar.compiler import GrammarCompiler
 from emberline.text.model import TextModel
 
@@ -29,18 +29,25 @@ async def open_service(
     max_waiting: int = MAX_WAITING,
     retention_days: int = RETENTION_DAYS,
     store_url: str = "",
+    store: Database | None = None,
 ) -> Service:
-    """The core process's service. Opens the store, by default in `data_dir`, and connects to the engines in the background."""
+    """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
+
+    A `store` that is given is used instead, and stays its owner's to close.
+    """
     engines = _engines(served)
     by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
-    store = await open_store(store_url or data_dir / DATABASE)
+    own = await open_store(store_url or data_dir / DATABASE) if store is None else None
+    store = store or own
+    assert store is not None
     responses = Responses(store, retention_days)
     await responses.open()
     core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions(), responses)
 
     async def close_core() -> None:
         await responses.close()
-        await store.close()
+        if own is not None:
+            await own.close()
 
     return Service(core, served, engines, close_core, GrammarCompiler())
 

@@ -101,7 +101,7 @@ class Preparer:
             prompt = await tokenising
         else:
             compiling = self._grammars.compile(spec)
-            prompt, grammar, _ = await asyncio.gather(tokenising, compiling, self._spell(served.text))
+            prompt, grammar, _ = await asyncio.gather(tokenising, compiling, self.spell(served.text))
         sampling = _fit(sampling, prompt.n_ids, info.context_len, _prompt_field(request))
         limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar)
@@ -116,7 +116,7 @@ class Preparer:
             return []
         return await self._run(prepared.request, lambda: _memories(prepared, replies))
 
-    async def _spell(self, text: TextModel) -> None:
+    async def spell(self, text: TextModel) -> None:
         """Engines that follow a grammar learn the vocabulary first: made ready here, once, off the event loop."""
         if "vocabulary" not in text.__dict__:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)

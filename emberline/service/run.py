@@ -13,6 +13,7 @@ from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice import Choice
 from emberline.service.core import Ask
+from emberline.service.errand import Errand
 from emberline.service.histogram import GAP_BOUNDS_S, Histogram
 from emberline.service.parsed_choice import ParsedChoice
 from emberline.service.prepare import Prepared
@@ -28,8 +29,9 @@ Admit = Callable[[Ask], Awaitable[EngineClient]]
 class Run:
     """Owns the request's stream and choices. The pipeline steps it until it is done."""
 
-    def __init__(self, prepared: Prepared, admit: Admit) -> None:
+    def __init__(self, prepared: Prepared, admit: Admit, errand: Errand | None = None) -> None:
         self.prepared = prepared
+        self.errand = errand  # of queued work
         self.gaps = Histogram(GAP_BOUNDS_S)
         kind = ParsedChoice if prepared.parsed else Choice
         self.choices: list[Choice] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
@@ -74,7 +76,7 @@ class Run:
             return self._absorb(await self._stream.next())
         except Unavailable:
             assert self.engine is not None
-            if self.first_token_us is not None or self.lost_engine is not None or self.engine.closing:
+            if self.first_token_us is not None or self.lost_engine is not None or self.engine.closing or self.errand:
                 raise
         self.close()
         self.lost_engine = self.engine
@@ -126,6 +128,7 @@ class Run:
             avoid=() if lost is None else (lost.name,),
             wait_s=0.0 if lost is None else min(RESTART_WAIT_S, self._time_left_s() or RESTART_WAIT_S),
             reject_if_busy=request.reject_if_busy and lost is None,
+            engine="" if self.errand is None else self.errand.engine,
         )
 
     async def _open(self) -> Stream:

@@ -15,6 +15,7 @@ from emberline.protocol.principal import Principal
 from emberline.protocol.request import GenerateRequest
 from emberline.service.clock import Clock
 from emberline.service.core import Ask, Core, Memory, Settlement
+from emberline.service.errand import Errand
 from emberline.service.health import Health
 from emberline.service.prepare import Prepared, Preparer, Served
 from emberline.service.responses import ResponseStore
@@ -87,6 +88,14 @@ class Service:
         waits = (engine.wait_connected(timeout_s) for engine in self._engines.values())
         return all(await asyncio.gather(*waits))
 
+    async def warm_up(self) -> None:
+        """Make ready what only requests with grammars need, so that the first of them need not wait for it."""
+        await self._grammars.start()
+        for item in self._served.values():
+            await self._preparer.spell(item.text)
+            for endpoint in item.endpoints:
+                self._engines[endpoint.name].teach()
+
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; return when those that run have ended, or after `limit_s`."""
         self._draining = True
@@ -110,12 +119,15 @@ class Service:
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest, principal: Principal) -> AsyncGenerator[TextEvent, None]:
+    async def generate(
+        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+    ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
+        Queued work comes with an errand, whose owner books the row.
         """
-        run = await self._accept(request, principal)
+        run = await self._accept(request, principal, errand)
         try:
             while not run.done:
                 for event in await run.step():
@@ -135,10 +147,10 @@ class Service:
             run.close()
         yield Completed(run.usage)
 
-    async def _accept(self, request: GenerateRequest, principal: Principal) -> Run:
+    async def _accept(self, request: GenerateRequest, principal: Principal, errand: Errand | None) -> Run:
         try:
             prepared = await self._prepare(request, principal)
-            return await self._admitted(Run(prepared, self._admit))
+            return await self._admitted(Run(prepared, self._admit, errand))
         except EmberlineError as error:
             self.core.refused(error.kind)
             log.info("refused: %s", error.message, extra={"request_id": request.id, "error": error.kind})
@@ -199,7 +211,11 @@ class Service:
         """The one way out, taken once: settling goes on whatever becomes of the caller."""
         if run.settling is None:
             row = run.row(status)
-            run.settling = asyncio.create_task(self.core.settle(Settlement(row, run.gaps.counts, list(memories))))
+            booked = run.errand is not None
+            settlement = Settlement(row, run.gaps.counts, list(memories), booked)
+            if run.errand is not None:
+                run.errand.book(row)
+            run.settling = asyncio.create_task(self.core.settle(settlement))
             self._settling.add(run.settling)
             run.settling.add_done_callback(self._settling.discard)
             run.settling.add_done_callback(lambda task: _log_end(run, row, error, task))

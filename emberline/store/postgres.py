@@ -94,7 +94,7 @@ class PostgresStore:
         try:
             store._pool = await asyncpg.create_pool(
                 url,
-                min_size=1,
+                min_size=0,
                 max_size=LANES + READERS,
                 timeout=CONNECT_S,
                 command_timeout=COMMAND_S,

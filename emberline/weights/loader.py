@@ -1,7 +1,7 @@
 """Weights to a device as fast as the drive gives them: many threads read, and each piece is copied while more are read.
 
 Where a tensor is kept as it lies in the file, its bytes go from the drive to pinned memory to the device, past the page
-cache unless they are in it. Others are converted on the host first, by the same threads.
+cache unless they are in it, or were read ahead. Others are converted on the host first, by the same threads.
 """
 
 import os
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from emberline.weights.errors import BadCheckpoint
+from emberline.weights.pages import resident
+from emberline.weights.readahead import ReadAhead
 from emberline.weights.tensor import Weight
 
 PIECE_BYTES = 16 << 20
-N_THREADS = 12
+N_THREADS = 8
 _ALIGNED = 4096  # what reads past the page cache begin and end at
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -27,14 +29,16 @@ _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 class Piece(NamedTuple):
     path: Path
     offset: int
+    mapped: int  # address of the same bytes in the mapped file
     target: Tensor  # uint8, contiguous
 
 
 class Loader:
     """Notes what goes where; `finish` does it all, in the order of the files."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, ahead: ReadAhead | None = None) -> None:
         self._device = torch.device(device)
+        self._ahead = ahead
         self._pieces: list[Piece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
 
@@ -48,10 +52,13 @@ class Loader:
         flat = target.view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), PIECE_BYTES):
             piece = flat[start : start + PIECE_BYTES]
-            self._pieces.append(Piece(weight.place.path, weight.place.offset + start, piece))
+            mapped = weight.raw.ctypes.data + start
+            self._pieces.append(Piece(weight.place.path, weight.place.offset + start, mapped, piece))
 
     def finish(self) -> int:
         """Read everything; the number of bytes. Raises what went wrong."""
+        if self._ahead is not None:
+            self._ahead.stop()
         pieces = sorted(self._pieces, key=lambda piece: (piece.path, piece.offset))
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
@@ -60,7 +67,7 @@ class Loader:
 
         def run(job: Callable[[_Reader], None]) -> None:
             if not hasattr(readers, "mine"):
-                readers.mine = _Reader(self._device)
+                readers.mine = _Reader(self._device, self._ahead)
                 opened.append(readers.mine)
             job(readers.mine)
 
@@ -76,7 +83,8 @@ class Loader:
 class _Reader:
     """One thread's files, its stream and its two buffers: one is read into while the other is copied from."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead: ReadAhead | None) -> None:
+        self._ahead = ahead
         self._cuda = device.type == "cuda"
         self._device = device
         size = PIECE_BYTES + 2 * _ALIGNED
@@ -91,10 +99,11 @@ class _Reader:
         buffer = self._buffers[self._turn]
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
-        if piece.path not in self._files:
-            self._files[piece.path] = _File(piece.path)
-        n = piece.target.nbytes
-        skip = self._files[piece.path].read(piece.offset, n, buffer)
+        skip, n = 0, piece.target.nbytes
+        if self._ahead is None or not self._ahead.copy(piece.path, piece.offset, buffer[:n].numpy()):
+            if piece.path not in self._files:
+                self._files[piece.path] = _File(piece.path)
+            skip = self._files[piece.path].read(piece.offset, n, buffer, cached=resident(piece.mapped, n))
         self._send(buffer[skip : skip + n], piece.target)
 
     def convert(self, weight: Weight, target: Tensor) -> None:
@@ -133,29 +142,19 @@ class _File:
         with suppress(OSError, AttributeError):  # not every file system can, nor every system
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
-    def read(self, offset: int, n: int, buffer: Tensor) -> int:
+    def read(self, offset: int, n: int, buffer: Tensor, cached: bool) -> int:
         """n bytes from `offset` into the buffer, which has room for the edges; where in it they begin."""
         start = offset - offset % _ALIGNED
         skip = offset - start
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        end = skip + n
-        have = self._from_cache(view, start, end)
-        if have < end and self._direct is not None:
-            have -= have % _ALIGNED
+        end, have = skip + n, 0
+        if self._direct is not None and not cached:
             have = self._read(self._direct, view, start, have, -(-end // _ALIGNED) * _ALIGNED, end)
         if have < end:
             have = self._read(self._cached, view, start, have, end, end)
         if have < end:
             raise BadCheckpoint(f"{self._path.name} ended {end - have} bytes early")
         return skip
-
-    def _from_cache(self, view: memoryview, start: int, end: int) -> int:
-        if self._direct is None or not hasattr(os, "RWF_NOWAIT"):
-            return 0
-        try:
-            return os.preadv(self._cached, [view[:end]], start, os.RWF_NOWAIT)
-        except OSError:  # not in the cache, or nobody can tell
-            return 0
 
     @staticmethod
     def _read(descriptor: int, view: memoryview, start: int, have: int, stop: int, enough: int) -> int:

@@ -1,49 +1,78 @@
-"""Reads a model's files into the page cache while the process is still importing what it needs to use them."""
+"""Begins to read a model's files while the process is still importing what it needs to use them.
 
+Past the page cache, into memory of its own: that is twice as fast as through it, and needs no interpreter while an
+import does. A loader takes the pieces over. Files that are in the page cache are left to it.
+"""
+
+import mmap
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-_PIECE_BYTES = 8 << 20
-_N_THREADS = 6
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.weights.pages import resident
+
+PIECE_BYTES = 16 << 20
+N_THREADS = 6
 
 
 class ReadAhead:
-    """Threads that read files from their beginning. A read needs no interpreter: an import goes on beside it."""
+    """Threads that read files from their beginning, in pieces of PIECE_BYTES, until told to stop or out of room."""
 
     def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
-        self._pieces = iter(_pieces(paths, limit_bytes))
+        self._todo = iter(_pieces(paths, limit_bytes))
+        self._done: dict[tuple[Path, int], NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
         self._stopped = False
-        self.n_bytes = 0
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_N_THREADS)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(N_THREADS)]
         for thread in self._threads:
             thread.start()
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(piece) for piece in list(self._done.values()))
+
     def stop(self) -> None:
-        """Whoever uses the files reads them from now on."""
+        """Begin no other piece, and wait for those that were begun."""
         self._stopped = True
         for thread in self._threads:
             thread.join()
 
+    def copy(self, path: Path, offset: int, to: NDArray[np.uint8]) -> bool:
+        """Bytes of a file from what was read; False when not all of them were."""
+        end = offset + len(to)
+        first = offset - offset % PIECE_BYTES
+        pieces = [(start, self._done.get((path, start))) for start in range(first, end, PIECE_BYTES)]
+        if any(piece is None or start + len(piece) < min(end, start + PIECE_BYTES) for start, piece in pieces):
+            return False
+        for start, piece in pieces:
+            assert piece is not None
+            a, b = max(offset, start), min(end, start + PIECE_BYTES)
+            np.copyto(to[a - offset : b - offset], piece[a - start : b - start])
+        return True
+
     def _run(self) -> None:
-        scratch = bytearray(_PIECE_BYTES)
         opened: dict[Path, int] = {}
         try:
             while not self._stopped:
                 with self._lock:
-                    piece = next(self._pieces, None)
+                    piece = next(self._todo, None)
                 if piece is None:
                     return
                 path, offset = piece
                 if path not in opened:
-                    opened[path] = os.open(path, os.O_RDONLY)
-                n = os.preadv(opened[path], [scratch], offset)
-                with self._lock:
-                    self.n_bytes += n
-        except OSError:
-            return  # whoever needs the bytes will say what is wrong with them
+                    opened[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                memory = mmap.mmap(-1, PIECE_BYTES)
+                with suppress(OSError, AttributeError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                n = os.preadv(opened[path], [memory], offset)
+                self._done[path, offset] = np.frombuffer(memory, np.uint8, n)
+        except (OSError, AttributeError):
+            return  # this file system cannot, or the bytes are bad: whoever needs them will say
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)
@@ -52,14 +81,25 @@ class ReadAhead:
 def _pieces(paths: Iterable[Path], limit_bytes: int) -> Iterable[tuple[Path, int]]:
     for path in paths:
         try:
-            size = path.stat().st_size
-        except OSError:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                size = len(mapped)
+                if _in_cache(mapped):
+                    continue
+        except (OSError, ValueError):
             continue
-        for offset in range(0, size, _PIECE_BYTES):
+        for offset in range(0, size, PIECE_BYTES):
             if limit_bytes <= 0:
                 return
-            limit_bytes -= _PIECE_BYTES
+            limit_bytes -= PIECE_BYTES
             yield path, offset
+
+
+def _in_cache(mapped: mmap.mmap) -> bool:
+    """By samples: a file is mostly there or mostly not."""
+    view = np.frombuffer(mapped, np.uint8)
+    places = np.linspace(0, max(0, len(view) - (1 << 20)), 9).astype(np.int64)
+    address = view.ctypes.data
+    return sum(resident(address + int(place), min(1 << 20, len(view))) for place in places) >= 5
 
 
 def model_files(model: Path) -> list[Path]:

@@ -51,6 +51,7 @@ async def test_killed_in_the_middle(request: pytest.FixtureRequest, tmp_path: Pa
                 for n in range(5):
                     await happen(db, f"batch_{n}")
                 await receiver.until(5, timeout_s=20)
+                await log_when(desk, endpoint, lambda log: [i.delivery.state for i in log].count("delivered") == 2)
                 process.send_signal(signal.SIGKILL)
                 await process.wait()
         db.ahead_s += LEASE_S + 1

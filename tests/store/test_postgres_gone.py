@@ -1,6 +1,7 @@
 """PostgreSQL that goes away and comes back, under a store that is in use."""
 
 import asyncio
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,11 +23,15 @@ class Server:
         self.url = self._server.get_uri()
 
     def stop(self) -> None:
-        pgserver.pgexec.pg_ctl(["-m", "immediate", "-w", "stop"], pgdata=self._folder, user=self._server.system_user)
+        self._control("-m", "immediate", "stop")
 
     def start(self) -> None:
-        command = ["-w", "-o", f'-h "" -k {self._folder}', "-l", str(self._folder / "log"), "start"]
-        pgserver.pgexec.pg_ctl(command, pgdata=self._folder, user=self._server.system_user)
+        socket_folder = self.url.rpartition("host=")[2]
+        self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
+
+    def _control(self, *arguments: str) -> None:
+        command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
 
     def cleanup(self) -> None:
         self._server.cleanup()

@@ -18,12 +18,12 @@ def weight_of(path, offset, values, kind, **more):
     return Weight(path.name, values.shape, kind, raw, place=Place(path, offset), **more)
 
 
-@pytest.fixture(params=["drive", "cache only"])
+@pytest.fixture(params=["drive", "cache", "no direct reads"])
 def way(request, monkeypatch):
-    if request.param == "cache only":
+    if request.param == "no direct reads":
         monkeypatch.delattr(os, "O_DIRECT")
     else:
-        monkeypatch.delattr(os, "RWF_NOWAIT")
+        monkeypatch.setattr(loader_module, "resident", lambda address, n: request.param == "cache")
 
 
 @pytest.mark.parametrize("offset", [0, 8, 4096, 5000])
@@ -97,21 +97,56 @@ def test_a_deferred_checkpoint_is_the_same_but_later(tmp_path):
     assert torch.equal(target, torch.from_numpy(values))
 
 
-def test_read_ahead_reads_everything_and_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(readahead, "_PIECE_BYTES", 1000)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, size in (("a.safetensors", 2500), ("b.safetensors", 100), ("config.json", 50)):
-        (folder / name).write_bytes(bytes(size))
-    files = readahead.model_files(folder)
-    assert [path.name for path in files] == ["a.safetensors", "b.safetensors"]
-    ahead = readahead.ReadAhead([*files, tmp_path / "gone"], 1 << 20)
+def read_all(files, limit=1 << 30):
+    ahead = readahead.ReadAhead(files, limit)
     for thread in ahead._threads:
         thread.join(10)
-    assert ahead.n_bytes == 2600
+    return ahead
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    monkeypatch.setattr(readahead, "resident", lambda address, n: False)
+    monkeypatch.setattr(readahead, "PIECE_BYTES", 8192)
+
+
+def test_what_was_read_ahead_is_taken_from_there(tmp_path, cold):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    values = np.random.default_rng(4).standard_normal((100, 50)).astype(np.float32)
+    (folder / "a.safetensors").write_bytes(bytes(300) + values.tobytes())
+    (folder / "config.json").write_text("{}")
+    [path] = readahead.model_files(folder)
+    ahead = read_all([path, tmp_path / "gone"])
+    if not ahead.n_bytes:
+        pytest.skip("no direct reads here")
+    assert ahead.n_bytes == 300 + values.nbytes
+    weight = weight_of(path, 300, values, "f32")
+    os.truncate(path, 0)  # whoever reads it now reads nothing
+    target = torch.zeros(100, 50)
+    loader = Loader("cpu", ahead)
+    loader.fill(weight, target)
+    loader.finish()
+    assert torch.equal(target, torch.from_numpy(values))
+
+
+def test_reading_ahead_has_a_limit_and_what_it_left_is_read_later(tmp_path, cold):
+    values = np.random.default_rng(5).standard_normal((100, 50)).astype(np.float32)
+    path = tmp_path / "w"
+    path.write_bytes(values.tobytes())
+    ahead = read_all([path], 8192)
+    assert ahead.n_bytes in (0, 8192)
+    target = torch.zeros(100, 50)
+    loader = Loader("cpu", ahead)
+    loader.fill(weight_of(path, 0, values, "f32"), target)
+    loader.finish()
+    assert torch.equal(target, torch.from_numpy(values))
     ahead.stop()
-    limited = readahead.ReadAhead(files, 2000)
-    for thread in limited._threads:
-        thread.join(10)
-    assert limited.n_bytes == 2000
-    assert readahead.model_files(tmp_path / "x.gguf") == [tmp_path / "x.gguf"]
+
+
+def test_a_file_in_the_page_cache_is_not_read_ahead(tmp_path):
+    path = tmp_path / "w"
+    path.write_bytes(bytes(1 << 16))
+    assert path.read_bytes() == bytes(1 << 16)
+    assert read_all([path]).n_bytes == 0
+    assert readahead.model_files(path) == [path]

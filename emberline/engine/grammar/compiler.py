@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class Grammars:
         self._n_kept_bytes = 0
         self._vocabulary: Vocabulary | None = None  # from here on the thread's own
         self._library: Any = None
-        self._queue: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # None: be ready for the first
         self._thread: threading.Thread | None = None
 
     def learn(self, frame: Frame) -> None:
@@ -70,6 +71,7 @@ class Grammars:
             raise BadInput(f"the vocabulary has {n} tokens, the model {self._vocab_size}", param="vocabulary")
         if self._frame is None:
             self._frame, self._digest = frame, digest(frame)
+            self._put(None)
         elif self._digest != digest(frame):
             raise BadInput("this vocabulary differs from the one that the engine has learned", param="vocabulary")
 
@@ -87,11 +89,14 @@ class Grammars:
             raise Overloaded("too many grammars wait to be compiled; try again", retry_after_s=1)
         found = Pending(encoded)
         self._keep(found)
-        self._queue.put(found)
+        self._put(found)
+        return found
+
+    def _put(self, pending: Pending | None) -> None:
+        self._queue.put(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
             self._thread.start()
-        return found
 
     def _keep(self, pending: Pending) -> None:
         if self._kept.pop(pending.encoded, None) is None:
@@ -106,6 +111,10 @@ class Grammars:
     def _work(self) -> None:
         while True:
             pending = self._queue.get()
+            if pending is None:
+                with suppress(BadInput):  # no library: the first grammar's request is told
+                    self._library_of()
+                continue
             try:
                 pending.compiled = self._compile(pending)
             except EmberlineError as error:
@@ -118,20 +127,12 @@ class Grammars:
             pending.ready = True
 
     def _compile(self, pending: Pending) -> _Compiled:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            raise BadInput(
-                "this engine cannot follow grammars: the package llguidance is not installed there", param="grammar"
-            ) from None
+        vocabulary, library = self._library_of()
+        from llguidance import LLMatcher, LLParserLimits
+
         grammar = bounds.read(pending.encoded)
-        if self._vocabulary is None or self._library is None:
-            assert self._frame is not None, "learned before the first grammar was taken"
-            self._vocabulary = Vocabulary(self._frame, self._vocab_size)
-            self._library = self._vocabulary.library()
-        vocabulary = self._vocabulary
         self._check_tokens(grammar, vocabulary)
-        library, source = self._library, LLMatcher.grammar_from_lark(to_lark(grammar))
+        source = LLMatcher.grammar_from_lark(to_lark(grammar))
 
         def make() -> Any:
             made = LLMatcher(library, source, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -141,6 +142,19 @@ class Grammars:
             return made
 
         return _Compiled(Prototype(make), Automaton(grammar), vocabulary)
+
+    def _library_of(self) -> tuple[Vocabulary, Any]:
+        """The vocabulary, also as the library has it: made once, in a few hundred milliseconds."""
+        if self._vocabulary is None or self._library is None:
+            assert self._frame is not None, "learned before the first grammar was taken"
+            self._vocabulary = Vocabulary(self._frame, self._vocab_size)
+            try:
+                self._library = self._vocabulary.library()
+            except ImportError:
+                raise BadInput(
+                    "this engine cannot follow grammars: the package llguidance is not installed there", param="grammar"
+                ) from None
+        return self._vocabulary, self._library
 
     def _check_tokens(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
         for token_id in bounds.tokens(grammar):

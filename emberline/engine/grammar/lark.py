@@ -18,7 +18,7 @@ from emberline.protocol.errors import BadInput
 MAX_LARK_BYTES = 8 << 20
 MAX_INLINED = 2_000  # expressions that rules without recursion may grow to where they are called
 MAX_INSIDE = 10
-MAX_LEXEME_DEPTH = 600
+MAX_LEXEME_DEPTH = 600  # the library recurses: somewhere beyond 3,000 the process would die
 MAX_CALLS = 12  # in one part of an expression; more are put into a rule of their own
 _SHORT = 60  # bytes of a lexeme's part that are repeated rather than named
 

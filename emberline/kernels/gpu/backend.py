@@ -42,7 +42,7 @@ class TritonBackend:
         self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
-        self._pdl = dependent()
+        self._pdl = self._release = dependent()
         self._space: Workspace | None = None
         self._multiply: Multiplier | None = None
 
@@ -112,20 +112,24 @@ class TritonBackend:
             self._product(x, layer.qkv, qkv, Job(layer.norm, layer.eps))
             attended = space.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
             self._attend(qkv, attended, layer.attention, context)
-            self._add(attended, layer.output, x, layer.post_norm, layer.eps)
+            self._add(attended, layer.output, x, layer.post_norm, layer.eps, overlapped=True)
             for start in range(0, tokens, MLP_TOKENS):
                 self._mlp(layer.mlp, x[start : start + MLP_TOKENS])
 
-    def _product(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
+    def _product(
+        self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job, overlapped: bool = False
+    ) -> None:
         assert self._multiply is not None
-        self._multiply(x, matrix, out, job)
+        self._multiply(x, matrix, out, job, overlapped)
 
-    def _add(self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+    def _add(
+        self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float, overlapped: bool = False
+    ) -> None:
         if post_norm is None:
-            self._product(x, matrix, residual, Job(add=True))
+            self._product(x, matrix, residual, Job(add=True), overlapped)
             return
         out = self._workspace.take("gate_up", *residual.shape)
-        self._product(x, matrix, out, Job())
+        self._product(x, matrix, out, Job(), overlapped)
         add_norm(residual, out, None, None, eps, post=post_norm, pdl=self._pdl)
 
     def _mlp(self, mlp: MLP, x: Tensor) -> None:
@@ -149,7 +153,7 @@ class TritonBackend:
                 prefix = (space.prefix, space.prefix_peaks, shape.shares, parts)
             decode(
                 qkv, out, at, context.angles[at.group], pool, tables, context.pieces[at.group], space.partial,
-                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl,
+                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl, release=self._release,
             )  # fmt: skip
         if len(qkv) > decodes:
             self._attend_chunks(qkv, out, at, context, pool, tables, decodes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from emberline.kernels.gpu import quantised
 from emberline.kernels.gpu.activation import gate as apply_gate
 from emberline.kernels.gpu.fixed import fixed
-from emberline.kernels.gpu.gemv import GemvTile, gemv
+from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.launch import SM_COUNT, cdiv
 from emberline.kernels.gpu.norms import add_norm
 from emberline.kernels.gpu.quantised import QuantisedMatrix, QuantisedTile
@@ -44,7 +44,7 @@ class Job:
     add: bool = False
 
 
-def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | SkinnyTile | None:
+def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | RowsTile | SkinnyTile | None:
     """The kernel for m tokens and n output columns; None: cuBLAS."""
     if m == 1 and not (gated and n >= 8192):
         return _gemv_tile(n * (2 if gated else 1), k)
@@ -87,8 +87,11 @@ class Multiplier:
         self._space = workspace
         self._deterministic = deterministic
         self._pdl = pdl
+        self._early = pdl
 
-    def __call__(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
+    def __call__(
+        self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job, overlapped: bool = False
+    ) -> None:
         """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
         if not len(x):
             return
@@ -100,10 +103,11 @@ class Multiplier:
             return
         (m, n), k = out.shape, x.shape[1]
         tile = choose(m, n, k, bool(job.gate))
-        if isinstance(tile, GemvTile):
-            gemv(
+        if isinstance(tile, GemvTile | RowsTile):
+            vector = gemv if isinstance(tile, GemvTile) else whole_rows
+            vector(
                 x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
-                pdl=self._pdl,
+                pdl=self._early if overlapped else self._pdl,
             )  # fmt: skip
         elif tile is not None and partial_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
             self._skinny(x, matrix, out, job, tile)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import options
+from emberline.kernels.gpu.launch import options, power_of_two
 from emberline.kernels.gpu.sampler_table import CANDIDATES, CHUNK, MAX_EDITS, MAX_TOP, Drawn, SamplerTable
 
 __all__ = ["Drawn", "SamplerTable", "draw"]
@@ -68,9 +68,33 @@ def _best(x, ids):
 
 
 @triton.jit
+def _has_filter(state):
+    return (tl.load(state + 6) > 0) | (_float(state, 1) < 1) | (_float(state, 2) > 0)
+
+
+@triton.jit
+def _reach(state):
+    """How far below the best a token can be that the filters keep: no further than min_p, or NEGLIGIBLE, allows."""
+    min_p = _float(state, 2)
+    return tl.where(min_p > 0, tl.minimum(-tl.log(min_p) + 0.01, 30.0), 30.0)
+
+
+@triton.jit
+def _first_distance(state):
+    return tl.minimum(_reach(state), 8.0)
+
+
+@triton.jit
+def _equals_before(equal):
+    """For each place, how many equals stand before it."""
+    return tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
+
+
+@triton.jit
 def _scan(
-    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, vocab, words,
-    FIELDS: tl.constexpr, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
+    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, candidates, candidate_ids,
+    vocab, words, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, ROOM: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -91,11 +115,20 @@ def _scan(
             drawn, drawn_id = _best(scaled + _noise(state, tl.load(positions + row), ids), ids)
             tl.store(to + 2, drawn)
             tl.store(to + 3, drawn_id.to(tl.float32, bitcast=True))
+            if _has_filter(state) & (top > float("-inf")):
+                peak = top * tl.math.div_rn(1.0, temperature)
+                near = scaled >= peak - _first_distance(state)
+                place = _equals_before(near)
+                fits = near & (place < ROOM)
+                tl.store(candidates + row * CANDIDATES + chunk * ROOM + place, scaled, mask=fits)
+                tl.store(candidate_ids + row * CANDIDATES + chunk * ROOM + place, ids, mask=fits)
+                tl.store(to + 6, tl.sum(near.to(tl.int32), 0).to(tl.float32, bitcast=True))
+                tl.store(to + 7, tl.sum(tl.exp(scaled - peak), 0))
         n_top = tl.load(state + 7)
         if n_top >= 0:
-            peak = tl.max(raw, 0)
-            safe = tl.where(peak == float("-inf"), 0.0, peak)
-            tl.store(to + 4, peak)
+            highest = tl.max(raw, 0)
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            tl.store(to + 4, highest)
             tl.store(to + 5, tl.sum(tl.exp(raw - safe), 0))
             rest = raw
             for place in range(n_top):
@@ -111,12 +144,6 @@ def _order(x):
     """A float32's place among all floats, as an integer."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _equals_before(equal):
-    """For each place, how many equals stand before it."""
-    return tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
 
 
 @triton.jit
@@ -263,32 +290,59 @@ def _slow(
 
 @triton.jit
 def _filtered(
-    logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, position,
-    candidates, candidate_ids,
-    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr,
+    logits, row, state, slot, edit_ids, edit_values, masks, counts, found, words, vocab, chunks, best, scale, position,
+    candidates, candidate_ids, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
+    ROOM: tl.constexpr, MAX_EDITS: tl.constexpr,
 ):  # fmt: skip
     top_k, top_p, min_p = tl.load(state + 6), _float(state, 1), _float(state, 2)
-    values_out, ids_out = candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES
-    reach = tl.where(min_p > 0, tl.minimum(-tl.log(min_p) + 0.01, 30.0), 30.0)  # no further than min_p can matter
-    distance = tl.minimum(reach, 8.0)
-    tries, n, state_of = 0, 0, 0  # state_of: 0 trying, 1 found, 2 too many
-    while state_of == 0:
-        n, weight, total = _gather(
+    values_at, ids_at = candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES
+    reach, distance = _reach(state), _first_distance(state)
+    # First what the chunks found, each within a distance of its own best: that holds all within it of the row's best.
+    chunk = tl.arange(0, CHUNKS)
+    at = found + (row * chunks + chunk) * 8
+    peaks = tl.load(at, mask=chunk < chunks, other=float("-inf")) * scale
+    near = peaks >= best - distance
+    n_near = tl.load(at + 6, mask=near, other=0.0).to(tl.int32, bitcast=True)
+    alive = peaks > float("-inf")
+    sums = tl.where(alive, tl.load(at + 7, mask=alive, other=0.0) * tl.exp(peaks - best), 0.0)
+    total = tl.sum(sums, 0)
+    c = tl.arange(0, CANDIDATES)
+    mine = found + (row * chunks + c // ROOM) * 8
+    here = (c // ROOM < chunks) & (c < CHUNKS * ROOM)
+    n_mine = tl.load(mine + 6, mask=here, other=0.0).to(tl.int32, bitcast=True)
+    real = here & (c % ROOM < n_mine) & (tl.load(mine, mask=here, other=float("-inf")) * scale >= best - distance)
+    values = tl.load(values_at + c, mask=real, other=float("-inf"))
+    real = real & (values >= best - distance)
+    n = tl.sum(real.to(tl.int32), 0)
+    weight = tl.sum(tl.where(real, tl.exp(values - best), 0.0), 0)
+    fits = tl.max(n_near, 0) <= ROOM
+    enough = (distance >= reach) | ((top_k > 0) & (n >= top_k)) | ((top_k == 0) & (weight > top_p * total * 1.0001))
+    found_all = fits & enough
+    low, high, tries = 0.0, reach, 0
+    low = tl.where(fits & ~enough, distance, low)
+    listed = 0
+    # Else passes over the row, until a distance holds enough and not too many.
+    while (tries < 8) & (~found_all) & (listed == 0):
+        distance = tl.where((low > 0) | (high < reach), 0.5 * (low + high), tl.minimum(4.0, reach))
+        distance = tl.where((low > 0) & (high >= reach), tl.minimum(2 * low, reach), distance)
+        n, weighed, whole = _gather(
             logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, distance,
-            values_out, ids_out, CHUNK, CANDIDATES, MAX_EDITS,
+            values_at, ids_at, CHUNK, CANDIDATES, MAX_EDITS,
         )  # fmt: skip
-        enough = (distance >= reach) | ((top_k > 0) & (n >= top_k)) | ((top_k == 0) & (weight > top_p * total * 1.0001))
-        fits = n <= CANDIDATES
-        tries += 1
-        state_of = tl.where(fits & enough, 1, tl.where((tries >= 4) | (~fits & (tries > 1)), 2, 0))
-        distance = tl.where(fits, tl.minimum(distance * 2, reach), distance * 0.5)
+        good = (distance >= reach) | ((top_k > 0) & (n >= top_k))
+        good = good | ((top_k == 0) & (weighed > top_p * whole * 1.0001))
+        low = tl.where(good, low, distance)
+        high = tl.where(n > CANDIDATES, distance, high)
+        listed = tl.where(good & (n <= CANDIDATES), 1, 0)
+        tries = tl.where(good | (n <= CANDIDATES), tries + 1, 8)  # too few even of too many: no list will do
     chosen = 0
-    if state_of == 1:
-        tl.debug_barrier()  # the list is read by other threads than wrote it
-        c = tl.arange(0, CANDIDATES)
-        values = tl.load(values_out + c, mask=c < n, other=float("-inf"))
-        ids = tl.load(ids_out + c, mask=c < n, other=0)
-        keep = _cut(values, c < n, best, top_k, top_p, min_p)
+    if found_all | (listed == 1):
+        tl.debug_barrier()  # a list is read by other threads than wrote it
+        if listed == 1:
+            real = c < n
+            values = tl.load(values_at + c, mask=real, other=float("-inf"))
+        ids = tl.load(ids_at + c, mask=real, other=0)
+        keep = _cut(values, real, best, top_k, top_p, min_p)
         _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
     else:
         chosen = _slow(
@@ -303,7 +357,7 @@ def _finish(
     logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, candidates, candidate_ids,
     token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
     FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr,
+    ROOM: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -320,12 +374,12 @@ def _finish(
         if bad | (best == float("inf")) | (best == float("-inf")):
             chosen = -1
         elif temperature > 0:
-            filtered = (tl.load(state + 6) > 0) | (_float(state, 1) < 1) | (_float(state, 2) > 0)
-            if filtered:
+            if _has_filter(state):
                 scale = tl.math.div_rn(1.0, temperature)
                 chosen = _filtered(
-                    logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best * scale, scale,
-                    tl.load(positions + row), candidates, candidate_ids, CHUNK, CANDIDATES, MAX_EDITS,
+                    logits, row, state, slot, edit_ids, edit_values, masks, counts, found, words, vocab, chunks,
+                    best * scale, scale, tl.load(positions + row), candidates, candidate_ids,
+                    CHUNK, CHUNKS, CANDIDATES, ROOM, MAX_EDITS,
                 )  # fmt: skip
             else:
                 drawn = tl.load(at + 2, mask=c < chunks, other=float("-inf"))
@@ -369,15 +423,16 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
     if not rows:
         return
     shared = (logits, slots, positions, table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
-    scratch = (table.found, table.tops)
+    scratch = (table.found, table.tops, table.candidates, table.candidate_ids)
     words, chunks = table.masks.shape[1], table.chunks
-    fixed = dict(FIELDS=table.state.shape[1], CHUNK=CHUNK, MAX_EDITS=MAX_EDITS, MAX_TOP=MAX_TOP)
+    wide = power_of_two(chunks)
+    fixed = dict(
+        FIELDS=table.state.shape[1], CHUNK=CHUNK, CANDIDATES=CANDIDATES, ROOM=CANDIDATES // wide, MAX_EDITS=MAX_EDITS,
+        MAX_TOP=MAX_TOP,
+    )  # fmt: skip
     _scan[(rows, chunks)](*shared, *scratch, vocab, words, **fixed, **options(False, num_warps=8))
     outputs = (out.token_ids, out.logprob, out.top_ids, out.top_logprobs)
     _finish[(rows,)](
-        *shared, *scratch, table.candidates, table.candidate_ids, *outputs, vocab, words, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), CANDIDATES=CANDIDATES, TOPS=triton.next_power_of_2(chunks * MAX_TOP),
+        *shared, *scratch, *outputs, vocab, words, chunks, CHUNKS=wide, TOPS=power_of_two(chunks * MAX_TOP),
         **fixed, **options(False, num_warps=8),
     )  # fmt: skip
-
-

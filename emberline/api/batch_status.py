@@ -1,0 +1,26 @@
+"""What every dialect tells of a batch beside its own form: where it stands in the queue."""
+
+from typing import Any
+
+from emberline.api.call import Call
+from emberline.api.errors import NoSuchBatch
+from emberline.jobs.batch import Batch, Kind
+from emberline.protocol.errors import NotFound
+
+
+async def batch_of(call: Call, batch_id: str, kind: Kind) -> Batch:
+    """The account's batch of that kind."""
+    try:
+        batch = await call.batches.queue.batch(call.principal.account, batch_id)
+    except NotFound:
+        batch = None
+    if batch is None or batch.kind != kind:
+        raise NoSuchBatch(f"there is no batch {batch_id[:100]!r}: it was deleted or has expired, or never was")
+    return batch
+
+
+async def standing(call: Call, batch: Batch) -> dict[str, Any]:
+    """How many lines go before its next one, and when it should be done; None: nobody can tell yet."""
+    place = await call.batches.queue.place(batch)
+    eta_s = None if place.eta_s is None else round(place.eta_s, 1)
+    return {"position": place.position, "estimated_wait_s": eta_s}

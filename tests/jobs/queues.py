@@ -1,0 +1,123 @@
+"""What tests of the queue share: lines, answers, a clock to turn, and an audit of everything that is counted."""
+
+from collections import Counter
+from pathlib import Path
+
+from emberline.accounts.usage import UsageRow
+from emberline.jobs.batch import NewBatch
+from emberline.jobs.blobs import Blobs
+from emberline.jobs.limits import Limits
+from emberline.jobs.line import Lease, NewLine
+from emberline.jobs.queue import Queue
+from emberline.protocol.answer import Answer, Called, Choice, Said, Thought
+from emberline.protocol.events import Usage
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.store import Database
+
+MODEL = "m"
+
+
+class Time:
+    """A store's clock, under the test's thumb."""
+
+    def __init__(self, store: Database) -> None:
+        self.us = store.now_us()
+        self.follow(store)
+
+    def follow(self, store: Database) -> None:
+        store.now_us = lambda: self.us  # type: ignore[method-assign]
+
+    def pass_s(self, seconds: float) -> None:
+        self.us += int(seconds * 1e6)
+
+
+def make_queue(store: Database, folder: Path, **limits: object) -> Queue:
+    """One that sweeps only when it is told to."""
+    return Queue(store, Blobs(folder / "blobs"), Limits(**limits))  # type: ignore[arg-type]
+
+
+def line(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewLine:
+    request = GenerateRequest(
+        id="", model=model, messages=(Message("user", text or f"question {i}"),), sampling=SamplingParams(max_tokens=8)
+    )
+    return NewLine(f"c{i}", request, prefix=prefix)
+
+
+def lines(n: int, model: str = MODEL) -> list[NewLine]:
+    return [line(i, model) for i in range(n)]
+
+
+def new(account: str = "a", **fields: object) -> NewBatch:
+    return NewBatch(account=account, **{"kind": "openai", "model": MODEL, **fields})  # type: ignore[arg-type]
+
+
+def answer(text: str = "yes", n_in: int = 5, n_out: int = 7) -> Answer:
+    parts = [Thought("hm"), Said(text), Called("call_1", "f", "{}")]
+    return Answer([Choice(parts)], Usage(prompt_tokens=n_in, completion_tokens=n_out))
+
+
+def usage(lease: Lease) -> UsageRow:
+    return UsageRow(
+        id=lease.request_id,
+        account=lease.account,
+        model=lease.model,
+        model_version="v",
+        status="finished",
+        input_tokens=5,
+        output_tokens=7,
+        created_us=1,
+        finished_us=2,
+    )
+
+
+_LINES = "SELECT batch_id, number, account, model, state, cost, owner FROM lines"
+_COUNTED = {"succeeded": 0, "failed": 1, "dead": 1, "cancelled": 2, "expired": 3}
+
+
+async def audit(store: Database) -> None:
+    """Every counter says what counting the lines says; every result is there once, of lines that have one."""
+    rows = await store.read(_LINES)
+    shown = {row[0]: row for row in await store.read("SELECT id, status, ended, total, n_released FROM batches")}
+    await _audit_lanes(store, rows)
+    ended: dict[object, list[int]] = {batch_id: [0, 0, 0, 0] for batch_id in shown}
+    total = Counter(row[0] for row in rows)
+    for batch_id, _, _, _, state, _, owner in rows:
+        assert (state == "leased") == bool(owner)
+        if state in _COUNTED:
+            ended[batch_id][_COUNTED[str(state)]] += 1
+    counts = await store.read("SELECT id, completed, failed, cancelled, expired FROM batches")
+    for batch_id, *counted in counts:
+        status, over = str(shown[batch_id][1]), shown[batch_id][2]
+        assert ended[batch_id] == counted, (batch_id, status)
+        assert total[batch_id] == shown[batch_id][3]
+        if status == "in_progress":
+            assert sum(ended[batch_id]) < total[batch_id]
+        assert bool(over) == (status in ("completed", "failed", "expired", "cancelled"))
+    results = await store.read("SELECT batch_id, number FROM bodies WHERE kind = 1")
+    assert len(set(results)) == len(results)
+    assert set(results) == {row[:2] for row in rows if row[4] in ("succeeded", "failed", "dead")}
+    await _audit_bytes(store)
+
+
+async def _audit_lanes(store: Database, rows: list[tuple]) -> None:  # type: ignore[type-arg]
+    queued, leased, cost = Counter(), Counter(), Counter()  # type: ignore[var-annotated]
+    for _, _, account, model, state, tokens, _ in rows:
+        queued[model, account] += state == "queued"
+        leased[model, account] += state == "leased"
+        cost[model, account] += tokens if state == "queued" else 0
+    for model, account, n_queued, n_leased, queued_cost in await store.read(
+        "SELECT model, account, n_queued, n_leased, queued_cost FROM lanes"
+    ):
+        lane = (model, account)
+        assert (n_queued, n_leased, queued_cost) == (queued.pop(lane, 0), leased.pop(lane, 0), cost[lane]), lane
+    assert not +queued
+    assert not +leased
+
+
+async def _audit_bytes(store: Database) -> None:
+    held = dict(await store.read("SELECT account, n_bytes FROM holdings WHERE n_bytes <> 0"))
+    kept = await store.read(
+        "SELECT account, SUM(n_bytes) FROM (SELECT account, n_bytes FROM batches WHERE ended < 2 "
+        "UNION ALL SELECT account, n_bytes FROM files) AS kept GROUP BY account HAVING SUM(n_bytes) <> 0"
+    )
+    assert held == dict(kept)

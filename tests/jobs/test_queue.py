@@ -1,0 +1,616 @@
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from emberline.accounts.ledger import Ledger
+from emberline.jobs.limits import CHUNK
+from emberline.jobs.line import Lease, NewLine
+from emberline.jobs.queue import Queue
+from emberline.protocol.answer import Answer, Choice, Said
+from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
+from emberline.protocol.events import Usage
+from emberline.store import Database
+from tests.databases import Place
+from tests.jobs.queues import MODEL, Time, answer, audit, line, lines, make_queue, new, usage
+
+DAY_S = 86_400
+
+
+@pytest.fixture
+async def store(database: Place) -> AsyncIterator[Database]:
+    store = await database.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def time(store: Database) -> Time:
+    return Time(store)
+
+
+@pytest.fixture
+async def queue(store: Database, time: Time, tmp_path: Path) -> AsyncIterator[Queue]:
+    queue = make_queue(store, tmp_path, lease_s=60)
+    yield queue
+    await queue.close()
+    await audit(store)
+
+
+async def finish_all(queue: Queue, owner: str = "w", model: str = MODEL) -> list[Lease]:
+    done: list[Lease] = []
+    while leases := await queue.claim(owner, model, 64):
+        assert all(await asyncio.gather(*(queue.complete(lease, answer()) for lease in leases)))
+        done += leases
+    return done
+
+
+async def types_of(store: Database) -> list[str]:
+    return [str(name) for (name,) in await store.read("SELECT type FROM events ORDER BY created_us")]
+
+
+async def test_from_submission_to_results(queue: Queue, store: Database) -> None:
+    batch = await queue.submit(new(metadata={"k": "v"}, attributes={"x": 1}, key_id="key"), lines(5))
+    assert (batch.status, batch.counts.total, batch.metadata, batch.attributes) == (
+        "in_progress",
+        5,
+        {"k": "v"},
+        {"x": 1},
+    )
+    leases = await queue.claim("w", MODEL, 10)
+    assert [lease.number for lease in sorted(leases, key=lambda lease: lease.number)] == [0, 1, 2, 3, 4]
+    first = next(lease for lease in leases if lease.number == 0)
+    assert first.request.id == first.request_id == f"{batch.id}-0"
+    assert first.request.messages is not None
+    assert first.request.messages[0].content == "question 0"
+    assert (first.key_id, first.kind, first.account, first.attempts, first.epoch) == ("key", "openai", "a", 1, 1)
+    assert await queue.claim("other", MODEL, 10) == []
+    for lease in leases:
+        assert await queue.complete(lease, answer(f"said {lease.number}"), usage(lease))
+        assert not await queue.complete(lease, answer("again"), usage(lease))
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.completed, ended.counts.left) == ("completed", 5, 0)
+    assert (ended.input_tokens, ended.output_tokens) == (25, 35)
+    assert ended.ended_us == ended.completed_us == ended.finalizing_us
+    found = await queue.lines(batch.id)
+    assert [(item.number, item.custom_id, item.state) for item in found] == [
+        (i, f"c{i}", "succeeded") for i in range(5)
+    ]
+    assert found[3].answer == answer("said 3")
+    row = await Ledger(store).find(f"{batch.id}-3")
+    assert row is not None
+    assert row.output_tokens == 7
+    assert await store.read("SELECT COUNT(*) FROM usage") == [(5,)]
+    assert await types_of(store) == ["batch.completed"]
+
+
+async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, store: Database) -> None:
+    seen: list[int] = []
+
+    async def slowly() -> AsyncIterator[NewLine]:
+        for i in range(2 * CHUNK + 10):
+            if i == CHUNK + 5:
+                seen.append(len(await queue.claim("early", MODEL, 10)))
+                with pytest.raises(NotFound):
+                    await queue.batch("a", batch_new.id)
+                assert (await queue.batches("a", "openai"))[0] == []
+            yield line(i)
+
+    batch_new = new()
+    batch = await queue.submit(batch_new, slowly())
+    assert seen == [0]
+    assert batch.counts.total == 2 * CHUNK + 10
+    done = await finish_all(queue)
+    assert Counter(lease.number for lease in done) == Counter(range(2 * CHUNK + 10))
+    assert (await queue.batch("a", batch.id)).status == "completed"
+
+
+async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, store: Database, time: Time) -> None:
+    def broken() -> "list[NewLine]":
+        yield from lines(CHUNK + 3)  # type: ignore[misc]
+        raise BadInput("the body ended early")
+
+    with pytest.raises(BadInput, match="ended early"):
+        await queue.submit(new(id="b1"), broken())
+    assert await store.read("SELECT COUNT(*) FROM lines") == [(0,)]
+
+    stuck = asyncio.Event()
+
+    async def hanging() -> AsyncIterator[NewLine]:
+        for item in lines(CHUNK + 3):
+            yield item
+        stuck.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(queue.submit(new(id="b2"), hanging()))
+    await stuck.wait()
+    ((n,),) = await store.read("SELECT COUNT(*) FROM lines")
+    assert n == CHUNK
+    with pytest.raises(Conflict, match="being submitted"):
+        await queue.submit(new(id="b2"), lines(3))
+    time.pass_s(61)  # as if its process were dead
+    await queue.sweep()
+    assert await store.read("SELECT COUNT(*) FROM lines") == [(0,)]
+    assert (await queue.submit(new(id="b2"), lines(3))).counts.total == 3
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await queue.batch("a", "b2")).counts.total == 3
+
+
+async def test_the_same_id_is_the_same_batch(queue: Queue) -> None:
+    first = await queue.submit(new(id="mine"), lines(2))
+    assert await queue.submit(new(id="mine"), lines(9)) == first
+    with pytest.raises(Conflict):
+        await queue.submit(new("other", id="mine"), lines(1))
+    with pytest.raises(BadInput, match="at least one line"):
+        await queue.submit(new(), [])
+
+
+async def test_bad_lines_fail_and_the_rest_goes_on(queue: Queue, store: Database) -> None:
+    bad = NewLine("bad\0", None, ErrorInfo("bad_input", "line 2 is not JSON"))
+    batch = await queue.submit(new(), [line(0), bad, line(2)])
+    assert batch.counts.failed == 1
+    assert len(await finish_all(queue)) == 2
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.completed, ended.counts.failed) == ("completed", 2, 1)
+    failed = await queue.lines(batch.id, states=["failed"])
+    assert failed[0].error == ErrorInfo("bad_input", "line 2 is not JSON")
+    only_bad = await queue.submit(new(kind="workers_ai"), [bad, bad])
+    assert (only_bad.status, only_bad.counts.failed) == ("completed", 2)
+    assert (await types_of(store))[-2:] == ["cf.workersAi.model.batch.queued", "cf.workersAi.model.batch.failed"]
+
+
+async def test_a_line_too_large_fails_alone(store: Database, time: Time, tmp_path: Path) -> None:
+    queue = make_queue(store, tmp_path, max_line_bytes=1000, max_lines=CHUNK + 100)
+    batch = await queue.submit(new(), [line(0), line(1, text="x" * 2000)])
+    assert batch.counts.failed == 1
+    (failed,) = await queue.lines(batch.id, states=["failed"])
+    assert failed.error is not None
+    assert failed.error.kind == "too_large"
+    with pytest.raises(TooLarge, match="at most 600 lines"):
+        await queue.submit(new(), lines(CHUNK + 101))
+    assert len((await queue.batches("a", "openai"))[0]) == 1
+    await audit(store)
+
+
+async def test_room_of_an_account(store: Database, time: Time, tmp_path: Path) -> None:
+    queue = make_queue(store, tmp_path, max_account_bytes=1500, max_queued_lines=4)
+    await queue.submit(new(), lines(4))
+    with pytest.raises(Overloaded, match="4 lines in the queue"):
+        await queue.submit(new(), lines(1))
+    await queue.submit(new("b"), [line(0, text="x" * 2000)])
+    with pytest.raises(TooLarge, match="storage"):
+        await queue.submit(new("b"), lines(1))
+    with pytest.raises(TooLarge, match="storage"):
+        await queue.files.add("b", "f", "batch", b"x")
+    await audit(store)
+
+
+# --- from a file -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_of_a_file_goes_on_where_its_loader_died(queue: Queue, time: Time) -> None:
+    file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
+    batch = await queue.create(new(input_file_id=file.id))
+    assert (batch.status, batch.input_blob) == ("validating", file.blob)
+    first = await queue.take_validating("door-1")
+    assert first is not None
+    assert first.id == batch.id
+    assert await queue.take_validating("door-2") is None
+    await queue.append(first, lines(2))
+    assert await queue.files.delete("a", file.id)
+    assert await queue.claim("w", MODEL, 9) == []
+    time.pass_s(61)
+    second = await queue.take_validating("door-2")
+    assert second is not None
+    assert second.n_loaded == 2
+    assert b"".join([chunk async for chunk in queue.blobs.stream(str(second.input_blob))]) == b"three\nlines\nhere"
+    with pytest.raises(Conflict):
+        await queue.append(first, [line(2)])
+    await queue.append(second, [line(2)])
+    started = await queue.start(second)
+    assert (started.status, started.counts.total, started.input_blob) == ("in_progress", 3, None)
+    assert len(await finish_all(queue)) == 3
+    with pytest.raises(BadInput, match="upload it first"):
+        await queue.create(new(input_file_id=file.id))
+
+
+async def test_a_file_that_cannot_be_used(queue: Queue, store: Database, time: Time) -> None:
+    file = await queue.files.add("a", "in.jsonl", "batch", b"")
+    for end in ("reject", "cancel", "expire"):
+        await queue.create(new(input_file_id=file.id, window_s=100))
+        batch = await queue.take_validating("door")
+        assert batch is not None
+        await queue.append(batch, [line(0), NewLine("x", None)])
+        if end == "reject":
+            ended = await queue.reject(batch, [ErrorInfo("bad_input", "no")])
+            assert (ended.status, ended.errors) == ("failed", [ErrorInfo("bad_input", "no")])
+        elif end == "cancel":
+            assert (await queue.cancel("a", batch.id)).status == "cancelled"
+        else:
+            time.pass_s(101)
+            await queue.sweep()
+            assert (await queue.batch("a", batch.id)).status == "expired"
+        assert (await queue.batch("a", batch.id)).counts.total == 0
+        assert await queue.lines(batch.id) == []
+        with pytest.raises(Conflict):
+            await queue.append(batch, [line(2)])
+    assert await types_of(store) == ["batch.failed", "batch.cancelled", "batch.expired"]
+
+
+# --- who goes first --------------------------------------------------------------------------------------------------
+
+
+async def test_by_deadline_then_prefix_then_number(queue: Queue) -> None:
+    late = await queue.submit(new(), [line(i, prefix=1 + i % 2) for i in range(4)])
+    soon = await queue.submit(new(window_s=DAY_S / 2), [line(0, prefix=7)])
+    leases = await queue.claim("w", MODEL, 4)
+    assert [(lease.batch_id, lease.prefix, lease.number) for lease in leases] == [
+        (soon.id, 7, 0),
+        (late.id, 1, 0),
+        (late.id, 1, 2),
+        (late.id, 2, 1),
+    ]
+    assert await queue.claim("w", "another model", 4) == []
+    assert await queue.claim("w", MODEL, 0) == []
+
+
+async def test_accounts_take_turns_by_tokens(queue: Queue) -> None:
+    await queue.submit(new("greedy"), lines(300))
+    await queue.submit(new("small"), lines(20))
+    leases = await queue.claim("w", MODEL, 20)
+    assert Counter(lease.account for lease in leases) == {"greedy": 10, "small": 10}
+    for lease in leases:  # the greedy one's answers are a hundred times as long
+        tokens = 1000 if lease.account == "greedy" else 10
+        await queue.complete(lease, answer(n_in=0, n_out=tokens))
+    leases = await queue.claim("w", MODEL, 10)
+    assert Counter(lease.account for lease in leases) == {"small": 10}
+    assert len(await queue.claim("w", MODEL, 10)) == 10
+    latecomer = await queue.submit(new("late"), lines(50))
+    leases = await queue.claim("w", MODEL, 8)
+    assert latecomer.counts.total == 50
+    assert {lease.account for lease in leases} == {"greedy", "late"}  # no credit for having been idle
+
+
+async def test_near_the_deadline_goes_before_fairness(queue: Queue, time: Time) -> None:
+    await queue.submit(new("a", window_s=4000), lines(10))
+    await finish_some(queue, 5, tokens=10_000)
+    await queue.submit(new("b"), lines(50))
+    time.pass_s(1000)  # 3,000 s are left to a
+    leases = await queue.claim("w", MODEL, 8)
+    assert Counter(lease.account for lease in leases) == {"a": 5, "b": 3}
+
+
+async def finish_some(queue: Queue, n: int, tokens: int) -> None:
+    for lease in await queue.claim("w", MODEL, n):
+        await queue.complete(lease, answer(n_in=0, n_out=tokens))
+
+
+# --- what can go wrong with a line -----------------------------------------------------------------------------------
+
+
+async def test_a_failure_that_may_pass_is_tried_again_after_a_while(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(), lines(1))
+    waits: list[float] = []
+    for attempt in range(1, 6):
+        (lease,) = await queue.claim("w", MODEL, 5)
+        assert lease.attempts == attempt
+        assert await queue.fail(lease, ErrorInfo("internal", "oops"), retry=True)
+        assert not await queue.fail(lease, ErrorInfo("internal", "oops"), retry=True)
+        began = time.us
+        for _ in range(130):
+            if (await queue.batch("a", batch.id)).ended:
+                break
+            time.pass_s(0.5)
+            found = await queue.claim("probe", MODEL, 1)
+            if found:
+                await queue.release(found)
+                waits.append((time.us - began) / 1e6)
+                break
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.failed) == ("completed", 1)
+    assert len(waits) == 4
+    assert all(2 <= wait <= 61.5 for wait in waits)
+    assert waits[3] > waits[0]
+    assert (await queue.line(batch.id, 0)).error == ErrorInfo("internal", "oops")
+
+
+async def test_a_final_failure(queue: Queue, store: Database) -> None:
+    batch = await queue.submit(new(kind="response"), lines(1))
+    (lease,) = await queue.claim("w", MODEL, 1)
+    assert await queue.fail(lease, ErrorInfo("bad_input", "no such tool"), retry=False)
+    assert (await queue.batch("a", batch.id)).status == "failed"
+    assert await types_of(store) == ["response.failed"]
+
+
+async def test_a_dead_workers_lines_come_back_and_its_answers_are_refused(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(), lines(3))
+    old = await queue.claim("dead", MODEL, 3)
+    time.pass_s(50)
+    assert (await queue.heartbeat("dead", old)).lost == frozenset()
+    time.pass_s(50)
+    await queue.sweep()
+    assert await queue.claim("w", MODEL, 3) == []  # its heartbeat keeps them
+    time.pass_s(11)
+    await queue.sweep()
+    assert not await queue.complete(old[0], answer("too late"))
+    time.pass_s(61)
+    again = await queue.claim("w", MODEL, 3)
+    assert [(lease.epoch, lease.kills) for lease in again] == [(2, 1)] * 3
+    assert not await queue.complete(old[0], answer("too late"))
+    assert (await queue.heartbeat("dead", old)).lost == {lease.key for lease in old}
+    for lease in again:
+        assert await queue.complete(lease, answer("in time"))
+    assert [item.answer for item in await queue.lines(batch.id)] == [answer("in time")] * 3
+
+
+async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queue, store: Database, time: Time) -> None:
+    batch = await queue.submit(new(), lines(2))
+    for _ in range(2):
+        for lease in await queue.claim("w", MODEL, 5):
+            assert await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
+        time.pass_s(61)
+    assert await queue.claim("w", MODEL, 5) == []  # neither runs beside others any more
+    assert [depth.n_quarantined for depth in await queue.waiting()] == [2]
+    (guilty,) = await queue.claim("w", MODEL, 5, alone=True)
+    assert guilty.alone
+    assert await queue.fail(guilty, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
+    (innocent,) = await queue.claim("w", MODEL, 5, alone=True)
+    assert await queue.complete(innocent, answer())
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.failed, ended.counts.completed) == ("completed", 1, 1)
+    (dead,) = await queue.dead()
+    assert (dead.number, dead.kills) == (guilty.number, 3)
+    assert dead.error is not None
+    assert "died" in dead.error.message
+    await audit(store)
+    assert await queue.replay(batch.id) == 1
+    assert await queue.replay(batch.id) == 0
+    assert (await queue.batch("a", batch.id)).counts.failed == 0
+    (lease,) = await queue.claim("w", MODEL, 5)
+    assert lease.kills == 0
+    assert await queue.complete(lease, answer("at last"))
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.failed, ended.counts.completed) == ("completed", 0, 2)
+    assert await types_of(store) == ["batch.completed"]
+
+
+async def test_what_was_not_used_goes_back_at_once(queue: Queue) -> None:
+    await queue.submit(new(), lines(4))
+    leases = await queue.claim("w", MODEL, 4)
+    await queue.release(leases[:2])
+    await queue.leave("w")
+    again = await queue.claim("w2", MODEL, 4)
+    assert [lease.attempts for lease in again] == [1] * 4
+    assert not await queue.complete(leases[0], answer())
+
+
+async def test_lines_that_a_worker_forgot_go_back(queue: Queue, time: Time) -> None:
+    await queue.submit(new(), lines(2))
+    leases = await queue.claim("w", MODEL, 2)
+    await queue.heartbeat("w", leases[:1])  # the other may be on its way
+    assert await queue.claim("x", MODEL, 2) == []
+    for _ in range(3):
+        time.pass_s(25)
+        await queue.heartbeat("w", leases[:1])
+    (back,) = await queue.claim("x", MODEL, 2)
+    assert back.number == leases[1].number
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
+    batch = await queue.submit(new(), lines(6))
+    leases = await queue.claim("w", MODEL, 3)
+    assert await queue.complete(leases[0], answer())
+    stopped = await queue.cancel("a", batch.id)
+    assert (stopped.status, stopped.counts.cancelled) == ("cancelling", 3)
+    told = await queue.heartbeat("w", leases[1:])
+    assert told.cancelled == {lease.key for lease in leases[1:]}
+    assert await queue.fail(leases[1], ErrorInfo("unavailable", "engine away"), retry=True)  # does not come back
+    assert await queue.cancelled(leases[2], usage(leases[2]))
+    ended = await queue.cancel("a", batch.id)
+    assert (ended.status, ended.counts.cancelled, ended.counts.completed) == ("cancelled", 5, 1)
+    assert await queue.claim("w", MODEL, 9) == []
+    found = await queue.lines(batch.id, states=["cancelled"])
+    assert all(item.error is not None and item.error.kind == "cancelled" and item.ended_us for item in found)
+    assert await Ledger(store).find(leases[2].request_id) is not None
+    assert await types_of(store) == ["batch.cancelled"]
+    with pytest.raises(NotFound):
+        await queue.cancel("someone else", batch.id)
+
+
+async def test_cancelling_a_line(queue: Queue) -> None:
+    batch = await queue.submit(new(), lines(3))
+    (lease,) = await queue.claim("w", MODEL, 1)
+    other = next(n for n in range(3) if n != lease.number)
+    assert (await queue.cancel_line("a", batch.id, other)).state == "cancelled"
+    assert (await queue.cancel_line("a", batch.id, lease.number)).state == "leased"
+    assert (await queue.heartbeat("w", [lease])).cancelled == {lease.key}
+    assert await queue.cancelled(lease)
+    assert (await queue.line(batch.id, lease.number)).state == "cancelled"
+    assert len(await finish_all(queue)) == 1
+    assert (await queue.batch("a", batch.id)).status == "completed"
+    with pytest.raises(NotFound):
+        await queue.cancel_line("a", batch.id, 17)
+
+
+async def test_a_dead_workers_line_of_a_cancelled_batch_does_not_come_back(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(), lines(1))
+    await queue.claim("w", MODEL, 1)
+    await queue.cancel("a", batch.id)
+    time.pass_s(61)
+    await queue.sweep()
+    assert (await queue.batch("a", batch.id)).status == "cancelled"
+
+
+async def test_time_runs_out_with_part_of_the_results(queue: Queue, store: Database, time: Time) -> None:
+    batch = await queue.submit(new(window_s=600), lines(5))
+    leases = await queue.claim("w", MODEL, 3)
+    assert await queue.complete(leases[0], answer())
+    for _ in range(20):
+        time.pass_s(30)
+        await queue.heartbeat("w", leases[1:])
+    assert await queue.claim("w", MODEL, 9) == []  # too late to begin
+    await queue.sweep()
+    assert (await queue.heartbeat("w", leases[1:])).cancelled == {lease.key for lease in leases[1:]}
+    assert await queue.complete(leases[1], answer("just made it"))
+    assert await queue.cancelled(leases[2])
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.completed, ended.counts.expired) == ("expired", 2, 3)
+    assert {item.state for item in await queue.lines(batch.id)} == {"succeeded", "expired"}
+    assert await types_of(store) == ["batch.expired"]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+async def test_pages(queue: Queue, time: Time) -> None:
+    made = []
+    for _ in range(5):
+        made.append((await queue.submit(new(), lines(1))).id)
+        time.pass_s(1)
+    await queue.submit(new(kind="anthropic"), lines(1))
+    newest = made[::-1]
+    page, more = await queue.batches("a", "openai", limit=2)
+    assert ([batch.id for batch in page], more) == (newest[:2], True)
+    page, more = await queue.batches("a", "openai", after=newest[1], limit=3)
+    assert ([batch.id for batch in page], more) == (newest[2:], False)
+    page, more = await queue.batches("a", "openai", before=newest[3], limit=2)
+    assert ([batch.id for batch in page], more) == (newest[1:3], True)
+    assert await queue.batches("b", "openai") == ([], False)
+    with pytest.raises(NotFound):
+        await queue.batches("a", "openai", after="nothing")
+    batch = await queue.submit(new(), lines(7))
+    assert [item.number for item in await queue.lines(batch.id, after=2, limit=3, bodies=False)] == [3, 4, 5]
+    assert [item.number for item in await queue.lines(batch.id, after=2, limit=3, states=["queued", "dead"])] == [
+        3,
+        4,
+        5,
+    ]
+
+
+async def test_position_and_estimate(queue: Queue, time: Time) -> None:
+    await queue.submit(new(window_s=DAY_S / 2), lines(30))
+    mine = await queue.submit(new(), lines(10))
+    assert (await queue.place(mine)).position == 30
+    assert (await queue.place(mine)).eta_s is None
+    await queue.submit(new("b"), lines(50))
+    assert (await queue.place(mine)).position == 60  # turns with the other account
+    for _ in range(10):
+        await finish_some(queue, 2, tokens=264)
+        time.pass_s(30)
+    place = await queue.place(await queue.batch("a", mine.id))
+    assert place.rate_per_s == pytest.approx(20 / 300, rel=0.35)
+    assert place.eta_s == pytest.approx((20 + 10 + 30) / place.rate_per_s, rel=0.2)
+    assert [(depth.account, depth.n_queued) for depth in await queue.waiting()] == [("a", 30), ("b", 40)]
+
+
+async def test_who_waits_is_woken(queue: Queue) -> None:
+    batch = await queue.submit(new(), lines(1))
+    waiting = asyncio.create_task(queue.changed(batch.id, 30))
+    await asyncio.sleep(0.3)
+    (lease,) = await queue.claim("w", MODEL, 1)
+    await queue.complete(lease, answer())
+    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(queue.changed(batch.id, 0.05), 5)
+
+
+# --- bodies, retention -----------------------------------------------------------------------------------------------
+
+
+async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
+    store: Database, time: Time, tmp_path: Path
+) -> None:
+    queue = make_queue(store, tmp_path, blob_grace_s=0)
+    big = "long " * 30_000
+    batch = await queue.submit(new(), [line(0, text=big), line(1)])
+    again = await queue.submit(new(), [line(0, text=big)])
+    blobs = lambda: [path for path in (tmp_path / "blobs").rglob("*") if path.is_file() and path.name != ".lock"]  # noqa: E731
+    assert len(blobs()) == 2  # the ids in them differ
+    leases = await queue.claim("w", MODEL, 5)
+    assert max(len(lease.request.messages[0].content) for lease in leases if lease.request.messages) == len(big)
+    reply = Answer([Choice([Said(big)])], Usage())
+    for lease in leases:
+        assert await queue.complete(lease, reply)
+    assert len(blobs()) == 3  # three times the same answer
+    assert (await queue.line(batch.id, 0)).answer == reply
+    await queue.tidy()
+    assert len(blobs()) == 3
+    await queue.delete("a", again.id)
+    await queue.tidy()
+    assert len(blobs()) == 2
+    assert (await queue.line(batch.id, 0)).answer == reply
+    time.pass_s(29 * DAY_S)
+    await queue.tidy()
+    assert (await queue.batch("a", batch.id)).status == "completed"
+    time.pass_s(2 * DAY_S)
+    await queue.tidy()
+    with pytest.raises(NotFound):
+        await queue.batch("a", batch.id)
+    assert blobs() == []
+    for table in ("batches", "lines", "bodies"):
+        assert await store.read(f"SELECT COUNT(*) FROM {table}") == [(0,)]
+    await audit(store)
+
+
+async def test_only_what_has_ended_is_deleted(queue: Queue) -> None:
+    batch = await queue.submit(new(), lines(1))
+    with pytest.raises(Conflict, match="cancel it first"):
+        await queue.delete("a", batch.id)
+    await finish_all(queue)
+    await queue.delete("a", batch.id)
+    with pytest.raises(NotFound):
+        await queue.batch("a", batch.id)
+
+
+async def test_a_clock_that_was_set_back_keeps_no_dead_workers_lease(queue: Queue, time: Time) -> None:
+    await queue.submit(new(), lines(1))
+    await queue.claim("w", MODEL, 1)
+    time.pass_s(-3600)  # a restart after the clock was set
+    await queue.sweep()
+    time.pass_s(61)
+    await queue.sweep()
+    time.pass_s(5)
+    assert len(await queue.claim("w2", MODEL, 1)) == 1
+
+
+async def test_a_clock_set_forward_runs_a_line_again_but_shows_one_result(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(window_s=10 * DAY_S), lines(1))
+    (first,) = await queue.claim("w", MODEL, 1)
+    time.pass_s(7200)
+    await queue.sweep()
+    time.pass_s(10)
+    (second,) = await queue.claim("w2", MODEL, 1)
+    assert not await queue.complete(first, answer("first"))
+    assert await queue.complete(second, answer("second"))
+    assert (await queue.line(batch.id, 0)).answer == answer("second")
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+async def test_four_pullers_share_the_lines(database: Place, tmp_path: Path) -> None:
+    stores = [await database.open() for _ in range(2)]
+    queues = [make_queue(store, tmp_path) for store in stores]
+    batches = [await queues[i % 2].submit(new(f"account {i % 3}"), lines(150)) for i in range(4)]
+    ran: list[tuple[str, int]] = []
+
+    async def pull(owner: str, queue: Queue) -> None:
+        while leases := await queue.claim(owner, MODEL, 7):
+            await asyncio.sleep(0)
+            took = await asyncio.gather(*(queue.complete(lease, answer()) for lease in leases))
+            assert all(took)
+            ran.extend(lease.key for lease in leases)
+
+    await asyncio.gather(*(pull(f"w{i}", queues[i % 2]) for i in range(4)))
+    assert Counter(ran) == Counter((batch.id, n) for batch in batches for n in range(150))
+    for batch in batches:
+        assert (await queues[0].batch(batch.account, batch.id)).status == "completed"
+    assert len(await types_of(stores[0])) == 4
+    await audit(stores[0])
+    for store in stores:
+        await store.close()

@@ -1,0 +1,110 @@
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from emberline.jobs.blobs import Blobs
+from emberline.jobs.files import Files
+from emberline.jobs.limits import Limits
+from emberline.protocol.errors import NotFound, TooLarge, Unavailable
+from emberline.store import Database
+from tests.databases import Place
+from tests.jobs.queues import Time, audit
+
+
+@pytest.fixture
+async def store(database: Place) -> AsyncIterator[Database]:
+    store = await database.open()
+    yield store
+    await audit(store)
+    await store.close()
+
+
+@pytest.fixture
+def files(store: Database, tmp_path: Path) -> Files:
+    return Files(store, Blobs(tmp_path / "blobs"), Limits(max_file_bytes=1000, max_account_bytes=2500))
+
+
+async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+async def test_a_file_comes_back_as_it_went_in(files: Files) -> None:
+    file = await files.add("a", "in.jsonl", "batch", pieces(b"one\n", b"two\n"))
+    assert (file.name, file.purpose, file.n_bytes) == ("in.jsonl", "batch", 8)
+    assert await files.get("a", file.id) == file
+    assert b"".join([chunk async for chunk in files.content(file)]) == b"one\ntwo\n"
+    for account, file_id in (("b", file.id), ("a", "file-nothing")):
+        with pytest.raises(NotFound):
+            await files.get(account, file_id)
+        assert not await files.delete(account, file_id)
+    assert await files.delete("a", file.id)
+    with pytest.raises(NotFound):
+        await files.get("a", file.id)
+
+
+async def test_pages_of_files(files: Files, store: Database) -> None:
+    time = Time(store)
+    made = []
+    for i in range(5):
+        made.append(await files.add("a", f"{i}", "batch" if i % 2 else "other", b"x"))
+        time.pass_s(1)
+    page, more = await files.list("a", limit=2)
+    assert ([file.name for file in page], more) == (["4", "3"], True)
+    page, more = await files.list("a", after=made[3].id, limit=5)
+    assert ([file.name for file in page], more) == (["2", "1", "0"], False)
+    page, _ = await files.list("a", purpose="batch", order="asc")
+    assert [file.name for file in page] == ["1", "3"]
+    assert await files.list("b") == ([], False)
+
+
+async def test_too_large_and_expired(files: Files, store: Database, tmp_path: Path) -> None:
+    time = Time(store)
+    with pytest.raises(TooLarge, match="1,000 bytes"):
+        await files.add("a", "f", "batch", pieces(b"x" * 600, b"x" * 600))
+    for i in range(3):
+        await files.add("a", "f", "batch", bytes([i]) * 833, expires_s=10)
+    with pytest.raises(TooLarge):
+        await files.add("a", "f", "batch", b"y" * 10)
+    time.pass_s(11)
+    assert await files.list("a") == ([], False)
+    await files.drop_expired()
+    assert await store.read("SELECT COUNT(*) FROM files") == [(0,)]
+    await files.add("a", "f", "batch", b"y")
+
+
+async def test_blobs_are_kept_once_and_survive_half_a_write(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    assert await blobs.put(b"same") == await blobs.put(b"same")
+    (tmp_path / ".part-dead").write_bytes(b"half")
+    os.utime(tmp_path / ".part-dead", (1, 1))
+    name = await blobs.put(b"old")
+    os.utime(blobs._path(name), (1, 1))
+    assert list(blobs.old(60)) == [name]
+    assert not (tmp_path / ".part-dead").exists()
+    await blobs.put(b"old")  # put again just before it would have been collected
+    assert not blobs.remove(name, 60)
+    assert await blobs.get(name) == b"old"
+    os.utime(blobs._path(name), (1, 1))
+    assert blobs.remove(name, 60)
+    with pytest.raises(Unavailable, match="cannot read"):
+        await blobs.get(name)
+
+
+async def test_collecting_while_putting_loses_nothing(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    name = await blobs.put(b"x" * 100)
+
+    def collect() -> None:
+        for _ in range(200):
+            blobs.remove(name, -0.001 if os.getpid() % 2 else 0.0)
+
+    task = asyncio.create_task(asyncio.to_thread(collect))
+    for _ in range(50):
+        assert await blobs.put(b"x" * 100) == name
+    await task
+    assert await blobs.put(b"x" * 100) == name
+    assert await blobs.get(name) == b"x" * 100
