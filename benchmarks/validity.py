@@ -80,12 +80,12 @@ def functions() -> Iterator[Case]:
         yield Case(f"tool {entry['name']}", entry["parameters"], tool=True)
 
 
-def request(case: Case, model: str, temperature: float, stream: bool) -> dict[str, Any]:
+def request(case: Case, model: str, temperature: float, stream: bool, max_tokens: int) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": PROMPT}],
         "temperature": temperature,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
         "stream": stream,
         "seed": 7,
     }
@@ -176,12 +176,12 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-async def one(client: httpx.AsyncClient, model: str, case: Case, outcome: Outcome) -> None:
+async def one(client: httpx.AsyncClient, model: str, case: Case, outcome: Outcome, max_tokens: int) -> None:
     """All four ways of asking for one schema; a refusal ends them."""
     for temperature in (0.0, 1.0):
         for stream in (False, True):
             try:
-                texts, finish, tokens = await answer(client, request(case, model, temperature, stream))
+                texts, finish, tokens = await answer(client, request(case, model, temperature, stream, max_tokens))
                 check(case, texts, finish)
                 outcome.valid += 1
                 outcome.tokens += tokens
@@ -196,7 +196,7 @@ async def one(client: httpx.AsyncClient, model: str, case: Case, outcome: Outcom
                 outcome.wrong.append(f"{case.name} ({how}): {type(wrong).__name__} {wrong}")
 
 
-async def run(port: int, model: str, cases: list[Case]) -> Outcome:
+async def run(port: int, model: str, cases: list[Case], max_tokens: int = MAX_TOKENS) -> Outcome:
     outcome = Outcome()
     began = time.perf_counter()
     todo = iter(cases)
@@ -206,7 +206,7 @@ async def run(port: int, model: str, cases: list[Case]) -> Outcome:
 
         async def work() -> None:
             for case in todo:
-                await one(client, model, case, outcome)
+                await one(client, model, case, outcome, max_tokens)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     outcome.seconds = time.perf_counter() - began

@@ -65,6 +65,10 @@ class StoreConfig(Section, frozen=True):
         return f"StoreConfig(url={'set' if self.url else None})"
 
 
+class QueueConfig(Section, frozen=True):
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of an engine, for queued work while requests are served, too
+
+
 class ResponsesConfig(Section, frozen=True):
     retention_days: Annotated[int, Meta(ge=1, le=3650)] = 30  # how long a stored response can be continued
 
@@ -87,6 +91,7 @@ class Config(Section, frozen=True, kw_only=True):
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
+    queue: QueueConfig = QueueConfig()
     responses: ResponsesConfig = ResponsesConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     log: LogConfig = LogConfig()
@@ -97,6 +102,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "auth": AuthConfig,
     "engine": EngineConfig,
     "store": StoreConfig,
+    "queue": QueueConfig,
     "responses": ResponsesConfig,
     "webhooks": WebhooksConfig,
     "log": LogConfig,

@@ -25,13 +25,17 @@ class Authenticator:
     def needs_key(self) -> bool:
         return self._key_digest is not None
 
+    def principal(self, account: str, key_id: str) -> Principal:
+        """Who asked, for work that is done later."""
+        return Principal(account=account, key_id=key_id, salt=self._secret.derive("kv", account))
+
     def authenticate(self, headers: Mapping[str, str], account: str = LOCAL_ACCOUNT) -> Principal:
         """`headers` finds names in lower case. The account is the tenant: its salt keeps its cached KV apart."""
         if not self._admits(headers):
             raise Unauthorized("a valid API key is needed: send it as `Authorization: Bearer <key>`")
         if not _ACCOUNT.fullmatch(account):
             raise BadInput("account names are 1 to 64 letters, digits, - and _, and begin with a letter or digit")
-        return Principal(account=account, key_id=self._key_id, salt=self._secret.derive("kv", account))
+        return self.principal(account, self._key_id)
 
     def _admits(self, headers: Mapping[str, str]) -> bool:
         expected = self._key_digest

@@ -21,7 +21,7 @@ from emberline.jobs.batch import Batch, NewBatch, new_id
 from emberline.jobs.events import timestamp
 from emberline.protocol.errors import BadInput
 
-MAX_BYTES = 256 << 20
+MAX_BYTES = 128 << 20  # in memory until it is stored
 MAX_REQUESTS = 100_000
 ENDPOINT = "/v1/messages"
 
@@ -88,9 +88,7 @@ async def list_all(call: Call) -> Reply:
 
 async def cancel(call: Call) -> Reply:
     await batch_of(call, call.tail, "anthropic")
-    return json_reply(
-        await _shown_alone(call, await call.batches.queue.cancel(call.principal.account, call.tail))
-    )
+    return json_reply(await _shown_alone(call, await call.batches.queue.cancel(call.principal.account, call.tail)))
 
 
 async def delete(call: Call) -> Reply:

@@ -71,6 +71,10 @@ class Call:
         return self._events
 
     @property
+    def has_queue(self) -> bool:
+        return self._batches is not None
+
+    @property
     def batches(self) -> "QueueDesk":
         if self._batches is None:
             raise Unavailable("this server was started without its store: it has no queue")

@@ -1,5 +1,7 @@
 """Events for those without a public address: a list to page through, a long poll, a stream to resume."""
 
+import asyncio
+import logging
 from typing import Any
 
 from emberline.api.call import Call
@@ -7,12 +9,15 @@ from emberline.api.departure import while_connected
 from emberline.api.reply import Reply, encode, json_reply
 from emberline.jobs.events import Event, as_object, cursor_number
 from emberline.jobs.feed import MAX_PAGE
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, EmberlineError
 
 HEARTBEAT_S = 15.0
 MAX_WAIT_S = 60
 _RETRY_MS = 1000
+_PAUSE_S = 1.0  # between two looks at a store in trouble
 _STREAM = "text/event-stream"
+
+log = logging.getLogger(__name__)
 
 QUERY = {
     "after": {"type": "string"},
@@ -48,7 +53,12 @@ async def _stream(call: Call, after: int) -> None:
     await call.start_stream([])
     await send({"type": "http.response.body", "body": b"retry: %d\n\n" % _RETRY_MS, "more_body": True})
     while not feed.ended:
-        found = await feed.wait(account, after, HEARTBEAT_S)
+        try:
+            found = await feed.wait(account, after, HEARTBEAT_S)
+        except EmberlineError as error:  # the store is away for a while: nothing is lost, it comes later
+            log.warning("a stream of events waits: %s", error.message)
+            found = []
+            await asyncio.sleep(_PAUSE_S)
         piece = b"".join(_encoded(event) for event in found) or b": nothing new\n\n"
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         after = found[-1].number if found else after

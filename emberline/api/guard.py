@@ -62,7 +62,7 @@ def preflight(scope: Scope) -> Reply | None:
     if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
         return None
     allowed: HeaderList = [
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE"),
         (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
         (b"access-control-max-age", _MAX_AGE_S),
     ]

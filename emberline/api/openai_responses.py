@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: create and stream, continue by id, read back, delete, count."""
+"""OpenAI's Responses API: create and stream, now or in the background, continue by id, read back, delete, count."""
 
 import asyncio
 import re
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from emberline.api.body import read_json
+from emberline.api import openai_background as background
+from emberline.api.body import decode, read_body, read_json
 from emberline.api.call import Call
 from emberline.api.departure import while_connected
 from emberline.api.errors import NoPreviousResponse, NoSuchResponse
+from emberline.api.events import whole_number
+from emberline.api.idempotency import once
 from emberline.api.openai_responses_items import Item, ItemReference, items_decoder, parse, response_of, settle
 from emberline.api.openai_responses_output import Composer
 from emberline.api.openai_responses_request import SEALED, ResponsesRequest, response_id
@@ -21,16 +24,12 @@ from emberline.api.openai_responses_tools import offered
 from emberline.api.ports import Events
 from emberline.api.reply import HeaderList, Reply, encode, json_reply
 from emberline.api.sse import stream
-from emberline.api.unbuilt import refuse_unbuilt, unsupported
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLarge
+from emberline.api.unbuilt import refuse_unbuilt
+from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, TooLarge
 from emberline.protocol.events import (
-    ChoiceDone,
     Completed,
-    ReasoningDelta,
     Started,
-    TextDelta,
     TextEvent,
-    ToolCallDelta,
 )
 from emberline.protocol.record import MAX_DEPTH, MAX_HISTORY_BYTES, Record
 from emberline.protocol.request import GenerateRequest
@@ -41,6 +40,7 @@ PAGE = {
     "after": {"type": "string"},
 }
 MAX_REFERENCED = 256  # responses that the references of one request may point into
+STREAM = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
 _OWN = re.compile(r"resp_[0-9a-f]{32}")
 _CALLED_HERE = {"messages": "input", "max_tokens": "max_output_tokens"}
 
@@ -51,7 +51,17 @@ class _Output(msgspec.Struct):
     output: list[Item]
 
 
+class _Id(msgspec.Struct):
+    id: str
+
+
+class _Status(msgspec.Struct):
+    status: str
+
+
 _output_decoder = msgspec.json.Decoder(_Output)
+_id_decoder = msgspec.json.Decoder(_Id)
+_status_decoder = msgspec.json.Decoder(_Status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,11 @@ class Turn:
 
 
 async def create(call: Call) -> Reply | None:
-    turn = await _turn(call)
+    raw = await read_body(call)
+    body = decode(raw, _decoder)
+    if body.background:
+        return await _create_in_background(call, raw, body)
+    turn = await _turn(call, body)
     events = _kept(call, turn, call.service.generate(turn.request, call.principal))
     headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
     if turn.body.stream:
@@ -81,15 +95,48 @@ async def create(call: Call) -> Reply | None:
     return json_reply(turn.draft.whole, headers=headers)
 
 
+async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) -> Reply | None:
+    background.check(body)
+
+    async def submit(own_id: str) -> bytes:
+        call.id = own_id.removeprefix("resp_")
+        turn = await _turn(call, body)
+        made = await background.submit(call, own_id, raw, turn.past + turn.new, turn.request)
+        return encode(background.shown(made))
+
+    reply = await once(call, raw, response_id(call), submit)
+    if not body.stream:
+        return reply
+    made = await background.find(call, _id_decoder.decode(reply.body).id)
+    if made is None:
+        raise _no_such(response_id(call))
+    await background.stream(call, made, -1)
+    return None
+
+
 async def count_tokens(call: Call) -> Reply:
-    turn = await _turn(call)
+    turn = await _turn(call, await read_json(call, _decoder))
     n_tokens = await call.service.count_tokens(turn.request, call.principal)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def retrieve(call: Call) -> Reply:
-    if call.query().get("stream", "false") != "false":
-        raise unsupported("stream")
+async def retrieve(call: Call) -> Reply | None:
+    """`stream`: as events, of a response that was made in the background; from `starting_after` on."""
+    query = call.query()
+    if query.get("stream", "false") not in ("true", "false"):
+        raise BadInput("`stream` may be true or false", param="stream")
+    after = whole_number(query, "starting_after", -1, 0, 999_999_999)
+    made = await _in_background(call, call.tail)
+    if query.get("stream") == "true":
+        if made is None:
+            await _recalled(call)
+            raise BadInput("only a response that was made with `background` can be streamed later", param="stream")
+        await background.stream(call, made, after)
+        return None
+    if after >= 0:
+        raise BadInput("`starting_after` needs `stream=true`", param="starting_after")
+    if made is not None:
+        return json_reply(background.shown(made))
     (record,) = await _recalled(call)
     return Reply(200, record.body.encode())
 
@@ -116,6 +163,9 @@ async def list_input_items(call: Call) -> Reply:
 
 
 async def delete(call: Call) -> Reply:
+    if made := await _in_background(call, call.tail):
+        await background.delete(call, made)
+        return json_reply({"id": call.tail, "object": "response", "deleted": True})
     await _recalled(call)
     if not await call.service.responses.forget(call.principal.account, call.tail):
         raise _no_such(call.tail)
@@ -123,6 +173,8 @@ async def delete(call: Call) -> Reply:
 
 
 async def cancel(call: Call) -> Reply:
+    if made := await _in_background(call, call.tail):
+        return json_reply(background.shown(await background.cancel(call, made)))
     await _recalled(call)
     raise BadInput("only a response made with `background` can be cancelled; this one is complete", param="background")
 
@@ -130,8 +182,7 @@ async def cancel(call: Call) -> Reply:
 # --- what a request is ------------------------------------------------------------------------------------------------
 
 
-async def _turn(call: Call) -> Turn:
-    body = await read_json(call, _decoder)
+async def _turn(call: Call, body: ResponsesRequest) -> Turn:
     refuse_unbuilt(body)
     own_id, created_us = response_id(call), time.time_ns() // 1000
     key = own_id.removeprefix("resp_")
@@ -152,6 +203,8 @@ async def _history(call: Call, previous: str | None) -> list[Record]:
     if previous is None:
         return []
     records = await _find(call, previous, whole=True)
+    if records and _status_decoder.decode(records[-1].body).status in ("queued", "in_progress"):
+        raise Conflict(f"{previous} is still being made: wait for it first", param="previous_response_id")
     if not records:
         raise NoPreviousResponse(
             f"there is no response {previous!r} to continue: it was not stored, has expired or was deleted",
@@ -191,7 +244,16 @@ async def _find(call: Call, name: str, whole: bool = False) -> list[Record]:
     """The store is asked only for ids that could be ours."""
     if not _OWN.fullmatch(name):
         return []
-    return await call.service.responses.recall(call.principal.account, name, whole)
+    if records := await call.service.responses.recall(call.principal.account, name, whole):
+        return records
+    made = await _in_background(call, name)
+    return [background.record(made)] if made else []
+
+
+async def _in_background(call: Call, name: str) -> background.Background | None:
+    if not _OWN.fullmatch(name) or not call.has_queue:
+        return None
+    return await background.find(call, name)
 
 
 def _no_such(name: str) -> NoSuchResponse:

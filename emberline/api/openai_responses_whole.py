@@ -22,9 +22,7 @@ Json = dict[str, Any]
 def draft_of(body: ResponsesRequest, own_id: str, created: int) -> Draft:
     """A response of which nothing has been said yet."""
     called = offered(body.tools, body.tool_choice).called
-    composer = Composer(
-        own_id.removeprefix("resp_"), called, summarise=body.summarises, sealed=body.includes(SEALED)
-    )
+    composer = Composer(own_id.removeprefix("resp_"), called, summarise=body.summarises, sealed=body.includes(SEALED))
     return Draft(body.echo(own_id, created), composer)
 
 

@@ -5,19 +5,24 @@ from functools import cache
 from emberline.api import (
     admin,
     anthropic,
+    anthropic_batches,
     event_subscriptions,
     events,
     openai,
+    openai_batches,
+    openai_files,
     openai_responses,
     openapi,
     search,
     webhook_endpoints,
     workers_ai,
 )
+from emberline.api.anthropic_batches import NewMessageBatch
 from emberline.api.anthropic_messages import CountRequest, MessagesRequest
 from emberline.api.call import Call
 from emberline.api.errors import Dialect
 from emberline.api.event_subscriptions import NewSubscription, SubscriptionChange
+from emberline.api.openai_batches import NewBatchRequest
 from emberline.api.openai_chat import ChatRequest
 from emberline.api.openai_completions import CompletionRequest
 from emberline.api.openai_responses import PAGE
@@ -37,6 +42,7 @@ from emberline.api.workers_ai_request import RunRequest, UniversalRequest
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
 OPEN, KEY = Policy.OPEN, Policy.KEY
+QUEUE = {"queueRequest": {"type": "boolean"}}
 NATIVE, OPENAI, ANTHROPIC = Dialect.NATIVE, Dialect.OPENAI, Dialect.ANTHROPIC
 
 
@@ -54,10 +60,44 @@ def _responses(prefix: str, form: Dialect) -> list[Route]:
     return [
         Route("POST", path, KEY, form, door.create, "Create a response", body=body),
         Route("POST", f"{path}/input_tokens", KEY, form, door.count_tokens, "Count a response's tokens", body=body),
-        Route("GET", f"{path}/{{id}}", KEY, form, door.retrieve, "A stored response"),
+        Route("GET", f"{path}/{{id}}", KEY, form, door.retrieve, "A stored response", query=door.STREAM),
         Route("DELETE", f"{path}/{{id}}", KEY, form, door.delete, "Delete a stored response"),
         Route("GET", f"{path}/{{id}}/input_items", KEY, form, door.list_input_items, "Its input", query=PAGE),
         Route("POST", f"{path}/{{id}}/cancel", KEY, form, door.cancel, "Cancel a response"),
+    ]
+
+
+def _files(prefix: str, form: Dialect) -> list[Route]:
+    path, one, door = f"{prefix}/files", f"{prefix}/files/{{id}}", openai_files
+    return [
+        Route("POST", path, KEY, form, door.create, "Upload a file"),
+        Route("GET", path, KEY, form, door.list_all, "List files", query=door.PAGE),
+        Route("GET", one, KEY, form, door.retrieve, "A file's description"),
+        Route("DELETE", one, KEY, form, door.delete, "Delete a file"),
+        Route("GET", f"{one}/content", KEY, form, door.content, "What is in a file"),
+    ]
+
+
+def _batches(prefix: str, form: Dialect) -> list[Route]:
+    path, one, door = f"{prefix}/batches", f"{prefix}/batches/{{id}}", openai_batches
+    return [
+        Route("POST", path, KEY, form, door.create, "Run a file of requests", body=NewBatchRequest),
+        Route("GET", path, KEY, form, door.list_all, "List batches", query=door.PAGE),
+        Route("GET", one, KEY, form, door.retrieve, "A batch"),
+        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a batch"),
+        Route("DELETE", one, KEY, form, door.delete, "Delete a batch and its results"),
+    ]
+
+
+def _message_batches(prefix: str, form: Dialect) -> list[Route]:
+    path, one, door = f"{prefix}/messages/batches", f"{prefix}/messages/batches/{{id}}", anthropic_batches
+    return [
+        Route("POST", path, KEY, form, door.create, "Run many messages", body=NewMessageBatch),
+        Route("GET", path, KEY, form, door.list_all, "List message batches", query=door.PAGE),
+        Route("GET", one, KEY, form, door.retrieve, "A message batch"),
+        Route("DELETE", one, KEY, form, door.delete, "Delete a message batch and its results"),
+        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a message batch"),
+        Route("GET", f"{one}/results", KEY, form, door.results, "A message batch's results"),
     ]
 
 
@@ -66,6 +106,7 @@ def _anthropic(prefix: str, form: Dialect) -> list[Route]:
     return [
         Route("POST", path, KEY, form, anthropic.messages, "Create a message", body=MessagesRequest),
         Route("POST", f"{path}/count_tokens", KEY, form, count, "Count a message's tokens", body=CountRequest),
+        *_message_batches(prefix, form),
     ]
 
 
@@ -111,8 +152,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/metrics", KEY, OPENAI, admin.metrics, "Metrics for Prometheus"),
     Route("GET", "/api/ps", KEY, OPENAI, admin.ps, "Models, engines and their load"),
     Route("GET", "/openapi.json", OPEN, OPENAI, describe, "This document"),
-    Route("POST", f"{AI}/run", KEY, NATIVE, workers_ai.run_universal, "Run a model", body=UniversalRequest),
-    Route("POST", f"{AI}/run/{{model}}", KEY, NATIVE, workers_ai.run, "Run a model", body=RunRequest),
+    Route("POST", f"{AI}/run", KEY, NATIVE, workers_ai.run_universal, "Run a model", UniversalRequest, QUEUE),
+    Route("POST", f"{AI}/run/{{model}}", KEY, NATIVE, workers_ai.run, "Run a model", RunRequest, QUEUE),
     Route("GET", f"{AI}/models/search", KEY, NATIVE, search.models, "Search models", query=MODEL_FILTERS),
     Route("GET", f"{AI}/models/schema", KEY, NATIVE, search.schema, "A model's schema", query=search.MODEL_NAME),
     Route("GET", f"{AI}/tasks/search", KEY, NATIVE, search.tasks, "List tasks", query=PAGING),
@@ -121,6 +162,10 @@ ROUTES: tuple[Route, ...] = (
     *_openai(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
     *_responses("/v1", OPENAI),
     *_responses(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_files("/v1", OPENAI),
+    *_files(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
+    *_batches("/v1", OPENAI),
+    *_batches(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
     *_events("/v1", OPENAI),
     *_events(f"{AI}/v1", Dialect.OPENAI_ENVELOPED),
     *_subscriptions(SUBSCRIPTIONS),

@@ -19,6 +19,7 @@ from emberline import log as logs
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, create_app
+from emberline.api.queue_desk import QueueDesk
 from emberline.api.server import serve as serve_http
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card import ModelCard
@@ -26,6 +27,7 @@ from emberline.catalog.shelf import Entry
 from emberline.cli.fetch import load_text
 from emberline.config import Config
 from emberline.jobs.desk import DeskSettings, EventDesk
+from emberline.jobs.queue import open_queue
 from emberline.service import Served, Service, open_door
 from emberline.service.open import DATABASE
 from emberline.store import Database, open_store
@@ -72,6 +74,7 @@ async def serve_door(
     listener: socket.socket,
     stop: asyncio.Event,
     events: EventDesk | None = None,
+    batches: QueueDesk | None = None,
 ) -> None:
     """Answer HTTP until told to stop, then let running requests finish."""
     auth = Authenticator(Secret.open(config.home), config.auth.key)
@@ -81,7 +84,8 @@ async def serve_door(
     gc.freeze()  # modules and vocabularies stay: the collector need not walk through them while streams wait
     ending = asyncio.create_task(_end_streams(stop, events))
     try:
-        await serve_http(create_app(service, settings, events), listener, drain_s=config.server.drain_s, stop=stop)
+        app = create_app(service, settings, events, batches)
+        await serve_http(app, listener, drain_s=config.server.drain_s, stop=stop)
     finally:
         ending.cancel()
 
@@ -101,12 +105,17 @@ async def _run(plan: DoorPlan, listener: socket.socket) -> None:
         service = await open_door(served, core_socket=plan.core_socket)
         store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
         events = open_events(store, plan.config)
+        queue = await open_queue(store, plan.config.home)
+        batches = QueueDesk(queue, service)
+        batches.load()
         try:
             await service.ready(CONNECT_S)
             print('{"ready": true}', flush=True)
-            await serve_door(service, plan.config, listener, stop, events)
+            await serve_door(service, plan.config, listener, stop, events, batches)
         finally:
+            await batches.close()
             await service.close()
+            await queue.close()
             await events.close()
             await store.close()
 

@@ -32,7 +32,9 @@ from emberline.config import Config, check_exposure
 from emberline.protocol.errors import Unavailable
 
 if TYPE_CHECKING:
+    from emberline.api.queue_desk import QueueDesk
     from emberline.service import Service
+    from emberline.store import Database
 
 CONNECT_S = 10.0  # to reach workers that say they are ready
 WORKER_GRACE_S = 5.0  # for workers to end once no request is left
@@ -119,7 +121,9 @@ async def serve(
 
         # The workers load in their processes while we import and read tokenizers in ours.
         from emberline.cli.door import load_models, open_events, serve_door
+        from emberline.jobs.delivery_metrics import DeliveryMetrics
         from emberline.service import open_service
+        from emberline.service.core import LocalCore
         from emberline.service.open import DATABASE
         from emberline.store import open_store
 
@@ -131,6 +135,7 @@ async def serve(
             served,
             data_dir=config.home,
             retention_days=config.responses.retention_days,
+            queue_share=config.queue.share,
             store=store,
         )
         stack.push_async_callback(service.close)
@@ -139,6 +144,9 @@ async def serve(
         events = open_events(store, config)
         stack.push_async_callback(events.close)
         events.deliver()
+        assert isinstance(service.core, LocalCore), "this process is the core"
+        service.core.count(DeliveryMetrics(events.deliverer))
+        batches = await _open_queue(stack, config, store, service)
         doors = await _open_doors(stack, config, entries, cluster, service, listener)
 
         listen(listener, config.server)
@@ -150,7 +158,35 @@ async def serve(
             await stop.wait()
             listener.close()  # with it open, new connections would wait for doors that take no more
         else:
-            await serve_door(service, config, listener, stop, events)
+            await serve_door(service, config, listener, stop, events, batches)
+
+
+async def _open_queue(
+    stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service"
+) -> "QueueDesk":
+    """The durable queue, its doors, and the puller that runs what is in it when engines have room."""
+    from emberline.accounts.auth import Authenticator
+    from emberline.accounts.secret import Secret
+    from emberline.api.queue_desk import QueueDesk
+    from emberline.jobs.owner import Owner
+    from emberline.jobs.puller import Puller
+    from emberline.jobs.queue import open_queue
+    from emberline.service.core import LocalCore
+
+    core = service.core
+    assert isinstance(core, LocalCore), "this process is the core"
+    queue = await open_queue(store, config.home)
+    stack.push_async_callback(queue.close)
+    batches = QueueDesk(queue, service)
+    stack.push_async_callback(batches.close)
+    batches.load()
+    auth = Authenticator(Secret.open(config.home))
+    models = [card.id for card in service.models()]
+    puller = Puller(queue, service, core.grants, models, auth.principal, Owner(config.home))
+    stack.push_async_callback(puller.close)
+    core.count(puller.figures)
+    puller.start()
+    return batches
 
 
 async def _open_doors(

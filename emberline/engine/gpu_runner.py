@@ -7,7 +7,7 @@ result:  sleeps until the mark
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from emberline.engine import shared_prefix
 from emberline.engine.gpu_batch import CHUNK_ROWS, TILE, Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
 from emberline.engine.gpu_graphs import Graphs, bucket
-from emberline.engine.gpu_outputs import Draw, Drawn, Outputs, drawn_on
+from emberline.engine.gpu_outputs import Draw, Outputs, drawn_on
 from emberline.engine.gpu_slots import SamplerTable, Slots
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
@@ -33,7 +33,7 @@ class Kernels(Protocol):
 
     def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs) -> None: ...
     def keep(self, tokens: Tensor, slots: Tensor, state: SlotState) -> None: ...
-    def draw(self, logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: Drawn) -> None: ...
+    def draw(self, logits: Tensor, table: Any, slots: Tensor, positions: Tensor, out: Any) -> None: ...
 
 
 @dataclass(slots=True)

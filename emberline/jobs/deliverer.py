@@ -30,6 +30,7 @@ DISABLE_AFTER_DAYS = 5
 POLL_S = 2.0
 _RETRY_S = 1.0  # after trouble with the store
 _CLOSE_S = 2.0  # for attempts that run when we close
+_COUNT_INTERVAL_S = 5.0
 _GONE = 410
 _DAY_US = 86_400 * 1_000_000
 
@@ -49,6 +50,8 @@ class Deliverer:
     ) -> None:
         assert timeout_s < LEASE_S
         self.counts: Counter[str] = Counter()  # delivered, failed attempts, exhausted, disabled
+        self.n_pending = 0  # all that wait, whoever will deliver them; counted now and then
+        self._counted_s = -_COUNT_INTERVAL_S  # on the monotonic clock
         self._db = db
         self._deliveries = Deliveries(db)
         self._secret = secret
@@ -74,15 +77,13 @@ class Deliverer:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def pending(self) -> int:
-        return await self._deliveries.count_pending()
-
     async def _run(self) -> None:
         while True:
             watch = self._bell.watch()
             try:
                 await self._start_due()
                 wait_s = await self._idle_s()
+                await self._count()
             except EmberlineError as error:
                 log.error("deliveries wait: %s", error.message)
                 wait_s = _RETRY_S
@@ -111,6 +112,10 @@ class Deliverer:
         if ready_us is None:
             return longest_s
         return min(max((ready_us - self._db.now_us()) / 1e6, 0.05), longest_s)
+
+    async def _count(self) -> None:
+        if time.monotonic() - self._counted_s >= _COUNT_INTERVAL_S:
+            self.n_pending, self._counted_s = await self._deliveries.count_pending(), time.monotonic()
 
     def _launch(self, errand: Errand) -> None:
         endpoint_id = errand.endpoint.id

@@ -1,6 +1,6 @@
 """Uploaded files: a row, and a blob that holds what is in them.
 
-A batch holds its input's blob by itself until its lines are read, so deleting a file never harms a batch.
+A batch holds its input's blob by itself, so deleting a file never harms a batch.
 """
 
 import secrets

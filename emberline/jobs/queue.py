@@ -8,7 +8,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -93,11 +93,9 @@ class Queue:
         if (known := await self._known(new)) is not None:
             return known
         await self._check_room(new.account)
-        rows = await self._store.read(_FILE, (new.input_file_id, new.account))
-        if not rows:
-            raise BadInput(f"no file {new.input_file_id}: upload it first", param="input_file_id")
+        blob = await self._input_blob(new)
         load = self._load(new, loader="")
-        insert = _insert(new, "validating", msgspec.structs.replace(load, until_us=0), blob=str(rows[0][0]))
+        insert = _insert(new, "validating", msgspec.structs.replace(load, until_us=0), blob)
         await self._store.write(*insert)
         await self._store.notify("validating", new.id)
         return await self.batch(new.account, new.id)
@@ -210,8 +208,29 @@ class Queue:
         """Yields when there may be lines to claim."""
         return self._store.listen("lines", poll_s)
 
+    def hear(self, channel: Literal["batches", "validating"], poll_s: float) -> AsyncIterator[str]:
+        """Ids of batches that changed, or that have a file to be read; "": look at all."""
+        return self._store.listen(channel, poll_s)
+
+    async def must_stop(self, owner: str) -> bool:
+        """Whether a heartbeat would tell the worker to stop something."""
+        return bool(await self._store.read(sql.STOPPING_OF, (owner,)))
+
+    async def bury(self, owner: str) -> None:
+        """The worker is known to be dead: what it held goes back now, not when its lease ends."""
+        await self._store.write("DELETE FROM workers WHERE owner = ?", (owner,))
+        await self._sweeper.reclaim()
+
+    def now_us(self) -> int:
+        """By the clock of leases and deadlines."""
+        return self._store.now_us()
+
     async def waiting(self) -> list[Depth]:
         return await self._shelf.depths(self.limits.quarantine_kills)
+
+    async def count_dead(self) -> int:
+        ((n_lines,),) = await self._store.read(sql.COUNT_DEAD)
+        return int(n_lines or 0)
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -316,16 +335,24 @@ class Queue:
             raise Conflict(f"{new.id} is being submitted: ask again in a moment", retry_after_s=1)
         return None
 
+    async def _input_blob(self, new: NewBatch) -> str:
+        """What the batch was submitted as; it is kept as long as the batch, since results are shown in its terms."""
+        rows = await self._store.read(_FILE, (new.input_file_id, new.account))
+        if not rows:
+            raise BadInput(f"no file {new.input_file_id}: upload it first", param="input_file_id")
+        return str(rows[0][0])
+
     async def _submit_small(self, new: NewBatch, lines: list[NewLine]) -> None:
         load = self._load(new, loader="submit")
         encoded = await encode(new.id, 0, lines, self.blobs, self.limits)
-        insert = _insert(new, "incoming", load)
+        insert = _insert(new, "incoming", load, await self._input_blob(new) if new.input_file_id else None)
         await self._store.run(lambda: all_at_once(load, insert, encoded, self.limits))
 
     async def _submit_large(self, new: NewBatch, first: list[NewLine], rest: AsyncIterator[list[NewLine]]) -> None:
         """Held back until all are written; a crash before that leaves what the sweep clears away."""
         load = self._load(new, loader=secrets.token_hex(8))
-        if not await self._store.write(*_insert(new, "incoming", load)):
+        blob = await self._input_blob(new) if new.input_file_id else None
+        if not await self._store.write(*_insert(new, "incoming", load, blob)):
             raise Conflict(f"{new.id} is being submitted: ask again in a moment", retry_after_s=1)
         rows = await self._store.read(sql.BATCH, (new.id,))
         batch = from_row(rows[0])

@@ -57,7 +57,7 @@ LOADED = """
     WHERE id = ? AND loader = ? AND total = ? AND status IN ('incoming', 'validating') RETURNING id
 """
 START = """
-    UPDATE batches SET status = 'in_progress', in_progress_us = ?, loader = '', input_blob = NULL
+    UPDATE batches SET status = 'in_progress', in_progress_us = ?, loader = ''
     WHERE id = ? AND loader = ? AND status IN ('incoming', 'validating') RETURNING id
 """
 RELEASED = "UPDATE batches SET n_released = ? WHERE id = ? AND n_released = ? RETURNING id"
@@ -218,6 +218,8 @@ REPLAY_LINE = """
 """
 MARK_STOPPING = "UPDATE lines SET stopping = ? WHERE state = 'leased' AND batch_id = ? AND stopping = 0"
 LEASED_BY = "SELECT batch_id, number, epoch, stopping, started_us FROM lines WHERE state = 'leased' AND owner = ?"
+STOPPING_OF = "SELECT 1 FROM lines WHERE state = 'leased' AND owner = ? AND stopping <> 0 LIMIT 1"
+COUNT_DEAD = "SELECT COUNT(*) FROM lines WHERE state = 'dead'"
 HELD_BY = "SELECT batch_id, number, epoch, kills FROM lines WHERE state = 'leased' AND owner = ? LIMIT ?"
 
 # --- counters --------------------------------------------------------------------------------------------------------

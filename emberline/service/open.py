@@ -6,6 +6,7 @@ from pathlib import Path
 from emberline.accounts.ledger import Ledger
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.fleet import MAX_WAITING, Fleet
+from emberline.balancer.grants import SHARE, Grants
 from emberline.protocol.frames import Vocabulary
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
@@ -29,6 +30,7 @@ async def open_service(
     max_waiting: int = MAX_WAITING,
     retention_days: int = RETENTION_DAYS,
     store_url: str = "",
+    queue_share: float = SHARE,
     store: Database | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
@@ -42,7 +44,8 @@ async def open_service(
     assert store is not None
     responses = Responses(store, retention_days)
     await responses.open()
-    core = LocalCore(Fleet(by_model, max_waiting), Ledger(store), Sessions(), responses)
+    fleet = Fleet(by_model, max_waiting)
+    core = LocalCore(fleet, Ledger(store), Sessions(), responses, Grants(fleet, queue_share))
 
     async def close_core() -> None:
         await responses.close()

@@ -198,11 +198,12 @@ class Service:
 
     async def _finish(self, run: Run) -> None:
         """Return once the usage row is durable."""
+        memories: list[Memory] = []  # nobody goes on with queued work
         try:
-            memories = await self._preparer.memories(run.prepared, run.replies)
+            if run.errand is None:
+                memories = await self._preparer.memories(run.prepared, run.replies)
         except Exception:  # the next turn is slower, nothing worse
             log.exception("a conversation was not remembered", extra={"request_id": run.prepared.request.id})
-            memories = []
         await asyncio.shield(self._end(run, "finished", memories=memories))
 
     def _end(

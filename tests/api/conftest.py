@@ -4,10 +4,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from emberline.api.queue_desk import QueueDesk
 from emberline.jobs.desk import EventDesk
 from emberline.store import open_store
 
 from ..jobs.desks import desk_on
+from .queued import desk_of
 from .scripted import ScriptedService, client_of
 
 
@@ -27,5 +29,14 @@ async def desk(tmp_path: Path) -> AsyncIterator[EventDesk]:
     """Events on a store of their own; nothing is delivered."""
     store = await open_store(tmp_path / "desk.db")
     async with desk_on(store, deliver=False) as desk:
+        yield desk
+    await store.close()
+
+
+@pytest.fixture
+async def batches(service: ScriptedService, tmp_path: Path) -> AsyncIterator[QueueDesk]:
+    """A queue on a store of its own."""
+    store = await open_store(tmp_path / "queue.db")
+    async with desk_of(store, service, tmp_path) as desk:
         yield desk
     await store.close()

@@ -11,6 +11,7 @@ from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, create_app
 from emberline.api.asgi import ASGIApp
 from emberline.api.ports import Events
+from emberline.api.queue_desk import QueueDesk
 from emberline.catalog.card import ModelCard, PathSource
 from emberline.jobs.desk import EventDesk
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
@@ -161,15 +162,23 @@ class ScriptedService:
 
 
 def app_of(
-    service: ScriptedService, key: str | None = None, events: EventDesk | None = None, **settings: Any
+    service: ScriptedService,
+    key: str | None = None,
+    events: EventDesk | None = None,
+    batches: QueueDesk | None = None,
+    **settings: Any,
 ) -> ASGIApp:
-    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events)
+    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events, batches)
 
 
 def client_of(
-    service: ScriptedService, key: str | None = None, events: EventDesk | None = None, **settings: Any
+    service: ScriptedService,
+    key: str | None = None,
+    events: EventDesk | None = None,
+    batches: QueueDesk | None = None,
+    **settings: Any,
 ) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app_of(service, key, events, **settings))
+    transport = httpx.ASGITransport(app=app_of(service, key, events, batches, **settings))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
 
 

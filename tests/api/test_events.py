@@ -15,6 +15,8 @@ from emberline.accounts.auth import Authenticator
 from emberline.api.app import ApiSettings, create_app
 from emberline.api.asgi import ASGIApp
 from emberline.jobs.desk import EventDesk
+from emberline.jobs.events import Event
+from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
 
 from ..jobs.desks import SECRET, desk_on, happen
@@ -265,3 +267,22 @@ async def test_a_stream_ends_with_the_server(app: ASGIApp, desk: EventDesk) -> N
     desk.feed.end()
     await asyncio.wait_for(wire.task, 5)
     assert not wire.sent[-1].get("more_body")
+
+
+async def test_a_stream_outlives_trouble_with_the_store(
+    app: ASGIApp, desk: EventDesk, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.api.events._PAUSE_S", 0.05)
+    wire = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
+    await wire.until_sent(b"retry: ")
+
+    async def away(*_: object) -> list[Event]:
+        raise Unavailable("the database cannot be reached")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.feed, "page", away)
+        await happen(db, "batch_1", account="local")
+        await wire.until_sent(b": nothing new")
+    await wire.until_sent(b"batch_1")
+    wire.leave()
+    await wire.task

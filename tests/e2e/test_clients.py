@@ -128,7 +128,8 @@ def test_stop_strings_end_the_text_before_them(oai: openai.OpenAI) -> None:
         (openai.BadRequestError, {"temperature": 9}),
         (openai.BadRequestError, {"messages": []}),
         (openai.BadRequestError, {"messages": ask("word " * 9000)}),
-        (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
+        (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "not a name"}}]}),
+        (openai.BadRequestError, {"tool_choice": "required"}),
     ],
 )
 def test_bad_input_is_told_and_forgotten(oai: openai.OpenAI, error, params) -> None:

@@ -211,7 +211,7 @@ async def test_a_batch_of_a_file_goes_on_where_its_loader_died(queue: Queue, tim
         await queue.append(first, [line(2)])
     await queue.append(second, [line(2)])
     started = await queue.start(second)
-    assert (started.status, started.counts.total, started.input_blob) == ("in_progress", 3, None)
+    assert (started.status, started.counts.total, started.input_blob) == ("in_progress", 3, file.blob)
     assert len(await finish_all(queue)) == 3
     with pytest.raises(BadInput, match="upload it first"):
         await queue.create(new(input_file_id=file.id))

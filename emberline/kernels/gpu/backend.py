@@ -42,7 +42,7 @@ class TritonBackend:
         self.dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
-        self._pdl = self._release = dependent()
+        self._pdl = dependent()
         self._space: Workspace | None = None
         self._multiply: Multiplier | None = None
 
@@ -153,7 +153,8 @@ class TritonBackend:
                 prefix = (space.prefix, space.prefix_peaks, shape.shares, parts)
             decode(
                 qkv, out, at, context.angles[at.group], pool, tables, context.pieces[at.group], space.partial,
-                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl, release=self._release,
+                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl and decodes > 1,
+                release=self._pdl,
             )  # fmt: skip
         if len(qkv) > decodes:
             self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
@@ -166,21 +167,24 @@ class TritonBackend:
         listed = [] if self._deterministic else context.shape.chunks or []
         dense = [c for c in listed if dense_attention.serves(at, c.n)]
         own = space.take("own", 2, tokens - first, at.kv_heads * at.head_dim)
+        exact = len(dense) == 1 and dense[0].n == tokens - first and dense_attention.is_round(dense[0].n)
+        copy = tuple(dense_attention.room(half, tokens - first, at, exact) for half in own) if dense else None
         rope_write(
             qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, first,
-            copy=(own[0], own[1]) if dense else None, pdl=self._pdl,
+            copy=copy, pdl=self._pdl,
         )  # fmt: skip
         if len(dense) < len(listed) or not listed:
             chunks(
                 queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, first,
                 limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, pdl=self._pdl,
             )  # fmt: skip
-        room = space.flat("gathered", self.dtype)
-        halves = (room[: len(room) // 2], room[len(room) // 2 :])
+        gathered = space.flat("gathered", self.dtype)
+        halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
         for c in dense:
-            new = slice(c.start, c.start + c.n)
-            mine = (own[0, c.start - first :][: c.n], own[1, c.start - first :][: c.n])
-            dense_attention.attend(queries[new], mine, at, pool, tables[c.row], c.context, halves, out[new])
+            assert copy is not None
+            new, mine = slice(c.start, c.start + c.n), slice(c.start - first, c.start - first + c.n)
+            keys = (copy[0][mine], copy[1][mine])
+            dense_attention.attend(queries[new], keys, at, pool, tables[c.row], c.context, halves, out[new])
 
 
 def _shape_of(step: Any) -> StepShape:

@@ -6,6 +6,8 @@ from the projection's output, not from the cache: the row's last piece rotates, 
 several pieces, or a prefix read apart, whichever program ends last merges them, always in the same order.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,21 @@ from emberline.kernels.gpu.plan import Pieces
 from emberline.kernels.gpu.rope import turned
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    tokens: int
+    stages: int
+    warps: int
+    many: int  # pieces merged at once
+
+
+def choose(rows: int, head_dim: int) -> DecodeTile:
+    """Few rows wait for latency: more in flight at once. Many want small programs, as many as fit."""
+    if rows <= 4 and head_dim <= 128:
+        return DecodeTile(64, 3, 2, 16)
+    return DecodeTile(16, 6, 1, 8 if rows <= 16 and head_dim <= 128 else 4)
 
 
 @triton.jit
@@ -164,10 +181,7 @@ def decode(
     prefix: tuple[Tensor, Tensor, Tensor, int] | None = None,
     pdl: bool = False,
     release: bool = False,
-    tile: int = 16,
-    stages: int = 6,
-    warps: int = 1,
-    many: int = 4,
+    tile: DecodeTile | None = None,
 ) -> None:
     """Rows 0 .. rows - 1, token r of qkv each; out: [tokens, heads * dim]. k and v go into the pool's blocks.
 
@@ -178,13 +192,14 @@ def decode(
     if not rows:
         return
     norm, group = at.q_norm is not None, at.heads // at.kv_heads
+    tile = tile or choose(rows, at.head_dim)
     shared, shared_peaks, shares, parts = prefix or (partial, peaks, counters, 0)
     _decode[(at.kv_heads, pieces.n)](
         qkv, out, *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool, tables, pieces.table,
         partial, peaks, counters, shared, shared_peaks, shares, rows, at.scale * LOG2_E, at.eps,
         pool.stride(0), tables.stride(0), parts,
         GROUP=group, GROUP_PAD=power_of_two(group), QUERIES=max(16, power_of_two(group)), DIM=at.head_dim,
-        PAD=power_of_two(at.head_dim), TILE=tile, NORM=norm, SHARED=prefix is not None, STAGES=stages,
-        MANY=many, PDL=int(pdl or release),
-        **options(pdl, num_warps=warps),
+        PAD=power_of_two(at.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None, STAGES=tile.stages,
+        MANY=tile.many, PDL=int(pdl or release),
+        **options(pdl, num_warps=tile.warps),
     )  # fmt: skip

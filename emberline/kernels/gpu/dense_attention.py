@@ -1,12 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
-"""Attention of long chunks through cuDNN, half again as fast as ours: on contiguous keys and values.
+"""Attention of long chunks through cuDNN, half again as fast as ours: on gathered keys and values.
 
-A chunk sees itself under a causal mask and its context without one, two calls merged by their log-sum-exp. The
-context's blocks are gathered first, which costs a hundredth of what reading them by block would.
-cuDNN plans each shape for some 50 ms; with `AVOID_RECOMPILE` torch asks it for powers of two only.
+A chunk sees itself under a causal mask and its context without one, calls merged by their log-sum-exp.
+
+cuDNN plans each shape for some 50 ms, once. With `AVOID_RECOMPILE` torch rounds lengths up to powers of two, so that
+there are few plans, but only where keys lie token by token; the plans for exact lengths are a fifth faster. So round
+lengths are gathered head by head, which gets them exact plans, and all others token by token.
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.launch import INTERPRETED, power_of_two
+from emberline.kernels.gpu.launch import INTERPRETED, options, power_of_two
 from emberline.protocol.layout import BLOCK_TOKENS
 
 MIN_TOKENS = 1024  # of a chunk: shorter ones are ours
-SEGMENT = 16_384  # tokens of context gathered at once
+SEGMENT = 32_768  # tokens of context gathered at once
+ROUND_CHUNK, ROUND_CONTEXT = 2048, 4096  # multiples of these have plans of their own
 DIMS = (64, 128)
 
 os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")  # read at cuDNN's first attention
@@ -30,8 +34,11 @@ def serves(at: Attention, n: int) -> bool:
 
 
 @triton.jit(do_not_specialize=["first"])
-def _gather(pool, table, k_out, v_out, first, tokens, kv_heads, block_stride, DIM: tl.constexpr, PAD: tl.constexpr):
-    """One block: tokens first + 16 * program .. of the table, [kv_heads, 16, DIM] to [16, kv_heads, DIM]."""
+def _gather(
+    pool, table, k_out, v_out, first, tokens, kv_heads, block_stride, to_token, to_head,
+    DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """One block's tokens of one head, 16 * program tokens behind `first`."""
     t = tl.arange(0, 16)[:, None]
     d = tl.arange(0, PAD)[None, :]
     start = tl.program_id(0) * 16
@@ -39,18 +46,19 @@ def _gather(pool, table, k_out, v_out, first, tokens, kv_heads, block_stride, DI
     ok = (start + t < tokens) & (d < DIM)
     head = tl.program_id(1)
     source = pool + block * block_stride + head * (16 * DIM) + t * DIM + d
-    to = ((start + t).to(tl.int64) * kv_heads + head) * DIM + d
+    to = (start + t).to(tl.int64) * to_token + head * to_head + d
     tl.store(k_out + to, tl.load(source, mask=ok, other=0.0), mask=ok)
     tl.store(v_out + to, tl.load(source + kv_heads * (16 * DIM), mask=ok, other=0.0), mask=ok)
 
 
 def gather(pool: Tensor, table: Tensor, first: int, tokens: int, k_out: Tensor, v_out: Tensor) -> None:
-    """Tokens first .. first + tokens - 1 of one row, `first` at a block's start: to [tokens, kv_heads, dim] each."""
+    """Tokens first .. first + tokens - 1 of one row, `first` at a block's start: to [tokens, kv_heads, dim]."""
     _, _, kv_heads, _, dim = pool.shape
     grid = (-(-tokens // BLOCK_TOKENS), kv_heads)
     _gather[grid](
-        pool, table, k_out, v_out, first, tokens, kv_heads, pool.stride(0), DIM=dim, PAD=power_of_two(dim), num_warps=4
-    )
+        pool, table, k_out, v_out, first, tokens, kv_heads, pool.stride(0), *k_out.stride()[:2],
+        DIM=dim, PAD=power_of_two(dim), **options(False, num_warps=4),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -83,36 +91,61 @@ def join(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     tokens, heads, dim = out.shape
     _join[(tokens,)](
         out, more, sums, more_sums, heads, *sums.stride(), *more_sums.stride(),
-        DIM=dim, PAD=power_of_two(dim), HEADS=power_of_two(heads), num_warps=4,
+        DIM=dim, PAD=power_of_two(dim), HEADS=power_of_two(heads),
+        **options(False, num_warps=4),
     )  # fmt: skip
 
 
+def room(space: Tensor, tokens: int, at: Attention, exact: bool) -> Tensor:
+    """The beginning of `space` as [tokens, kv_heads, dim]: head by head in memory for exact plans, else token by token.
+
+    With a single KV head the two are the same, and there are no exact plans.
+    """
+    flat = space.view(-1)[: tokens * at.kv_heads * at.head_dim]
+    if exact:
+        return flat.view(at.kv_heads, tokens, at.head_dim).transpose(0, 1)
+    return flat.view(tokens, at.kv_heads, at.head_dim)
+
+
+def is_round(n: int) -> bool:
+    return n % ROUND_CHUNK == 0
+
+
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """q: [n, heads, dim], k, v: [m, kv_heads, dim], contiguous. Returns out as q, and log-sum-exp [n, heads]."""
+    """q: [n, heads, dim], k, v: [m, kv_heads, dim]. Returns out as q, and log-sum-exp [n, heads]."""
     batch = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     results: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *batch, None, True, 0.0, causal, False, scale=scale
     )
-    return results[0].transpose(1, 2).squeeze(0), results[1].view(results[1].shape[1:3]).T
+    return results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
 
 
 def attend(
     q: Tensor, own: tuple[Tensor, Tensor], at: Attention, pool: Tensor, table: Tensor, context: int,
     space: tuple[Tensor, Tensor], out: Tensor,
 ) -> None:  # fmt: skip
-    """One chunk. q, out: [n, heads * dim]; own: its k and v, [n, kv_heads * dim]; context: its length, chunk included.
+    """One chunk. q, out: [n, heads * dim]; own: its k and v, [n, kv_heads, dim]; context: its length, chunk included.
 
     table: int32 [blocks] of its row; space: room for SEGMENT tokens' k and v.
     """
-    n, shape = len(q), (-1, at.kv_heads, at.head_dim)
+    n = len(q)
     queries = q.view(n, at.heads, at.head_dim)
-    result, sums = _cudnn(queries, own[0].view(shape), own[1].view(shape), at.scale, True)
+    result, sums = _cudnn(queries, *own, at.scale, True)
     result = result.contiguous()
-    before = context - n
-    for first in range(0, before, SEGMENT):
-        tokens = min(SEGMENT, before - first)
-        k, v = (t[: tokens * at.kv_heads * at.head_dim].view(shape) for t in space)
+    for first, tokens, exact in _segments(context - n, is_round(n)):
+        k, v = (room(t, tokens, at, exact) for t in space)
         gather(pool, table, first, tokens, k, v)
         more, more_sums = _cudnn(queries, k, v, at.scale, False)
         join(result, sums, more.contiguous(), more_sums)
     out.copy_(result.view(n, -1))
+
+
+def _segments(context: int, round_chunk: bool) -> Iterator[tuple[int, int, bool]]:
+    """(first, tokens, whether a plan for this very length is worth its time): round lengths first."""
+    first = 0
+    while first < context:
+        tokens = min(SEGMENT, context - first)
+        exact = round_chunk and tokens >= ROUND_CONTEXT
+        tokens = tokens // ROUND_CONTEXT * ROUND_CONTEXT if exact else tokens
+        yield first, tokens, exact
+        first += tokens

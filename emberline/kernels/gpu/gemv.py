@@ -99,7 +99,7 @@ def gemv(
     eps: float = 0.0,
     gate: int = 0,
     add: bool = False,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """x: [1, k]; weight: [n, k], or [2n, k] with a gate; out: [1, n], any float type."""
     n, k = out.shape[1], weight.shape[1]
@@ -107,7 +107,7 @@ def gemv(
     _gemv[(cdiv(n, tile.rows),)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
         NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, COLS=tile.cols,
-        EVEN=k % tile.cols == 0, FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps),
+        EVEN=k % tile.cols == 0, FETCH=fetch, PDL=int(pdl), **options(bool(pdl), num_warps=tile.warps),
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def whole_rows(
     eps: float = 0.0,
     gate: int = 0,
     add: bool = False,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """As `gemv`, for rows that fit in registers."""
     n, k = out.shape[1], weight.shape[1]
@@ -190,5 +190,5 @@ def whole_rows(
     _whole_rows[(programs,)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, n, k, eps,
         NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, ROWS=tile.rows, WIDTH=power_of_two(k),
-        FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps),
+        FETCH=fetch, PDL=int(pdl), **options(bool(pdl), num_warps=tile.warps),
     )  # fmt: skip

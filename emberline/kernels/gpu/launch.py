@@ -4,6 +4,7 @@
 Dependent launch: a kernel marked PDL may start while its predecessor still runs. It loads what no kernel writes
 (weights) at once, and calls `await_inputs` before it touches anything else. Every program of every marked kernel
 calls it, also one with nothing to do: only so does the end of a kernel imply the end of all before it.
+PDL is 0 (off), 1 (the next may start as soon as this one has), or 2 (as soon as this one's reading is done).
 """
 
 import os

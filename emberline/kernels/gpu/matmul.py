@@ -21,7 +21,8 @@ from emberline.kernels.gpu.workspace import DEQUANTISED, MLP_TOKENS, Workspace
 
 GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
-MAX_FOLDED_NORM = 16  # tokens up to which the norm is cheaper inside the matmul than as a launch of its own
+MAX_GATED = 128  # tokens up to which gate and up are still ours: the gate comes for nothing
+MAX_WHOLE_ROW = 8192  # columns that one program holds in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +47,21 @@ class Job:
 
 def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | RowsTile | SkinnyTile | None:
     """The kernel for m tokens and n output columns; None: cuBLAS."""
-    if m == 1 and not (gated and n >= 8192):
-        return _gemv_tile(n * (2 if gated else 1), k)
-    if m > MAX_SKINNY:
-        return None
-    return _skinny_tile(m, n, k, gated)
+    if m == 1:
+        return _vector_tile(n, k, gated)
+    if m <= MAX_SKINNY or (m <= MAX_GATED and gated and n >= 8192):
+        return _skinny_tile(m, n, k, gated)
+    return None
 
 
-def _gemv_tile(rows: int, k: int) -> GemvTile:
-    each = 8
-    while each > 1 and rows // each < 3 * SM_COUNT:
+def _vector_tile(n: int, k: int, gated: bool) -> GemvTile | RowsTile:
+    if k <= MAX_WHOLE_ROW:
+        if gated:
+            return RowsTile(1, 8, 4)
+        return RowsTile(2, 8, 4) if n >= 6144 else RowsTile(4, 8, 2) if n >= 2048 else RowsTile(1, 4, 4)
+    each = 4
+    while each > 1 and n // each < 3 * SM_COUNT:
         each //= 2
-    if k >= 4096 and rows >= 6144:
-        return GemvTile(each, 1024, 4, 2048)
-    if k >= 8192:
-        return GemvTile(each, 1024, 8, 2048)
     return GemvTile(each, 512, 4)
 
 
@@ -81,13 +82,16 @@ def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyTile:
 
 
 class Multiplier:
-    """Multiplies, with the workspace's scratch. `deterministic`: what a token gets does not depend on the others."""
+    """Multiplies, with the workspace's scratch. `deterministic`: what a token gets does not depend on the others.
+
+    pdl: whether kernels may start before their predecessor has ended. For one token only the kernel behind attention
+    does, while that one waits for the cache; else all do, and let their successor start when they stop reading.
+    """
 
     def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
         self._space = workspace
         self._deterministic = deterministic
         self._pdl = pdl
-        self._early = pdl
 
     def __call__(
         self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job, overlapped: bool = False
@@ -107,21 +111,17 @@ class Multiplier:
             vector = gemv if isinstance(tile, GemvTile) else whole_rows
             vector(
                 x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
-                pdl=self._early if overlapped else self._pdl,
+                pdl=self._pdl and overlapped,
             )  # fmt: skip
         elif tile is not None and partial_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
-            self._skinny(x, matrix, out, job, tile)
+            if job.norm is not None:
+                x = self._normed(x, job)
+            skinny(
+                x, matrix.weight, out, tile, self._space.matmul, self._space.counters, bias=matrix.bias,
+                gate=job.gate, add=job.add, pdl=2 * self._pdl,
+            )  # fmt: skip
         else:
             self._separate(x, matrix, out, job)
-
-    def _skinny(self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, tile: SkinnyTile) -> None:
-        norm = job.norm
-        if norm is not None and len(x) > MAX_FOLDED_NORM:
-            x, norm = self._normed(x, job), None
-        skinny(
-            x, matrix.weight, out, tile, self._space.matmul, self._space.counters, bias=matrix.bias, norm=norm,
-            eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl,
-        )  # fmt: skip
 
     def _normed(self, x: Tensor, job: Job) -> Tensor:
         normed = self._space.take("normed", *x.shape)

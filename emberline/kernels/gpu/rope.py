@@ -38,7 +38,7 @@ def turned(
 @triton.jit(do_not_specialize=["first_token", "first_row", "n_rows"])
 def _rope_write(
     qkv, q_out, k_out, v_out, cosine, sine, q_weight, k_weight, pool, tables, query_starts, positions,
-    first_token, first_row, n_rows, heads, kv_heads, eps, block_stride, table_stride,
+    first_token, first_row, n_rows, heads, kv_heads, eps, block_stride, table_stride, copy_token, copy_head,
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _rope_write(
         tl.store(slot + h * (16 * DIM) + d[None, :], k.to(pool.dtype.element_ty), mask=ok)
         tl.store(slot + (kv_heads + h) * (16 * DIM) + d[None, :], v.to(pool.dtype.element_ty), mask=ok)
         if COPY:
-            to = ((token - first_token).to(tl.int64) * kv_heads + h) * DIM + d[None, :]
+            to = (token - first_token).to(tl.int64) * copy_token + h * copy_head + d[None, :]
             tl.store(k_out + to, k, mask=ok)
             tl.store(v_out + to, v, mask=ok)
 
@@ -91,7 +91,7 @@ def rope_write(
 ) -> None:
     """Tokens from `first_token`, rows from `first_row`: q into q_out [tokens, heads * dim], k and v into their blocks.
 
-    copy: k and v of these tokens go there too, each [n, kv_heads * dim].
+    copy: k and v of these tokens go there too, each [n, kv_heads, dim] of any strides between tokens and heads.
 
     pool: [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim], one layer's view of the group's blocks.
     """
@@ -103,8 +103,10 @@ def rope_write(
     _rope_write[(tokens,)](
         qkv, q_out, *(copy or (qkv, qkv)), *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool,
         tables, query_starts, positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, at.heads,
-        at.kv_heads, at.eps, pool.stride(0), tables.stride(0), DIM=at.head_dim, PAD=power_of_two(at.head_dim),
-        HEADS=min(16, power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl), **options(pdl, num_warps=4),
+        at.kv_heads, at.eps, pool.stride(0), tables.stride(0),
+        *(copy[0].stride()[:2] if copy else (0, 0)), DIM=at.head_dim, PAD=power_of_two(at.head_dim),
+        HEADS=min(16, power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl),
+        **options(pdl, num_warps=4),
     )  # fmt: skip
 
 

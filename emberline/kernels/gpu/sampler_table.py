@@ -16,7 +16,8 @@ from torch import Tensor
 from emberline.kernels.sampling import SamplerRow, sample
 
 FIELDS = 16
-(TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K, LOGPROBS, PENALISED, N_EDITS, MASK, SEED) = range(12)
+(TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(6)  # of a slot's state: floats
+(TOP_K, LOGPROBS, PENALISED, N_EDITS, MASK, SEED) = range(6, 12)  # integers; a seed takes two fields
 MAX_TOP = 20  # log-probabilities beside the chosen token's
 MAX_EDITS = 2048  # biased and banned tokens of one slot
 IN_PROMPT = 1 << 14  # in a slot's counts; below it, how often the token was drawn

@@ -81,7 +81,7 @@ def _reach(state):
 
 @triton.jit
 def _first_distance(state):
-    return tl.minimum(_reach(state), 8.0)
+    return tl.minimum(_reach(state), 6.0)
 
 
 @triton.jit
@@ -430,7 +430,7 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
         FIELDS=table.state.shape[1], CHUNK=CHUNK, CANDIDATES=CANDIDATES, ROOM=CANDIDATES // wide, MAX_EDITS=MAX_EDITS,
         MAX_TOP=MAX_TOP,
     )  # fmt: skip
-    _scan[(rows, chunks)](*shared, *scratch, vocab, words, **fixed, **options(False, num_warps=8))
+    _scan[(rows, chunks)](*shared, *scratch, vocab, words, **fixed, **options(False, num_warps=16, maxnreg=64))
     outputs = (out.token_ids, out.logprob, out.top_ids, out.top_logprobs)
     _finish[(rows,)](
         *shared, *scratch, *outputs, vocab, words, chunks, CHUNKS=wide, TOPS=power_of_two(chunks * MAX_TOP),

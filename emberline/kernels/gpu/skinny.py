@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.activation import activated
-from emberline.kernels.gpu.launch import await_inputs, cdiv, fetch_to_l2, options, power_of_two, release_late, release_next
+from emberline.kernels.gpu.launch import (
+    await_inputs,
+    cdiv,
+    fetch_to_l2,
+    options,
+    power_of_two,
+    release_late,
+    release_next,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,7 @@ def skinny(
     eps: float = 0.0,
     gate: int = 0,
     add: bool = False,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """x: [m, k]; weight: [n, k], or [2n, k] with a gate; out: [m, n]. counters: int32 zeros, and zeros afterwards."""
     (m, n), k = out.shape, weight.shape[1]
@@ -142,5 +150,5 @@ def skinny(
         x, weight, weight if bias is None else bias, weight if norm is None else norm, out, partial, counters,
         m, n, k, eps, NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, SPLITS=tile.splits,
         ROWS=tile.rows, COLS=tile.cols, TOKENS=max(16, power_of_two(m)), EVEN=even, STAGES=tile.stages,
-        FETCH=fetch, PDL=int(pdl), **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+        FETCH=fetch, PDL=int(pdl), **options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

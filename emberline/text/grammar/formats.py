@@ -31,7 +31,8 @@ _PORT = r"(?::[1-9][0-9]{0,3})?"
 _URI = rf"(?:[a-z][a-z0-9+]{{1,11}}://{_HOST}{_PORT}{_TAIL}|(?:mailto|urn|tel|data):[A-Za-z0-9._~:@/,;=+-]+)"
 _RELATIVE = rf"(?:/|\./|\.\./)?(?:[A-Za-z0-9._~-]+(?:/[A-Za-z0-9._~-]*)*)?{_QUERY}"
 _POINTER = r"(?:/(?:[A-Za-z0-9 _.!$%&\'()*+,;=:@?#<>|{}^-]|~[01])*)*"
-_EMAIL = rf"[A-Za-z0-9_]+(?:[.+-][A-Za-z0-9_]+){{0,8}}@{_LABEL}(?:\.{_LABEL}){{1,4}}"
+_LOCAL = r"[A-Za-z0-9_](?:[A-Za-z0-9_]|[.+-][A-Za-z0-9_]){0,31}"  # at most 64 characters, by the standard
+_EMAIL = rf"{_LOCAL}@{_LABEL}(?:\.{_LABEL}){{0,3}}\.[A-Za-z]{{2,10}}"
 _CLOCK_PART = r"T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)".replace("[0-9]+", "[0-9]{1,9}")
 _DURATION = (
     rf"P(?:{_CLOCK_PART}|(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)(?:{_CLOCK_PART})?|[0-9]+W)"

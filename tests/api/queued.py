@@ -1,0 +1,100 @@
+"""Queues for tests of the doors: a desk over a store, and a puller that runs lines through the scripted service."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.asgi import ASGIApp, Receive, Scope, Send
+from emberline.api.collect import gather
+from emberline.api.queue_desk import QueueDesk
+from emberline.jobs.limits import Limits
+from emberline.jobs.line import Lease
+from emberline.jobs.queue import Queue, open_queue
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.principal import Principal
+from emberline.store import Database, open_store
+
+from .scripted import CARDS, ScriptedService
+
+OWNER = "test-puller"
+
+
+@asynccontextmanager
+async def desk_of(store: Database, service: ScriptedService, folder: Path, **limits: Any) -> AsyncIterator[QueueDesk]:
+    queue = await open_queue(store, folder, Limits(**limits))
+    desk = QueueDesk(queue, service)
+    desk.load()
+    try:
+        yield desk
+    finally:
+        await desk.close()
+        await queue.close()
+
+
+async def run_all(queue: Queue, service: ScriptedService) -> int:
+    """Run what waits now; how many lines."""
+    leases = [lease for card in CARDS for lease in await queue.claim(OWNER, card.id, 1000)]
+    await asyncio.gather(*(run_one(queue, service, lease) for lease in leases))
+    return len(leases)
+
+
+async def run_one(queue: Queue, service: ScriptedService, lease: Lease) -> None:
+    try:
+        answer = await gather(service.generate(lease.request, Principal(lease.account)), lease.request.n)
+    except EmberlineError as error:
+        assert await queue.fail(lease, error.info(), retry=False)
+    else:
+        assert await queue.complete(lease, answer)
+
+
+class SelfMade:
+    """The app with its queue and a puller, opened by the loop that serves it."""
+
+    def __init__(self, service: ScriptedService, folder: Path, key: str | None = None) -> None:
+        self._service = service
+        self._folder = folder
+        self._auth = Authenticator(Secret("0" * 64), key)
+        self._app: asyncio.Task[ASGIApp] | None = None
+        self.runs = True  # whether lines are run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            self._app = asyncio.create_task(self._open())
+        await (await asyncio.shield(self._app))(scope, receive, send)
+
+    async def _open(self) -> ASGIApp:
+        queue = await open_queue(await open_store(self._folder / "t.db"), self._folder)
+        desk = QueueDesk(queue, self._service)
+        desk.load()
+        self._pulling = asyncio.create_task(self._pull(queue))
+        return create_app(self._service, ApiSettings(auth=self._auth), batches=desk)
+
+    async def _pull(self, queue: Queue) -> None:
+        while True:
+            if not self.runs or not await run_all(queue, self._service):
+                await asyncio.sleep(0.02)
+
+
+def jsonl(lines: Iterable[Any]) -> bytes:
+    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+
+
+def lines_in(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.content.splitlines()]
+
+
+async def until(ready: Any, timeout_s: float = 10.0) -> Any:
+    """What `ready` gives as soon as it gives something."""
+    async with asyncio.timeout(timeout_s):
+        while not (found := await ready()):
+            await asyncio.sleep(0.01)
+    return found

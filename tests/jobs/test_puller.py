@@ -1,0 +1,308 @@
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.jobs import puller as puller_module
+from emberline.jobs.batch import Batch
+from emberline.jobs.line import Line
+from emberline.jobs.owner import Owner
+from emberline.jobs.puller import Puller
+from emberline.protocol.errors import Unavailable
+from emberline.protocol.principal import Principal
+from emberline.store import Database
+from tests.databases import Place
+from tests.jobs.queues import MODEL, Time, audit, line, lines, make_queue, new
+from tests.jobs.scripted import Places, ScriptedService
+
+PATIENCE_S = 15.0
+
+
+class Bench:
+    """A queue, a scripted service, and pullers between them."""
+
+    def __init__(self, store: Database, folder: Path, **limits: object) -> None:
+        self.store = store
+        self.folder = folder
+        self.queue = make_queue(store, folder, backoff_s=(0.01, 0.02), sweep_s=0.05, **limits)
+        self.service = ScriptedService()
+        self.places = Places()
+        self.pullers: list[Puller] = []
+
+    def pull(self) -> Puller:
+        puller = Puller(self.queue, self.service, self.places, [MODEL], Principal, Owner(self.folder))
+        self.pullers.append(puller)
+        puller.start()
+        return puller
+
+    async def submit(self, *prompts: str, **fields: object) -> Batch:
+        return await self.queue.submit(new(**fields), [line(i, text=text) for i, text in enumerate(prompts)])
+
+    async def ended(self, batch: Batch) -> Batch:
+        return await until(lambda: self.queue.batch(batch.account, batch.id), lambda found: found.ended)
+
+    async def usage(self) -> dict[str, tuple[str, int]]:
+        rows = await self.store.read("SELECT id, status, output_tokens FROM usage")
+        assert len({row[0] for row in rows}) == len(rows)
+        return {str(row[0]): (str(row[1]), int(row[2] or 0)) for row in rows}
+
+    async def close(self) -> None:
+        for puller in self.pullers:
+            await puller.close(leave_s=0.5)
+        await self.queue.close()
+        assert self.places.taken == 0
+        await audit(self.store)
+
+
+async def until(look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool]) -> Any:
+    async with asyncio.timeout(PATIENCE_S):
+        while not enough(found := await look()):
+            await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"POLL_S": 0.05, "ROOM_S": 0.02, "BEAT_S": 0.05, "LOOK_S": 0.05}.items():
+        monkeypatch.setattr(puller_module, name, value)
+
+
+@pytest.fixture
+async def store(database: Place) -> AsyncIterator[Database]:
+    store = await database.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def bench(store: Database, tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(store, tmp_path)
+    yield bench
+    await bench.close()
+
+
+def states(found: list[Line]) -> list[str]:
+    return [item.state for item in found]
+
+
+async def test_every_line_runs_once_with_one_usage_row(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.queue.submit(new(key_id="k"), lines(40))
+    ended = await bench.ended(batch)
+    assert (ended.status, ended.counts.completed) == ("completed", 40)
+    assert (ended.input_tokens, ended.output_tokens) == (120, 80)
+    found = await bench.queue.lines(batch.id)
+    assert [item.answer.choices[0].text for item in found if item.answer] == [f"said question {i}" for i in range(40)]
+    assert set(bench.service.tries.values()) == {1}
+    assert bench.service.principals[0] == Principal("a", "k")
+    assert await bench.usage() == {f"{batch.id}-{i}": ("finished", 2) for i in range(40)}
+
+
+async def test_no_more_lines_run_than_there_is_room_for(bench: Bench) -> None:
+    bench.places.n = 3
+    bench.pull()
+    await bench.ended(await bench.queue.submit(new(), lines(30)))
+    assert bench.service.most == 3
+
+
+async def test_without_room_nothing_is_claimed(bench: Bench) -> None:
+    bench.places.n = 0
+    bench.pull()
+    batch = await bench.submit("x")
+    await asyncio.sleep(0.2)
+    assert states(await bench.queue.lines(batch.id)) == ["queued"]
+    bench.places.n = 1
+    bench.places.stir()
+    await bench.ended(batch)
+
+
+async def test_what_may_pass_is_tried_again_and_costs_once(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.submit("busy:2", "bug:1", "fine")
+    ended = await bench.ended(batch)
+    assert ended.counts.completed == 3
+    assert bench.service.tries == {f"{batch.id}-0": 3, f"{batch.id}-1": 2, f"{batch.id}-2": 1}
+    assert await bench.usage() == {f"{batch.id}-{i}": ("finished", 2) for i in range(3)}
+
+
+async def test_tries_are_numbered_and_a_line_s_own_fault_is_final(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.submit("busy", "bad", "fine")
+    ended = await bench.ended(batch)
+    assert (ended.counts.completed, ended.counts.failed) == (1, 2)
+    found = await bench.queue.lines(batch.id)
+    assert [item.error.kind if item.error else None for item in found] == ["unavailable", "bad_input", None]
+    assert bench.service.tries[f"{batch.id}-0"] == bench.queue.limits.max_attempts
+    assert bench.service.tries[f"{batch.id}-1"] == 1
+    assert await bench.usage() == {
+        f"{batch.id}-0": ("failed", 1),
+        f"{batch.id}-1": ("failed", 1),
+        f"{batch.id}-2": ("finished", 2),
+    }
+
+
+async def test_a_line_that_kills_engines_runs_alone_and_then_lies_with_the_dead(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.submit("kill", *(f"fine {i}" for i in range(20)))
+    ended = await bench.ended(batch)
+    assert (ended.counts.completed, ended.counts.failed) == (20, 1)
+    assert states(await bench.queue.dead()) == ["dead"]
+    assert bench.service.tries[f"{batch.id}-0"] == 3
+    beside = [others for prompt, others in bench.service.beside if prompt == "kill"]
+    assert beside[-1] == frozenset()
+    assert f"{batch.id}-0" not in await bench.usage()
+    puller = bench.pullers[0]
+    assert (puller.figures.total("dead"), puller.figures.total("retried")) == (1, 2)
+    assert await bench.queue.replay(batch.id) == 1
+    await until(lambda: bench.queue.line(batch.id, 0), lambda found: found.state == "dead")
+    assert bench.service.tries[f"{batch.id}-0"] == 6
+
+
+async def test_a_batch_that_is_cancelled_stops_what_runs(bench: Bench) -> None:
+    bench.places.n = 2
+    bench.pull()
+    batch = await bench.submit("hold", "hold", "later", "later")
+    await until(bench.queue.waiting, lambda found: bool(found) and found[0].n_leased == 2)
+    await until(_now(bench.service.running), lambda running: len(running) == 2)
+    await bench.queue.cancel("a", batch.id)
+    ended = await bench.ended(batch)
+    assert (ended.status, ended.counts.cancelled) == ("cancelled", 4)
+    assert bench.service.closed == ["hold", "hold"]
+    assert await bench.usage() == {f"{batch.id}-{i}": ("cancelled", 1) for i in range(2)}
+
+
+async def test_one_line_is_cancelled_the_others_go_on(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.submit("hold", "hold")
+    await until(_now(bench.service.running), lambda running: len(running) == 2)
+    await bench.queue.cancel_line("a", batch.id, 0)
+    await until(lambda: bench.queue.line(batch.id, 0), lambda found: found.state == "cancelled")
+    bench.service.hold.set()
+    assert (await bench.ended(batch)).counts.completed == 1
+
+
+async def test_a_store_that_takes_a_result_only_later_gets_it_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals = bench.queue.complete, iter(range(2))
+
+    async def stubborn(*args: Any) -> bool:
+        if next(refusals, None) is not None:
+            raise Unavailable("the database is away")
+        return await real(*args)
+
+    monkeypatch.setattr(bench.queue, "complete", stubborn)
+    bench.pull()
+    batch = await bench.submit("x")
+    await bench.ended(batch)
+    assert bench.service.tries == {f"{batch.id}-0": 1}
+
+
+async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: Bench) -> None:
+    first = bench.pull()
+    batch = await bench.submit("hold", "quick")
+    await until(_now(bench.service.running), lambda running: [prompt for prompt, _ in running.values()] == ["hold"])
+    await first.close(leave_s=0.1)
+    found = await bench.queue.lines(batch.id)
+    assert [(item.state, item.attempts, item.kills) for item in found] == [("queued", 0, 0), ("succeeded", 1, 0)]
+    assert list(await bench.usage()) == [f"{batch.id}-1"]
+    bench.service.hold.set()
+    bench.pull()
+    await bench.ended(batch)
+
+
+async def test_what_a_dead_process_held_is_taken_over_at_once(bench: Bench, tmp_path: Path) -> None:
+    dead = Owner(tmp_path)
+    batch = await bench.submit("x", "y")
+    assert len(await bench.queue.claim(dead.name, MODEL, 2)) == 2
+    alive = Owner(tmp_path)
+    other = await bench.submit("z")
+    assert len(await bench.queue.claim(alive.name, MODEL, 2)) == 1
+    os_close(dead)
+    bench.pull()
+    ended = await bench.ended(batch)
+    assert ended.counts.completed == 2
+    assert [item.kills for item in await bench.queue.lines(batch.id)] == [1, 1]
+    assert states(await bench.queue.lines(other.id)) == ["leased"]
+    await bench.queue.leave(alive.name)
+    alive.close()
+
+
+def os_close(owner: Owner) -> None:
+    """What a kill does to its lock."""
+    import os
+
+    assert owner._file is not None
+    os.close(owner._file)
+
+
+async def test_a_line_that_was_given_to_another_is_let_go(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.submit("hold")
+    await until(_now(bench.service.running), lambda running: len(running) == 1)
+    await bench.queue.bury(bench.pullers[0]._owner.name)  # as if its lease had ended
+    await until(_now(bench.service.closed), lambda closed: closed == ["hold"])
+    bench.service.hold.set()
+    await bench.ended(batch)
+    assert await bench.usage() == {f"{batch.id}-0": ("finished", 2)}
+    assert bench.service.tries[f"{batch.id}-0"] == 2
+
+
+async def test_time_that_is_over_ends_a_running_line(bench: Bench) -> None:
+    clock = Time(bench.store)
+    bench.pull()
+    batch = await bench.submit("hold", window_s=60)
+    await until(_now(bench.service.running), lambda running: len(running) == 1)
+    clock.pass_s(61)
+    await bench.queue.sweep()
+    ended = await bench.ended(batch)
+    assert (ended.status, ended.counts.expired) == ("expired", 1)
+    assert bench.service.closed == ["hold"]
+
+
+async def test_several_pullers_share_the_work(bench: Bench) -> None:
+    batch = await bench.queue.submit(new(), lines(100))
+    for _ in range(3):
+        bench.pull()
+    ended = await bench.ended(batch)
+    assert ended.counts.completed == 100
+    assert set(bench.service.tries.values()) == {1}
+    await until(_now(bench.pullers), lambda pullers: sum(one.figures.total("completed") for one in pullers) == 100)
+
+
+async def test_a_queue_that_does_not_answer_stops_nothing_for_good(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals = bench.queue.claim, iter(range(1))
+
+    async def away(*args: Any, **options: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise Unavailable("the database is away")
+        return await real(*args, **options)
+
+    monkeypatch.setattr(bench.queue, "claim", away)
+    bench.pull()
+    await bench.ended(await bench.submit("x"))
+
+
+async def test_a_request_for_several_choices_takes_as_many_places(bench: Bench) -> None:
+    import msgspec
+
+    item = line(0, text="hold")
+    assert item.request is not None
+    item.request = msgspec.structs.replace(item.request, n=3)
+    bench.pull()
+    batch = await bench.queue.submit(new(), [item])
+    await until(_now(bench.service.running), lambda running: len(running) == 1)
+    assert bench.places.taken == 3
+    bench.service.hold.set()
+    await bench.ended(batch)
+
+
+def _now(value: Any) -> Callable[[], Awaitable[Any]]:
+    async def look() -> Any:
+        return value
+
+    return look

@@ -1,0 +1,231 @@
+"""Whatever happens in whatever order: no line is lost, none shows two results, every count is exact."""
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from emberline.jobs.line import Lease, NewLine
+from emberline.jobs.queue import Queue
+from emberline.protocol.errors import ErrorInfo, NotFound
+from emberline.store import Database
+from tests.databases import Place, drop_schema, make_schema
+from tests.jobs.queues import MODEL, Time, answer, audit, line, make_queue, new, usage
+
+T = TypeVar("T")
+OWNERS = st.sampled_from(["w1", "w2", "w3"])
+ACCOUNTS = st.sampled_from(["a", "b"])
+LEASE_S = 60
+FINAL = ("succeeded", "failed", "cancelled", "expired", "dead")
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Beside the queue runs a model: what each line has been seen as, and which leases are out."""
+
+    server: str | None = None  # of PostgreSQL; None: SQLite
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.shown: dict[tuple[str, int], object] = {}  # results that a client has seen
+        self.leases: list[Lease] = []  # every lease ever given, the oldest included
+        self.account_of: dict[str, str] = {}
+        self.total: dict[str, int] = {}
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    @initialize()
+    def begin(self) -> None:
+        where = f"{self.folder.name}/t.db"
+        if self.server is not None:
+            where = self.do(make_schema(self.server))
+        self.place = Place("", where)
+        self.store: Database = self.do(self.place.open())
+        self.time = Time(self.store)
+        self.queue = self._queue()
+
+    def _queue(self) -> Queue:
+        return make_queue(self.store, Path(self.folder.name), lease_s=LEASE_S, max_attempts=3)
+
+    # --- what may happen ---------------------------------------------------------------------------------------------
+
+    @rule(account=ACCOUNTS, n=st.integers(1, 6), bad=st.booleans(), window_s=st.sampled_from([120.0, 4000.0, 86400.0]))
+    def submit(self, account: str, n: int, bad: bool, window_s: float) -> None:
+        lines = [line(i) for i in range(n)]
+        if bad:
+            lines[0] = NewLine("bad", None, ErrorInfo("bad_input", "bad"))
+        batch = self.do(self.queue.submit(new(account, window_s=window_s), lines))
+        self.account_of[batch.id] = account
+        self.total[batch.id] = n
+
+    @rule(owner=OWNERS, n=st.integers(1, 5), alone=st.booleans())
+    def claim(self, owner: str, n: int, alone: bool) -> None:
+        leases = self.do(self.queue.claim(owner, MODEL, n, alone=alone))
+        assert len({lease.key for lease in leases}) == len(leases) <= n
+        known = {(lease.key, lease.epoch) for lease in self.leases}
+        assert not known & {(lease.key, lease.epoch) for lease in leases}  # an epoch is given once
+        self.leases += leases
+
+    def pick(self, data: st.DataObject) -> Lease:
+        return data.draw(st.sampled_from(self.leases))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), text=st.sampled_from(["x", "y"]))
+    def complete(self, data: st.DataObject, text: str) -> None:
+        lease = self.pick(data)
+        took = self.do(self.queue.complete(lease, answer(text), usage(lease)))
+        found = self.do(self.queue.line(*lease.key))
+        if took:
+            assert (found.state, found.answer, found.epoch) == ("succeeded", answer(text), lease.epoch)
+            assert not self.do(self.queue.complete(lease, answer("twice")))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), retry=st.booleans(), killed=st.booleans())
+    def fail(self, data: st.DataObject, retry: bool, killed: bool) -> None:
+        self.do(self.queue.fail(self.pick(data), ErrorInfo("internal", "x"), retry=retry, killed=killed))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.do(self.queue.release([self.pick(data)]))
+
+    @rule(owner=OWNERS)
+    def heartbeat(self, owner: str) -> None:
+        """With all it ever had: what it still has is not lost, the rest is."""
+        mine = {lease.key: lease for lease in self.leases if lease.owner == owner}
+        told = self.do(self.queue.heartbeat(owner, mine.values()))
+        for key, lease in mine.items():
+            found = self.do(self.queue.line(*key))
+            leased = (found.state, found.epoch, found.owner) == ("leased", lease.epoch, owner)
+            assert (key in told.lost) != leased
+        for key in told.cancelled:
+            self.do(self.queue.cancelled(mine[key]))
+
+    @rule(owner=OWNERS)
+    def leave(self, owner: str) -> None:
+        self.do(self.queue.leave(owner))
+
+    @precondition(lambda self: self.total)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        batch_id = data.draw(st.sampled_from(sorted(self.total)))
+        self.do(self.queue.cancel(self.account_of[batch_id], batch_id))
+
+    @precondition(lambda self: self.total)
+    @rule(data=st.data())
+    def cancel_line(self, data: st.DataObject) -> None:
+        batch_id = data.draw(st.sampled_from(sorted(self.total)))
+        self.do(self.queue.cancel_line(self.account_of[batch_id], batch_id, 0))
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 61.0, 200.0, 5000.0]))
+    def wait(self, seconds: float) -> None:
+        self.time.pass_s(seconds)
+        self.do(self.queue.sweep())
+
+    @precondition(lambda self: self.total)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        batch_id = data.draw(st.sampled_from(sorted(self.total)))
+        dead = {item.key for item in self._lines(batch_id) if item.state == "dead"}
+        assert self.do(self.queue.replay(batch_id)) == len(dead)
+        for key in dead:
+            self.shown.pop(key, None)  # its death is no longer the last word
+
+    @rule()
+    def restart(self) -> None:
+        self.do(self.queue.close())
+        self.do(self.store.close())
+        self.store = self.do(self.place.open())
+        self.time.follow(self.store)
+        self.queue = self._queue()
+
+    # --- what holds ---------------------------------------------------------------------------------------------------
+
+    def _lines(self, batch_id: str) -> list[Any]:
+        found = self.do(self.queue.lines(batch_id))
+        assert [item.number for item in found] == list(range(self.total[batch_id]))
+        return [_Keyed(item) for item in found]
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        self.do(audit(self.store))
+        for batch_id, account in self.account_of.items():
+            try:
+                batch = self.do(self.queue.batch(account, batch_id))
+            except NotFound as lost:
+                raise AssertionError("a batch is lost") from lost
+            assert batch.counts.total == self.total[batch_id]
+            for item in self._lines(batch_id):
+                if item.state in FINAL:
+                    seen = (item.state, item.answer, item.error)
+                    assert self.shown.setdefault(item.key, seen) == seen, "a result changed"
+        ((n_events,),) = self.do(self.store.read("SELECT COUNT(*) FROM events"))
+        ((n_ended,),) = self.do(self.store.read("SELECT COUNT(*) FROM batches WHERE ended = 1"))
+        assert n_events == n_ended
+        ((n_usage,),) = self.do(self.store.read("SELECT COUNT(*) FROM usage"))
+        ((n_done,),) = self.do(self.store.read("SELECT COUNT(*) FROM lines WHERE state = 'succeeded'"))
+        assert n_usage == n_done
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "queue"):
+                self._drain()
+                self.check()
+        finally:
+            if hasattr(self, "store"):
+                self.do(self.store.close())
+            if self.server is not None and hasattr(self, "place"):
+                self.do(drop_schema(self.server, self.place.where))
+            self.loop.close()
+            self.folder.cleanup()
+
+    def _drain(self) -> None:
+        """Everything ends once workers are well: nothing is stuck."""
+        for _ in range(40):
+            self.time.pass_s(61)
+            self.do(self.queue.sweep())
+            for alone in (False, True):
+                for lease in self.do(self.queue.claim("last", MODEL, 50, alone=alone)):
+                    assert self.do(self.queue.complete(lease, answer("end"), usage(lease)))
+            states = {item.state for batch_id in self.total for item in self._lines(batch_id)}
+            if states <= set(FINAL):
+                break
+        for batch_id, account in self.account_of.items():
+            assert self.do(self.queue.batch(account, batch_id)).ended, "a batch never ends"
+
+
+class _Keyed:
+    def __init__(self, item: Any) -> None:
+        self.key = (item.batch_id, item.number)
+        self.state, self.answer, self.error = item.state, item.answer, item.error
+
+
+def run(server: str | None, examples: int, steps: int) -> None:
+    machine = type("Machine", (QueueMachine,), {"server": server})
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))
+
+
+def test_on_sqlite() -> None:
+    run(None, examples=60, steps=40)
+
+
+@pytest.mark.timeout(240)
+def test_on_postgres(postgres: str) -> None:
+    run(postgres, examples=10, steps=30)
