@@ -61,7 +61,8 @@ class Loader:
             except EmberlineError as error:
                 log.error("batches cannot be read: %s", error.message)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._new.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._new.wait()
 
     async def _load(self, batch: Batch) -> None:
         try:

@@ -26,14 +26,14 @@ async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
     return decode(await read_body(call), decoder)
 
 
-async def read_body(call: Call, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
     """A body that is JSON, as it was sent."""
     content_type = call.headers.get("content-type", "").lower()
     if content_type.startswith(_NOT_JSON):
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
     if call.headers.get("content-encoding", "identity").lower() != "identity":
         raise BadInput("compressed request bodies are not accepted", param="content-encoding")
-    return b"".join([piece async for piece in pieces(call, max_bytes)])
+    return b"".join([piece async for piece in pieces(call, max_bytes or MAX_BODY_BYTES)])
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:

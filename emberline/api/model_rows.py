@@ -8,6 +8,7 @@ from emberline.catalog.cards import TASKS, task
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
+_EVERY = {"async_queue": "true"}  # what every model has
 
 
 def source(card: ModelCard) -> int:
@@ -23,7 +24,7 @@ def cloudflare_model(card: ModelCard) -> dict[str, Any]:
         "task": (task(card.task) or TASKS[0])._asdict(),
         "created_at": card.created_at,
         "tags": [],
-        "properties": [{"property_id": name, "value": value} for name, value in card.properties.items()],
+        "properties": [{"property_id": name, "value": value} for name, value in (card.properties | _EVERY).items()],
     }
 
 

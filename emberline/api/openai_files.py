@@ -14,6 +14,7 @@ from emberline.api.events import list_of, whole_number
 from emberline.api.idempotency import HEADER, digest_of
 from emberline.api.multipart import Multipart, Part, boundary_of
 from emberline.api.openai_batch_lines import output_line
+from emberline.api.queue_desk import QueueDesk
 from emberline.api.reply import Reply, encode, json_reply
 from emberline.jobs.batch import Batch
 from emberline.jobs.files import File
@@ -28,6 +29,7 @@ _FORM_BYTES = 1 << 20  # of a form beside the file in it
 _RESULTS = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
 _OWN = re.compile(r"file-[0-9a-f]{24}")
 _DAY_S = 86_400
+_MAX_SIZES = 4096  # remembered
 _EXPIRES = ("expires_after[anchor]", "expires_after[seconds]")
 
 PAGE = {
@@ -69,7 +71,7 @@ async def list_all(call: Call) -> Reply:
 
 async def retrieve(call: Call) -> Reply:
     if batch := await _batch_of(call):
-        return json_reply(await _shown_results(call.batches.queue, batch, call.tail))
+        return json_reply(await _shown_results(call.batches, batch, call.tail))
     return json_reply(_shown(await _file(call)))
 
 
@@ -123,20 +125,16 @@ async def _lines(queue: Queue, batch: Batch, file_id: str) -> AsyncIterator[byte
         yield output_line(result, batch.endpoint)
 
 
-_sizes: dict[tuple[str, int], int] = {}
-_MAX_SIZES = 4096
-
-
-async def _shown_results(queue: Queue, batch: Batch, file_id: str) -> Json:
-    """Its size is known once it was made; of a batch that has ended it is remembered."""
+async def _shown_results(desk: QueueDesk, batch: Batch, file_id: str) -> Json:
+    """Its size is known once it was made, and then remembered."""
     key = (file_id, batch.counts.ended)
-    if (size := _sizes.get(key)) is None:
+    if (size := desk.sizes.get(key)) is None:
         size = 0
-        async for line in _lines(queue, batch, file_id):
+        async for line in _lines(desk.queue, batch, file_id):
             size += len(line)
-        if len(_sizes) >= _MAX_SIZES:
-            _sizes.clear()
-        _sizes[key] = size
+        if len(desk.sizes) >= _MAX_SIZES:
+            desk.sizes.clear()
+        desk.sizes[key] = size
     kind = "output" if file_id.endswith("-output") else "error"
     return {
         "id": file_id,

@@ -11,6 +11,7 @@ class QueueDesk:
     def __init__(self, queue: Queue, service: Backend) -> None:
         self.queue = queue
         self.loader = Loader(queue, service)
+        self.sizes: dict[tuple[str, int], int] = {}  # of files of results that were made, in bytes
 
     def load(self) -> None:
         """Read what is submitted, from now on, this process's and what others left behind."""

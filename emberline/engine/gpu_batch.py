@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, rows_beside_chunks, tokens
 from emberline.engine.gpu_slots import Slots
 from emberline.engine.gpu_stream import Upload
 from emberline.engine.plan import Row, StepPlan
@@ -17,11 +18,6 @@ from emberline.kernels.inputs import FOLLOWS, HEAD_ROWS, NONE, PADDING, DecodeIn
 from emberline.kv.budget import blocks_of
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS
-
-MAX_CAPTURED_TOKENS = 1024  # a step of more keeps the device busy for longer than it takes to launch
-TILE = 128
-DECODE_ROWS = (0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1 << 30)
-CHUNK_ROWS = (16, 64)  # one of them is nobody's
 
 
 @dataclass(slots=True)
@@ -157,8 +153,8 @@ class MixedShape(NamedTuple):
     def of(cls, batch: Batch, max_rows: int) -> "MixedShape":
         """A shape that many batches share, so that it is worth capturing; the batch's own where it is large or odd."""
         n_chunks = next((n for n in CHUNK_ROWS if len(batch.chunks) < n), 0)
-        n_decodes = min(next(n for n in DECODE_ROWS if len(batch.decodes) <= n), max_rows)
-        n_tokens = -(-(n_decodes + batch.n_tokens - len(batch.decodes)) // TILE) * TILE
+        n_decodes = rows_beside_chunks(len(batch.decodes), max_rows)
+        n_tokens = tokens(n_decodes + batch.n_tokens - len(batch.decodes))
         if not n_chunks or n_tokens > MAX_CAPTURED_TOKENS:
             return cls.exact(batch)
         return cls(n_decodes, n_tokens, n_chunks, True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from emberline.engine.gpu_batch import CHUNK_ROWS, MAX_CAPTURED_TOKENS
 from emberline.engine.gpu_memory import MemoryBudget, budget, state_bytes
 from emberline.engine.gpu_runner import GpuRunner
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS
 from emberline.engine.gpu_slots import SamplerTable
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace
@@ -17,9 +17,6 @@ from emberline.kernels.gpu.quantised import QuantisedMatrix
 from emberline.kernels.gpu.sampler_table import SamplerTable as DeviceTable
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.models import Model
-from emberline.weights.config import ModelConfig
-
-ATTENTION_SLOWNESS = 1.5  # of an operation in attention beside one in a matrix product; the pace corrects it
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ class GpuEngine:
         free, total = torch.cuda.mem_get_info(device)
         memory = budget(total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes)
         _log.info("%s", memory.table())
-        return cls(model, device, sampler, memory, make_pace(model.config))
+        return cls(model, device, sampler, memory, Pace())
 
     def runner(self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True) -> GpuRunner:
         return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs)
@@ -62,13 +59,3 @@ class _Kernels:
     prepare = staticmethod(inputs.prepare)
     keep = staticmethod(inputs.keep)
     draw = staticmethod(sampling.draw)
-
-
-def make_pace(config: ModelConfig) -> Pace:
-    """The first guess of what context costs, by operations: a token meets every weight once, and each token before it
-    twice per head and dimension."""
-    per_layer = config.hidden_size * config.head_dim * 2 * (config.n_heads + config.n_kv_heads)
-    per_layer += 3 * config.hidden_size * config.mlp_size
-    n_full = sum(window is None for window in config.windows) if config.windows else config.n_layers
-    per_context = 2 * config.n_heads * config.head_dim * n_full * ATTENTION_SLOWNESS
-    return Pace(per_context / (per_layer * config.n_layers))

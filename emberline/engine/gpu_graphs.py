@@ -9,16 +9,6 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-_STEPS = ((64, 8), (256, 16), (1 << 30, 32))  # up to so many rows: in steps of
-
-
-def bucket(rows: int, most: int) -> int:
-    """The rows of the graph that serves so many: powers of two, then ever coarser steps."""
-    if rows <= 16:
-        return min(1 << (rows - 1).bit_length(), most)
-    step = next(step for limit, step in _STEPS if rows <= limit)
-    return min(-(-rows // step) * step, most)
-
 
 @dataclass(frozen=True, slots=True)
 class _Captured:

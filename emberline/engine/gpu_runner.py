@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from emberline.engine import shared_prefix
-from emberline.engine.gpu_batch import CHUNK_ROWS, TILE, Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
-from emberline.engine.gpu_graphs import Graphs, bucket
+from emberline.engine.gpu_batch import Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
+from emberline.engine.gpu_graphs import Graphs
 from emberline.engine.gpu_outputs import Draw, Outputs, drawn_on
+from emberline.engine.gpu_shapes import CHUNK_ROWS, TILE, decode_rows
 from emberline.engine.gpu_slots import SamplerTable, Slots
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
@@ -150,7 +151,7 @@ class GpuRunner:
     # --- decode -----------------------------------------------------------------------------------------------------
 
     def _launch_decode(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
-        n_rows = bucket(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
+        n_rows = decode_rows(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
         self._decode.send(batch.decodes, n_rows)
         cascade = self._look_for_shared(batch)
         draws = not batch.masked

@@ -51,4 +51,5 @@ class Watch:
 
     async def wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` may lose a cancellation that comes with the ring
+                await self._rung.wait()

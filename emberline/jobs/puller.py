@@ -5,6 +5,7 @@ of pullers may work on one store. Whatever dies, the store knows which lines wer
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -79,16 +80,14 @@ class Puller:
 
     async def close(self, leave_s: float = LEAVE_S) -> None:
         """Claim no more; let lines finish for a moment; give back the rest. The service must still be there."""
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await _end(self._loops)
         if self._running:
             await asyncio.wait(self._running, timeout=leave_s)
         for attempt in self._attempts.values():
             attempt.stop(Why.LEAVING)
-        if self._beating is not None:
-            self._beating.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        if self._beating is not None:
+            await _end([self._beating])
         try:
             await self._queue.leave(self._owner.name)
             self._owner.close()
@@ -222,12 +221,19 @@ async def _forever(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await asyncio.sleep(random.uniform(0.5, 1.5))
 
 
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel until it works: a wait that ends this very moment can take one cancellation for its own."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.1)
+
+
 async def _first(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     """Wait for it, but not for longer."""
-    try:
-        await asyncio.wait_for(waiting, timeout_s)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):  # unlike wait_for, it never takes our own cancellation for nothing
+            await waiting
 
 
 def _give_back(grants: Sequence[Place]) -> None:

@@ -149,8 +149,10 @@ class Responses:
                 await self.tidy()
             except EmberlineError as error:  # the next round may find the store well again
                 log.error("old responses were not removed: %s", error.message)
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), TIDY_INTERVAL_S)
+                async with asyncio.timeout(TIDY_INTERVAL_S):
+                    await self._full.wait()
 
 
 def _now_us() -> int:

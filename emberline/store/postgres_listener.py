@@ -67,7 +67,8 @@ class Listener:
                 heard.add(channel)
                 self._signals.say(channel)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stirred.wait(), _ALIVE_S)
+                async with asyncio.timeout(_ALIVE_S):  # not `wait_for`, for the reason in signals.py
+                    await self._stirred.wait()
                 continue
             await connection.execute("SELECT 1", timeout=_ALIVE_S)
 

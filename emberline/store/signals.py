@@ -44,7 +44,9 @@ class Signals:
         try:
             while True:
                 try:
-                    await asyncio.wait_for(ear.stirred.wait(), poll_s * random.uniform(0.5, 1.5))
+                    # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the wake-up.
+                    async with asyncio.timeout(poll_s * random.uniform(0.5, 1.5)):
+                        await ear.stirred.wait()
                 except TimeoutError:
                     ear.heard[""] = None
                 heard, ear.heard = ear.heard, {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ from emberline.protocol.answer import Answer, Choice, Said
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
+from emberline.service.responses import Responses
+from emberline.store import Store
 
 from .queued import run_all, run_one
 from .scripted import AGENT, MODEL, ScriptedService, Wire, agent, app_of, client_of, says
@@ -175,7 +178,17 @@ async def test_incomplete(client: httpx.AsyncClient, batches: QueueDesk, service
     assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_conversations(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+@pytest.fixture
+async def kept(service: ScriptedService, tmp_path: Path) -> Any:
+    store = await Store.open(tmp_path / "responses.db")
+    service.responses = responses = Responses(store)
+    yield responses
+    await store.close()
+
+
+async def test_conversations(
+    client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, kept: Responses
+) -> None:
     """Background and other turns continue each other; one that is not there yet cannot be continued."""
     first = (await client.post("/v1/responses", json={"model": MODEL, "input": "One"})).json()
     second = await made(client, input="Two", previous_response_id=first["id"])

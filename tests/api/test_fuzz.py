@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
@@ -10,7 +11,12 @@ from schemathesis import CheckFunction
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 
 from emberline.api.asgi import Receive, Scope, Send
+from emberline.api.queue_desk import QueueDesk
 from emberline.catalog.card import ModelCard
+from emberline.jobs.batch import Batch, NewBatch
+from emberline.jobs.blobs import Blobs
+from emberline.jobs.limits import Limits
+from emberline.jobs.queue import Queue
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
 from emberline.store import open_store
@@ -37,12 +43,19 @@ folder = tempfile.TemporaryDirectory()
 
 plain = app_of(service, KEY, hosts=("testserver",))
 NEED_EVENTS = ("/events", "/webhook_endpoints", "/event_subscriptions")
+NEED_QUEUE = ("/files", "/batches", "/responses", "/ai/run")
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Every call comes on an event loop of its own, so those that need the store open it anew."""
-    if not any(part in scope["path"] for part in NEED_EVENTS):
-        return await plain(scope, receive, send)
+    if any(part in scope["path"] for part in NEED_EVENTS):
+        return await with_events(scope, receive, send)
+    if any(part in scope["path"] for part in NEED_QUEUE):
+        return await with_queue(scope, receive, send)
+    await plain(scope, receive, send)
+
+
+async def with_events(scope: Scope, receive: Receive, send: Send) -> None:
     store = await open_store(Path(folder.name) / "events.db")
     try:
         async with desk_on(store, deliver=False) as desk:
@@ -50,6 +63,30 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await app_of(service, KEY, desk, hosts=("testserver",))(scope, receive, send)
     finally:
         await store.close()
+
+
+async def with_queue(scope: Scope, receive: Receive, send: Send) -> None:
+    store = await open_store(Path(folder.name) / "queue.db")
+    queue = Queue(store, Blobs(Path(folder.name) / "blobs"), Limits())
+    try:
+        await app_of(service, KEY, batches=Finished(queue, service), hosts=("testserver",))(scope, receive, send)
+    finally:
+        await queue.close()
+        await store.close()
+
+
+class Finished(QueueDesk):
+    """Where a response is submitted, it has been cancelled when somebody looks: streams end."""
+
+    def __init__(self, queue: Queue, service: ScriptedService) -> None:
+        super().__init__(queue, service)
+        submit = queue.submit
+
+        async def submit_and_cancel(new: NewBatch, lines: Any) -> Batch:
+            made = await submit(new, lines)
+            return await queue.cancel(made.account, made.id)
+
+        queue.submit = submit_and_cancel  # type: ignore[method-assign]
 
 
 bounded = settings(

@@ -37,7 +37,9 @@ def written(parts: Parts, boundary: bytes = b"B") -> bytes:
 
 
 # Contents that look like boundaries, and pieces of them.
-contents = st.lists(st.sampled_from([b"\r\n", b"--B", b"--", b"-", b"\r", b"\n", b"x", b"B"]), max_size=12).map(b"".join)
+contents = st.lists(st.sampled_from([b"\r\n", b"--B", b"--", b"-", b"\r", b"\n", b"x", b"B"]), max_size=12).map(
+    b"".join
+)
 
 
 @given(st.lists(contents.filter(lambda c: b"\r\n--B" not in b"\r\n" + c), max_size=4), st.integers(1, 40))

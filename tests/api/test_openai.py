@@ -123,6 +123,7 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
         n=2,
         session="k",
         priority=Priority.FLEX,
+        reject_if_busy=True,
         template_kwargs={"enable_thinking": False},
         reasoning=Reasoning(enabled=False, effort="low"),
     )  # fmt: skip

@@ -148,7 +148,10 @@ async def test_bad_uploads(client: httpx.AsyncClient, data: Any, files: Any, par
 
 
 async def test_uploads_are_bounded(store: Database, service: ScriptedService, tmp_path: Path) -> None:
-    async with desk_of(store, service, tmp_path, max_file_bytes=1000) as desk, client_of(service, batches=desk) as client:
+    async with (
+        desk_of(store, service, tmp_path, max_file_bytes=1000) as desk,
+        client_of(service, batches=desk) as client,
+    ):
         answer = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("f", b"x" * 1001)})
         assert (answer.status_code, answer.json()["error"]["param"]) == (413, "file")
         assert (await client.post("/v1/files", json={})).status_code == 400

@@ -199,8 +199,8 @@ def test_paging(client: openai.OpenAI, service: ScriptedService) -> None:
 
 def test_errors(client: openai.OpenAI, service: ScriptedService) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=MODEL, input="Hi", background=True)
-    assert refused.value.param == "background"
+        client.responses.create(model=MODEL, input="Hi", background=True, store=False)
+    assert refused.value.param == "store"
     made = client.responses.create(model=MODEL, input="Hi")
     with pytest.raises(openai.BadRequestError):
         client.responses.cancel(made.id)

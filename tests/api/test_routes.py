@@ -3,6 +3,7 @@
 import pytest
 
 from emberline.api.errors import CODES, Dialect
+from emberline.api.queue_desk import QueueDesk
 from emberline.api.route import Policy, Route
 from emberline.api.routes import ROUTES
 from emberline.jobs.desk import EventDesk
@@ -23,8 +24,8 @@ def test_what_is_open() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, route: Route) -> None:
-    async with client_of(service, KEY, desk) as client:
+async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, batches: QueueDesk, route: Route) -> None:
+    async with client_of(service, KEY, desk, batches) as client:
         tries = [
             {},
             {"authorization": "Bearer wrong"},
@@ -41,8 +42,8 @@ async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, route
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_other_methods(service: ScriptedService, desk: EventDesk, route: Route) -> None:
-    async with client_of(service, events=desk) as client:
+async def test_other_methods(service: ScriptedService, desk: EventDesk, batches: QueueDesk, route: Route) -> None:
+    async with client_of(service, events=desk, batches=batches) as client:
         others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
             r.method for r in ROUTES if r.path == route.path
         }

@@ -111,8 +111,6 @@ async def test_what_the_service_is_asked(client: httpx.AsyncClient, service: Scr
         ({"prompt": "a", "functions": [{}]}, "functions", 5006),
         ({"prompt": "a", "n": 2}, "n", 5006),
         ({"prompt": "a", "logprobs": True}, "logprobs", 5006),
-        ({"requests": [{"prompt": "a"}]}, "requests", 8007),
-        ({"request_id": "x"}, "request_id", 8007),
     ],
 )
 async def test_refusals_name_the_field(client: httpx.AsyncClient, body: dict, named: str, code: int) -> None:
@@ -126,9 +124,9 @@ async def test_refusals_name_the_field(client: httpx.AsyncClient, body: dict, na
     assert answer.json() == {"errors": [error], "success": False, "result": {}, "messages": []}
 
 
-async def test_no_queue_yet(client: httpx.AsyncClient) -> None:
+async def test_a_server_without_a_queue(client: httpx.AsyncClient) -> None:
     answer = await client.post(f"{RUN}?queueRequest=true", json={"requests": [{"prompt": "a"}]})
-    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (400, 8007)
+    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (503, 3040)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from emberline.engine.gpu_graphs import bucket
 from emberline.engine.gpu_runner import GpuRunner
+from emberline.engine.gpu_shapes import decode_rows as bucket
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
 from emberline.engine.plan import Admission, Masks, Row, StepPlan

@@ -1,55 +1,128 @@
 import pytest
 
-from emberline.engine.pace import TARGET_S, Pace, Work
-
-TOKEN_S, REACH_S = 2.2e-5, 1.1e-9  # of a card like an H200 with an 8B model
-DECODE_S = 5.5e-3
+from emberline.engine.gpu_shapes import TILE, rows_beside_chunks
+from emberline.engine.pace import SHARE, TARGET_S, Pace, Work
 
 
-def truth(work):
-    return (DECODE_S if work.n_decodes else 0.0) + TOKEN_S * work.n_tokens + REACH_S * work.reach
+def flat(work):
+    """An 8B model on an H200, about: short chunks cost what those of a tile do, and context costs them all the same."""
+    tokens = -(-(work.n_decodes + work.n_tokens) // 128) * 128
+    attention = max(work.n_tokens, 480) * work.context * 1.2e-9 if work.n_tokens else 0.0
+    return max(4.2e-3, tokens * 2.1e-5) + 3e-4 + work.n_decodes * 2e-5 + attention
 
 
-def prompt(pace, n_decodes, length, budget=8192):
-    """A prompt's chunks beside the streams, each measured."""
-    chunks, done = [], 0
+def steep(work):
+    """A card on which everything takes ten times as long."""
+    return 10 * flat(work)
+
+
+def serve(pace, cost, n_decodes, length, budget=8192):
+    """A prompt's chunks beside the streams, each measured two steps late, as on a device."""
+    sizes, done, late = [], 0, []
     while done < length:
         work = Work(n_decodes)
-        n = pace.chunk(work, done, min(length - done, budget - n_decodes))
+        allowed = pace.chunk(work, done, budget - n_decodes)
+        n = min(allowed, length - done)
         work.add(n, done + n)
         done += n
-        chunks.append((n, truth(work)))
-        pace.observe(work, truth(work))
-        pace.observe(Work(n_decodes), DECODE_S)
-    return chunks
+        sizes.append((n, cost(work)))
+        late.append((work, cost(work)))
+        if len(late) > 2:
+            pace.observe(*late.pop(0))
+    for seen in late:
+        pace.observe(*seen)
+    return sizes
 
 
-@pytest.mark.parametrize("slower", [0.2, 1.0, 5.0])
-def test_chunks_settle_at_the_target_whatever_was_believed_first(slower):
-    pace = Pace(slower * REACH_S / TOKEN_S)
-    pace.observe(Work(32), DECODE_S)
-    prompt(pace, 32, 16_384)
-    for _, seconds in prompt(pace, 32, 8192)[:-1]:
-        assert 0.65 * TARGET_S < seconds < 1.15 * TARGET_S
-    for _, seconds in prompt(pace, 32, 32_768)[:-1]:
-        assert seconds < 1.2 * TARGET_S
+def streams(pace, cost, n_decodes, n=30):
+    for _ in range(n):
+        pace.observe(Work(n_decodes), cost(Work(n_decodes)))
+
+
+@pytest.mark.parametrize("start", ["nothing known", "believed slow", "far too long a chunk"])
+def test_chunks_settle_at_the_target_from_either_side(start):
+    pace = Pace()
+    streams(pace, flat, 32)
+    for context in () if start == "nothing known" else (500, 3000, 9000):
+        odd = Work(32)
+        odd.add(128 if start == "believed slow" else 4000, context)
+        for _ in range(20):
+            pace.observe(odd, 10.0 if start == "believed slow" else flat(odd))
+    for _ in range(12):
+        serve(pace, flat, 32, 8192)
+    served = serve(pace, flat, 32, 8192)
+    assert all(seconds < 1.25 * TARGET_S for _, seconds in served)
+    assert sum(seconds for _, seconds in served) < 0.27
+
+
+def test_where_context_alone_takes_longer_than_the_target_chunks_stay_efficient():
+    pace = Pace()
+    streams(pace, flat, 32)
+    for _ in range(3):
+        longer = serve(pace, flat, 32, 65_536)
+    deep = longer[-20:-1]
+    assert sum(n for n, _ in deep) / len(deep) > 200, "a shorter one would take as long"
+    assert all(seconds < 1.6 * flat_least(65_536) for _, seconds in deep)
+
+
+def flat_least(context):
+    work = Work(32)
+    work.add(96, context)
+    return flat(work)
+
+
+def test_a_slow_card_shares_its_time_between_streams_and_prompts():
+    pace = Pace()
+    streams(pace, steep, 32)
+    for _ in range(4):
+        serve(pace, steep, 32, 8192)
+    served = serve(pace, steep, 32, 8192)[:-1]
+    alone = steep(Work(32))
+    assert all(seconds < 1.5 * SHARE * alone for _, seconds in served)
+    assert min(n for n, _ in served) >= TILE - 32
+
+
+def test_one_odd_step_is_forgotten():
+    """A kernel was compiled in the middle of it."""
+    pace = Pace()
+    streams(pace, flat, 32)
+    for _ in range(3):
+        usual = serve(pace, flat, 32, 8192)
+    odd = Work(32)
+    odd.add(480, 480)
+    pace.observe(odd, 2.0)
+    serve(pace, flat, 32, 8192)
+    assert len(serve(pace, flat, 32, 8192)) <= len(usual) + 1
 
 
 def test_without_streams_a_prompt_takes_all():
-    assert Pace(1e-4).chunk(Work(0), 0, 8192) == 8192
+    assert Pace().chunk(Work(0), 0, 8192) == 8192
 
 
-def test_steps_fill_whole_tiles():
-    pace = Pace(1e-4)
-    work = Work(32)
-    n = pace.chunk(work, 0, 8192)
-    assert (32 + n) % 128 == 0
+@pytest.mark.parametrize("n_decodes", [1, 32, 33, 100, 300])
+def test_steps_fill_whole_tiles_of_what_is_captured(n_decodes):
+    n = Pace().chunk(Work(n_decodes), 0, 8192)
+    assert (rows_beside_chunks(n_decodes) + n) % 128 == 0
 
 
 def test_prompts_come_forward_even_when_streams_take_all_the_time():
-    pace = Pace(1e-4)
-    pace.observe(Work(512), 0.1)
+    pace = Pace()
+    for _ in range(30):
+        busy = Work(512)
+        busy.add(256, 256)
+        pace.observe(busy, 1.0)
     assert pace.chunk(Work(512), 0, 8192) > 0
-    busy = Work(512)
-    busy.add(64, 64)
     assert pace.chunk(busy, 0, 8192) == 0
+
+
+def test_a_step_of_prompts_alone_can_be_held_to_a_time():
+    pace = Pace()
+    whole = Work(0)
+    whole.add(8192, 8192)
+    pace.observe(whole, 0.2)
+    n = pace.within(0.04, Work(0), 4096, 8192)
+    assert n == pytest.approx(8192 / 5, rel=0.01)
+    begun = Work(0)
+    begun.add(n, n)
+    assert pace.within(0.04, begun, 4096, 8192) <= 0
+    assert pace.within(1e-6, Work(0), 0, 8192) == TILE

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from emberline.jobs.bell import Watch
 from emberline.jobs.events import as_object, batch_event, cursor_number, event_statements
 from emberline.protocol.errors import BadInput, ErrorInfo
+from emberline.store.signals import Signals
 
 from ..databases import KINDS, Place, a_place, postgres_server
 from .desks import desk_on, endpoint_at, happen, log_of
@@ -126,3 +128,29 @@ async def test_ids_sort_and_tell_where_to_go_on(place: Place) -> None:
             with pytest.raises(BadInput):
                 cursor_number(bad)
     await store.close()
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_cancellation_that_comes_with_a_ring(ticks: int) -> None:
+    """It still cancels, or a process would not end."""
+    signals, rung = Signals(), asyncio.Event()
+
+    async def listen() -> None:
+        async for _ in signals.listen("events", 5):
+            pass
+
+    async def watch() -> None:
+        while True:
+            await Watch(rung).wait(5)
+            rung.clear()
+
+    tasks = [asyncio.create_task(listen()), asyncio.create_task(watch())]
+    await asyncio.sleep(0.01)
+    signals.say("events")
+    rung.set()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    done, _ = await asyncio.wait(tasks, timeout=1)
+    assert len(done) == 2

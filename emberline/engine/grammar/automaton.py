@@ -7,6 +7,8 @@ unrolled. The meaning is that of the grammar, whatever the engine's matcher make
 """
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from emberline.engine.grammar.bounds import NEVER, costs
@@ -82,10 +84,11 @@ class _Then(State):
 
 
 class _Any(State):
-    __slots__ = ("options",)
+    __slots__ = ("cheapest", "options")
 
     def __init__(self, options: tuple[State, ...]) -> None:
-        super().__init__(min(option.cost for option in options), 1 + max(option.nesting for option in options))
+        self.cheapest = min(options, key=attrgetter("cost"))
+        super().__init__(self.cheapest.cost, 1 + max(option.nesting for option in options))
         self.options = options
 
 
@@ -117,6 +120,7 @@ class Automaton:
         self._known: dict[tuple[object, ...], State] = {}
         self._characters: dict[tuple[tuple[int, int], ...], State] = {}
         self._avoiders: dict[tuple[str, ...], _Avoider] = {}
+        self.closing_bytes: set[int] = set()  # of which the texts are that `closing` may give
         self._rules: list[State] = []
         self._rules = [self._build(rule) for rule in grammar.rules]
         self.start: State = self._rules[0]
@@ -161,7 +165,7 @@ class Automaton:
                 case _Then():
                     todo += (one.rest, one.first)
                 case _Any():
-                    todo.append(min(one.options, key=lambda option: option.cost))
+                    todo.append(one.cheapest)
                 case _Repeat():
                     todo += [one.item] * (one.least if one.item.cost else 0)
                 case _Call():
@@ -238,12 +242,14 @@ class Automaton:
     def _build(self, expression: ir.Expression) -> State:
         match expression:
             case ir.Text():
+                self.closing_bytes.update(expression.text.encode())
                 return self._literal(expression.text.encode())
             case ir.Chars():
                 return self._character(expression.ranges)
             case ir.Token():
                 return self._share(("token", expression.token_id), lambda: _Special(expression.token_id))
             case ir.Free():
+                self.closing_bytes.update(range(_TAIL[0], _TAIL[1] + 1))
                 avoids = self._avoiders.setdefault(expression.without, _Avoider(expression.without))
                 return self._free(avoids, 0, ())
             case ir.Sequence():
@@ -286,8 +292,11 @@ class Automaton:
     def _character(self, ranges: tuple[tuple[int, int], ...]) -> State:
         found = self._characters.get(ranges)
         if found is None:
-            found = self._any(self._bytes(path) for low, high in ranges for path in _utf8(low, high))
+            paths = [path for low, high in ranges for path in _utf8(low, high)]
+            found = self._any(self._bytes(path) for path in paths)
             self._characters[ranges] = found
+            for path in paths:  # a character that was begun may have to be completed, whichever it is
+                self.closing_bytes.update(_liked((step,))[0] for step in path[len(path) > found.cost :])
         return found
 
     def _bytes(self, path: tuple[tuple[int, int], ...]) -> State:
@@ -417,11 +426,11 @@ def _liked(ranges: tuple[tuple[int, int], ...]) -> bytes:
 
 def _joined(pieces: list[bytes | int]) -> list[bytes | int]:
     found: list[bytes | int] = []
-    for piece in pieces:
-        if isinstance(piece, bytes) and found and isinstance(found[-1], bytes):
-            found[-1] += piece
-        elif piece != b"":
-            found.append(piece)
+    for special, group in groupby(pieces, key=lambda piece: isinstance(piece, int)):
+        if special:
+            found += group
+        elif text := b"".join(piece for piece in group if isinstance(piece, bytes)):
+            found.append(text)
     return found
 
 

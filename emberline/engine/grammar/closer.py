@@ -1,7 +1,9 @@
 """How a reply could end from here, for one sequence: the automaton's states, token by token."""
 
 from emberline.engine.grammar.automaton import DEAD, END, Automaton, State, TooComplex
-from emberline.engine.grammar.vocabulary import Vocabulary
+from emberline.engine.grammar.vocabulary import MAX_PIECE_BYTES, Spelling, Vocabulary
+
+MAX_CLOSING_BYTES = 8192  # that are spelled to see whether they fit; it takes a step's time
 
 
 class Closer:
@@ -12,6 +14,8 @@ class Closer:
         self._vocabulary = vocabulary
         self._states: list[State] = [automaton.start]
         self._path: tuple[State, list[int] | None] = (DEAD, None)
+        self._spellings: list[Spelling] = []  # of the last closing's texts, the last first: the next are their endings
+        self._byte_by_byte = automaton.closing_bytes <= vocabulary.bytes  # a closing can always be spelled so
 
     @property
     def fewest_bytes(self) -> int:
@@ -55,8 +59,11 @@ class Closer:
 
     def fits(self, room: int) -> bool:
         """Whether the reply can be ended with so many tokens more."""
-        if self._states[-1].cost <= room and self._vocabulary.spells_all:
+        cost = self._states[-1].cost
+        if cost <= room and self._byte_by_byte:
             return True
+        if cost > max(room, min(room * MAX_PIECE_BYTES, MAX_CLOSING_BYTES)):
+            return False
         path = self.closing()
         return path is not None and len(path) <= room
 
@@ -67,10 +74,20 @@ class Closer:
         return self._automaton.feed(state, text) if text else DEAD
 
     def _spell(self, state: State) -> list[int] | None:
-        found: list[int] = []
-        for piece in self._automaton.closing(state):
-            ids = [piece] if isinstance(piece, int) else self._vocabulary.spell(piece)
-            if ids is None:
-                return None
-            found += ids
-        return found
+        pieces: list[list[int] | None] = []
+        n_texts = 0
+        for piece in reversed(self._automaton.closing(state)):
+            if isinstance(piece, int):
+                pieces.append([piece])
+            else:
+                pieces.append(self._spelled(n_texts, piece))
+                n_texts += 1
+        return None if None in pieces else [token_id for ids in reversed(pieces) for token_id in ids or ()]
+
+    def _spelled(self, n: int, text: bytes) -> list[int] | None:
+        """The n-th text from the end."""
+        if n == len(self._spellings):
+            self._spellings.append(self._vocabulary.spelling(text))
+        elif not self._spellings[n].text.endswith(text):
+            self._spellings[n] = self._vocabulary.spelling(text)
+        return self._spellings[n].ids(text)

@@ -23,7 +23,7 @@ class Vocabulary:
             if 0 < len(text) <= MAX_PIECE_BYTES:
                 self._ids.setdefault(text, token_id)
         self._lengths = sorted({len(text) for text in self._ids}, reverse=True)
-        self.spells_all = all(bytes([byte]) in self._ids for byte in range(256))
+        self.bytes = frozenset(text[0] for text in self._ids if len(text) == 1)  # those that can be spelled alone
 
     @property
     def n_words(self) -> int:
@@ -32,22 +32,10 @@ class Vocabulary:
 
     def spell(self, text: bytes) -> list[int] | None:
         """As few tokens as can spell a text; None where some byte has no token."""
-        fewest = [0] + [-1] * len(text)
-        piece = [b""] * (len(text) + 1)
-        for end in range(1, len(text) + 1):
-            for length in self._lengths:
-                if length > end or not 0 <= fewest[end - length] < (fewest[end] - 1 if fewest[end] > 0 else end):
-                    continue  # no way there, or none that is shorter
-                if text[end - length : end] in self._ids:
-                    fewest[end], piece[end] = fewest[end - length] + 1, text[end - length : end]
-        if fewest[-1] < 0:
-            return None
-        found: list[int] = []
-        end = len(text)
-        while end:
-            found.append(self._ids[piece[end]])
-            end -= len(piece[end])
-        return found[::-1]
+        return self.spelling(text).ids(text)
+
+    def spelling(self, text: bytes) -> "Spelling":
+        return Spelling(text, self._ids, self._lengths)
 
     def library(self) -> Any:
         """The library's own view. Slow: a job for a thread."""
@@ -59,6 +47,41 @@ class Vocabulary:
             eos_token=self.n_tokens,
             slices=LLTokenizer.json_slices(),
         )
+
+
+class Spelling:
+    """A text and all its endings in as few tokens as can be. Built in about 15 µs a byte."""
+
+    def __init__(self, text: bytes, ids: dict[bytes, int], lengths: list[int]) -> None:
+        self.text = text
+        self._ids = ids
+        self._fewest = [-1] * len(text) + [0]  # by where an ending begins; -1: it cannot be spelled
+        self._piece = [b""] * len(text)
+        for start in reversed(range(len(text))):
+            self._choose(start, lengths)
+
+    def ids(self, ending: bytes) -> list[int] | None:
+        at = len(self.text) - len(ending)
+        assert self.text.endswith(ending)
+        if self._fewest[at] < 0:
+            return None
+        found: list[int] = []
+        while at < len(self.text):
+            found.append(self._ids[self._piece[at]])
+            at += len(self._piece[at])
+        return found
+
+    def _choose(self, start: int, lengths: list[int]) -> None:
+        """The first token of the ending that begins there."""
+        fewest, room = self._fewest, len(self.text) - start
+        best = room + 1
+        for length in lengths:
+            if length > room or not 0 <= fewest[start + length] < best - 1:
+                continue  # no way on from there, or none that is shorter
+            piece = self.text[start : start + length]
+            if piece in self._ids:
+                best = fewest[start] = fewest[start + length] + 1
+                self._piece[start] = piece
 
 
 class _Tokens:

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """The gate of an MLP: activation(gate) * up."""
 
 import triton

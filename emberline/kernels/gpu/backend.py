@@ -62,7 +62,7 @@ class TritonBackend:
             return pack(parts, added, self.device, self.dtype)
         rows = [w.shape[0] for w in weights]
         stacked = torch.empty(sum(rows), weights[0].shape[1], dtype=self.dtype, device=self.device)
-        for weight, place in zip(weights, stacked.split(rows), strict=True):
+        for weight, place in zip(weights, torch.split(stacked, rows), strict=True):
             into = getattr(weight, "into", None)
             if into is not None:
                 into(place)
@@ -145,7 +145,7 @@ class TritonBackend:
         decodes = 0 if self._deterministic else shape.decode_rows
         if decodes:
             prefix = None
-            if shape.shared is not None and at.window is None:
+            if shape.shared is not None and shape.shares is not None and at.window is None:
                 parts = cascade.attend_prefix(
                     qkv, at, context.angles[at.group], pool, tables, shape.shared, space.prefix, space.prefix_peaks,
                     decodes, pdl=self._pdl,
@@ -168,7 +168,10 @@ class TritonBackend:
         dense = [c for c in listed if dense_attention.serves(at, c.n)]
         own = space.take("own", 2, tokens - first, at.kv_heads * at.head_dim)
         exact = len(dense) == 1 and dense[0].n == tokens - first and dense_attention.is_round(dense[0].n)
-        copy = tuple(dense_attention.room(half, tokens - first, at, exact) for half in own) if dense else None
+        copy = None
+        if dense:
+            keys, values = (dense_attention.room(half, tokens - first, at, exact) for half in own)
+            copy = (keys, values)
         rope_write(
             qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, first,
             copy=copy, pdl=self._pdl,
@@ -183,8 +186,8 @@ class TritonBackend:
         for c in dense:
             assert copy is not None
             new, mine = slice(c.start, c.start + c.n), slice(c.start - first, c.start - first + c.n)
-            keys = (copy[0][mine], copy[1][mine])
-            dense_attention.attend(queries[new], keys, at, pool, tables[c.row], c.context, halves, out[new])
+            written = (copy[0][mine], copy[1][mine])
+            dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
 
 
 def _shape_of(step: Any) -> StepShape:

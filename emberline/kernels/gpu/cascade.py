@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """A prefix that many rows share, read once for all of them: their queries stand below each other in one tile.
 
 Partial results only; `decode_attention` merges them with each row's own tail. Rows without a share are computed too

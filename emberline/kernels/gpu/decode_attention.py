@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Attention of rows that add one token each: norm, rotation, KV write, attention and its merge in one launch.
 
 A program reads one piece of one row's cache for one KV head and all query heads that share it. The newest token comes
@@ -31,7 +31,7 @@ class DecodeTile:
 def choose(rows: int, head_dim: int) -> DecodeTile:
     """Few rows wait for latency: more in flight at once. Many want small programs, as many as fit."""
     if rows <= 4 and head_dim <= 128:
-        return DecodeTile(64, 3, 2, 16)
+        return DecodeTile(64, 3, 2, 8)
     return DecodeTile(16, 6, 1, 8 if rows <= 16 and head_dim <= 128 else 4)
 
 

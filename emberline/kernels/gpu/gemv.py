@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """One token times a matrix, with the norm before and the gate or the residual behind folded in.
 
 The sum of squares accumulates in the same loop as the product, and the scale is applied at the end. Weights are asked

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """What every launch shares: whether kernels run interpreted, and how one kernel may start before the last has ended.
 
 Dependent launch: a kernel marked PDL may start while its predecessor still runs. It loads what no kernel writes

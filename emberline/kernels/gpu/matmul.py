@@ -5,6 +5,7 @@ gate or the residual behind are folded in where that pays, and are launches of t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,11 +109,7 @@ class Multiplier:
         (m, n), k = out.shape, x.shape[1]
         tile = choose(m, n, k, bool(job.gate))
         if isinstance(tile, GemvTile | RowsTile):
-            vector = gemv if isinstance(tile, GemvTile) else whole_rows
-            vector(
-                x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
-                pdl=self._pdl and overlapped,
-            )  # fmt: skip
+            self._vector(x, matrix, out, job, tile, overlapped)
         elif tile is not None and partial_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
             if job.norm is not None:
                 x = self._normed(x, job)
@@ -122,6 +119,15 @@ class Multiplier:
             )  # fmt: skip
         else:
             self._separate(x, matrix, out, job)
+
+    def _vector(
+        self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, tile: GemvTile | RowsTile, overlapped: bool
+    ) -> None:
+        multiply: Any = gemv if isinstance(tile, GemvTile) else whole_rows
+        multiply(
+            x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
+            pdl=self._pdl and overlapped,
+        )  # fmt: skip
 
     def _normed(self, x: Tensor, job: Job) -> Tensor:
         normed = self._space.take("normed", *x.shape)
@@ -159,7 +165,7 @@ class Multiplier:
 
     def _quantised(self, x: Tensor, matrix: QuantisedMatrix, out: Tensor, job: Job) -> None:
         m = len(x)
-        more = dict(norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl)
+        more: dict[str, Any] = dict(norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl)
         if m > MAX_SKINNY or self._deterministic:
             self._separate(x, matrix, out, job)
         elif m == 1:

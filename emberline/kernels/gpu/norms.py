@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """RMSNorm over a residual, with the addition before it."""
 
 import triton

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Once a step, for all layers: the rotary table, and how decode rows are split into pieces of like size.
 
 A piece is a stretch of one row's cached tokens. The device cuts them, from lengths only it needs to know, so that a

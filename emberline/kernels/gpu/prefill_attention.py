@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Attention of chunks: several new tokens of a sequence against its cache, themselves included.
 
 A tile holds the query heads that share a KV head for a run of tokens, so that short chunks fill it too. Every query

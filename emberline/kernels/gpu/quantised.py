@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """Weights of 4 or 8 bits in groups of 32, `w = scale * code + offset`: multiplied as they are for few tokens.
 
 Of 4-bit codes, byte j of a group's 16 holds column j in its low half and column j + 16 in its high half: a tile of

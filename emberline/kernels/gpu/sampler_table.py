@@ -23,6 +23,7 @@ MAX_EDITS = 2048  # biased and banned tokens of one slot
 IN_PROMPT = 1 << 14  # in a slot's counts; below it, how often the token was drawn
 CANDIDATES = 4096  # tokens that a filter can tell apart without passes over the whole vocabulary
 CHUNK = 4096  # tokens one program looks at
+SPARE_ROWS = 64  # a draw may have more rows than there are slots: padding
 
 
 @dataclass(slots=True)
@@ -36,16 +37,18 @@ class Drawn:
 
     @classmethod
     def empty(cls, rows: int, device: str | torch.device) -> "Drawn":
-        ids, numbers = dict(dtype=torch.int32, device=device), dict(dtype=torch.float32, device=device)
         return cls(
-            torch.zeros(rows, **ids), torch.zeros(rows, **numbers),
-            torch.zeros(rows, MAX_TOP, **ids), torch.zeros(rows, MAX_TOP, **numbers),
-        )  # fmt: skip
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.float32, device=device),
+            torch.zeros(rows, MAX_TOP, dtype=torch.int32, device=device),
+            torch.zeros(rows, MAX_TOP, dtype=torch.float32, device=device),
+        )
 
 
 class SamplerTable:
-    def __init__(self, n_slots: int, vocab: int, device: str | torch.device) -> None:
+    def __init__(self, n_slots: int, vocab: int, device: str | torch.device, max_rows: int | None = None) -> None:
         self.n_slots, self.vocab, self.device = n_slots, vocab, torch.device(device)
+        self.max_rows = max_rows or n_slots + SPARE_ROWS
         self.chunks = -(-vocab // CHUNK)
         self._host = np.zeros((n_slots, FIELDS), np.int32)
         self._rows: list[SamplerRow] = [SamplerRow() for _ in range(n_slots)]
@@ -58,17 +61,17 @@ class SamplerTable:
         self.masks = self._zeros(n_slots, -(-vocab // 32), dtype=torch.int32)
         self.counts = self._zeros(n_slots, vocab, dtype=torch.int16)
         # Scratch of a draw: per row and chunk, then per row.
-        self.found = self._zeros(n_slots, self.chunks, 8, dtype=torch.float32)
-        self.tops = self._zeros(n_slots, self.chunks, MAX_TOP, 2, dtype=torch.float32)
-        self.candidate_ids = self._zeros(n_slots, CANDIDATES, dtype=torch.int32)
-        self.candidates = self._zeros(n_slots, CANDIDATES, dtype=torch.float32)
+        self.found = self._zeros(self.max_rows, self.chunks, 8, dtype=torch.float32)
+        self.tops = self._zeros(self.max_rows, self.chunks, MAX_TOP, 2, dtype=torch.float32)
+        self.candidate_ids = self._zeros(self.max_rows, CANDIDATES, dtype=torch.int32)
+        self.candidates = self._zeros(self.max_rows, CANDIDATES, dtype=torch.float32)
 
     @staticmethod
     def bytes(n_slots: int, vocab: int) -> int:
         """What it will take on the device."""
-        chunks = -(-vocab // CHUNK)
-        numbers = FIELDS + 2 * MAX_EDITS + -(-vocab // 32) + chunks * (8 + 2 * MAX_TOP) + 2 * CANDIDATES
-        return n_slots * (4 * numbers + 2 * vocab)
+        per_slot = FIELDS + 2 * MAX_EDITS + -(-vocab // 32)
+        per_row = -(-vocab // CHUNK) * (8 + 2 * MAX_TOP) + 2 * CANDIDATES
+        return n_slots * (4 * per_slot + 2 * vocab) + (n_slots + SPARE_ROWS) * 4 * per_row
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,attr-defined"
 """Tokens from logits in two launches: penalties, bias, bans and masks, then Gumbel-max under temperature and filters.
 
 `_scan` looks at every logit once, in chunks, and finds each chunk's best with and without noise. `_finish` picks from
@@ -419,7 +419,7 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
     """
     rows, vocab = logits.shape
     assert vocab == table.vocab
-    assert rows <= table.n_slots
+    assert rows <= table.max_rows
     if not rows:
         return
     shared = (logits, slots, positions, table.state, table.edit_ids, table.edit_values, table.masks, table.counts)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """A few tokens times a matrix on the tensor cores, at the speed at which the weights can be read.
 
 The matrix stands on the side where an instruction takes 64 rows, the tokens on the side where it takes as few as 8.

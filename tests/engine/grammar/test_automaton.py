@@ -8,10 +8,12 @@ from hypothesis import assume, given, settings
 
 from emberline.engine.grammar.automaton import DEAD, END, Automaton, TooComplex
 from emberline.engine.grammar.bounds import MAX_DEPTH, check, read
+from emberline.engine.grammar.closer import Closer
+from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Choice, Free, Grammar, Repeat, Rule, Sequence, Text, Token, encode
 
-from .samples import ALL, CALLS, JSON, LINKED, PERSON, SPECIAL, STRING, choice, grammars, language, seq
+from .samples import ALL, CALLS, JSON, LINKED, PERSON, SPECIAL, STRING, choice, frame, grammars, language, seq
 
 MOST = 6
 SYMBOLS = (97, 98, 0xC3, 0xA9, 256 + SPECIAL)
@@ -198,3 +200,42 @@ def test_left_to_itself_a_text_never_gets_stuck(grammar):
             break
         state = automaton.step(state, allowed[(n * 7919) % len(allowed)])
         assert automaton.feed(state, b"".join(p for p in automaton.closing(state) if isinstance(p, bytes))).cost == 0
+
+
+def test_a_shortest_reply_that_is_enormous_is_not_written_out():
+    item = Text("1,")
+    for _ in range(3):
+        item = Repeat(item, 1000, 1000)
+    closer = Closer(Automaton(Grammar((item,))), Vocabulary(frame(), 302))
+    began_s = time.monotonic()
+    assert not closer.fits(8000)
+    assert not closer.fits(10**8)
+    assert closer.fits(2 * 10**9)
+    assert time.monotonic() - began_s < 1
+
+
+def test_endings_of_a_closing_are_spelled_with_it():
+    vocabulary = Vocabulary(frame(["aaaa"]), 302)
+    closer = Closer(Automaton(Grammar((seq(Repeat(Text("a"), 4000, 4000), Text("!")),))), vocabulary)
+    assert closer.fits(1001)
+    vocabulary.spelling = None  # nobody asks again
+    for n in range(1, 2001):
+        assert closer.accept(ord("a"))
+        n_tokens = -(-(4000 - n) // 4) + (2 if n % 4 == 2 else 1 if n % 4 == 1 else 0)
+        assert closer.fits(n_tokens + 1)
+
+
+def test_a_byte_without_a_token_is_in_the_way_of_its_own_texts_only():
+    """Vocabularies lack bytes that texts hardly have: what needs none of them fits, and need not be spelled."""
+    lacking = frame()
+    lacking.tokens[0x04] = lacking.tokens[0xF1] = b""
+    for text in ("\x04", "\U00040000"):
+        assert not Closer(Automaton(Grammar((Text(text),))), Vocabulary(lacking, 302)).fits(100)
+    vocabulary = Vocabulary(lacking, 302)
+    vocabulary.spelling = None  # nobody asks
+    closer = Closer(Automaton(Grammar((STRING,))), vocabulary)
+    assert closer.fits(2)
+    assert not closer.fits(0)
+    assert closer.accept(ord('"'))
+    assert closer.accept(0xF3)
+    assert closer.fits(4)

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import cascade, plan
+from emberline.kernels.gpu import cascade, dense_attention, plan
 from emberline.kernels.gpu.decode_attention import decode
 from emberline.kernels.gpu.prefill_attention import chunks
 from emberline.kernels.gpu.rope import rope_write_reference
@@ -135,3 +135,75 @@ def test_a_query_gets_the_same_in_any_chunk() -> None:
         chunks(q[start:stop].clone(), out, at, b.pool[:, 1], b.tables, starts, context, stop - start)
         parts[start:stop] = out
     assert torch.equal(whole, parts)
+
+
+def test_gathered_and_joined_parts_are_the_whole() -> None:
+    at = attention(4, 2, 64)
+    b = batch([8], [88], at)
+    q = noise(8, 4, 64, seed=4)
+    blocks = b.pool[b.tables[0, :6].long(), 1]
+    keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :88]
+    want = attend(q, keys, values, at.scale, 80, None)
+
+    def part(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        k, v = (t.repeat_interleave(2, dim=1).float() for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * at.scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(8, 8, device=DEVICE).triu(1).bool(), -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype).contiguous(), scores.logsumexp(-1).T
+
+    out, sums = part(keys[80:], values[80:], True)
+    for first, tokens, exact in ((0, 48, True), (48, 32, False)):
+        space = [torch.full((48 * 2 * 64,), torch.nan, dtype=q.dtype, device=DEVICE) for _ in range(2)]
+        k, v = (dense_attention.room(t, tokens, at, exact) for t in space)
+        dense_attention.gather(b.pool[:, 1], b.tables[0], first, tokens, k, v)
+        assert torch.equal(k, keys[first : first + tokens])
+        assert torch.equal(v, values[first : first + tokens])
+        dense_attention.join(out, sums, *part(k, v, False))
+    assert error(out, want) < LIMIT
+
+
+def test_segments_cover_a_context_once() -> None:
+    for context in (0, 16, 4096, 5000, 32768, 70000):
+        for round_chunk in (False, True):
+            end = 0
+            for first, tokens, exact in dense_attention._segments(context, round_chunk):
+                assert (first, exact) == (end, exact and tokens % dense_attention.ROUND_CONTEXT == 0)
+                assert 0 < tokens <= dense_attention.SEGMENT
+                end = first + tokens
+            assert end == context
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "context"), [(2048, 2048), (2048, 10_000), (1500, 6516), (4096, 36_864)])
+def test_cudnn_on_gathered_blocks(n: int, context: int) -> None:
+    at = attention(8, 2, 128)
+    b = batch([n], [context], at)
+    q = noise(n, 8 * 128, seed=4)
+    mine, theirs = torch.empty_like(q), torch.empty_like(q)
+    exact = dense_attention.is_round(n)
+    own = [dense_attention.room(noise(n * 2 * 128), n, at, exact) for _ in range(2)]
+    blocks = b.pool[b.tables[0, : -(-context // 16)].long(), 1]
+    for place, source in zip(own, blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, context - n : context], strict=True):
+        place.copy_(source)
+    space = [noise(dense_attention.SEGMENT * 2 * 128) for _ in range(2)]
+    dense_attention.attend(q, (own[0], own[1]), at, b.pool[:, 1], b.tables[0], context, (space[0], space[1]), mine)
+    chunks(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
+    assert error(mine, theirs) < LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [576, 5000, 40_000])
+@pytest.mark.parametrize("rows", [1, 3, 17, 130])
+def test_decode_of_many_and_long_rows(rows: int, context: int) -> None:
+    if rows * context > 10**6:
+        pytest.skip("more cache than a test should take")
+    at = attention(32, 8, 128)
+    contexts = [max(1, context - 37 * r) for r in range(rows)]
+    b = batch([1] * rows, contexts, at)
+    qkv = noise(rows, 48 * 128, seed=3)
+    want = expected(qkv, at, plan.angles_reference(b.positions, rope(128)), b, b.pool.clone()[:, 1])
+    for _ in range(3):  # the counters are reset, and the order of the merge is fixed
+        got = run_decode(b, at, qkv)
+        assert error(got, want) < LIMIT
+    assert torch.equal(got, run_decode(b, at, qkv))

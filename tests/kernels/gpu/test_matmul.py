@@ -8,9 +8,11 @@ pytest.importorskip("triton")
 
 from emberline.kernels.gpu.activation import gate_reference
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
+from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
+from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import rms_norm
-from tests.kernels.gpu.made import DEVICE, LIMIT, error, noise
+from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, error, noise
 
 GATES = ["", "silu", "gelu_tanh"]
 CASES = [  # norm, bias, gate, add
@@ -69,3 +71,18 @@ def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool
     want = expected(x, w, out, weight, more, gate, add)
     whole_rows(x, w, out, RowsTile(2, 4, 1), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64, 65, 128, 300])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 14336), (576, 576), (960, 576), (1536, 576)])
+def test_whatever_is_chosen_is_right(m: int, n: int, k: int) -> None:
+    sizes = Sizes(max(k, 512), 8, 2, 64, 14336, 1000, 1, 512, 512, 512, DTYPE.itemsize)
+    for pdl in (False, True):
+        multiply = Multiplier(Workspace(sizes, DEVICE, DTYPE), False, pdl)
+        for norm, _, gate, add in CASES:
+            x, w = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2, scale=k**-0.5)
+            out, weight = noise(m, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
+            want = expected(x, w, out, weight, None, gate, add)
+            multiply(x, Matrix(w), out, Job(weight, 1e-5, gate, add), overlapped=True)
+            assert error(out, want) < LIMIT, (pdl, norm, gate, add)

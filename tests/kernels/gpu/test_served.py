@@ -5,8 +5,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from emberline.engine.gpu_batch import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
 from emberline.engine.gpu_runner import GpuRunner  # noqa: E402
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
 from emberline.engine.limits import Limits  # noqa: E402
 from emberline.engine.loop import StepLoop  # noqa: E402
 from emberline.engine.runner import TorchRunner  # noqa: E402

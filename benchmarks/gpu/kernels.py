@@ -1,0 +1,387 @@
+"""Every kernel against its plain reference on fresh random inputs, and its time beside the floor.
+
+`check()` raises where a kernel is wrong, and otherwise returns, by kernel and shape: the error, microseconds, and the
+floor, which is the bytes it must move or the operations it must do at the rates measured on this card.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import Attention, Rope
+from emberline.kernels.gpu import cascade, dense_attention, plan, quantised
+from emberline.kernels.gpu.activation import gate, gate_reference
+from emberline.kernels.gpu.decode_attention import decode
+from emberline.kernels.gpu.embedding import rows, rows_reference
+from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
+from emberline.kernels.gpu.norms import add_norm, add_norm_reference
+from emberline.kernels.gpu.prefill_attention import chunks
+from emberline.kernels.gpu.rope import rope_write, rope_write_reference
+from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
+from emberline.kernels.gpu.sampling import draw
+from emberline.kernels.gpu.workspace import Sizes, Workspace
+from emberline.kernels.reference import attend, rms_norm
+from emberline.kernels.sampling import SamplerRow
+from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.weights.tensor import Affine
+
+LIMIT = 1e-2  # relative error in the norm, of bf16
+LAYERS = 8  # of a pool: enough that the next layer's blocks are not in the L2 cache
+
+
+@dataclass(frozen=True)
+class Card:
+    device: str
+    dtype: torch.dtype
+    bytes_s: float  # a large copy, reads and writes counted
+    flop_s: float  # a large matmul
+
+    @classmethod
+    def measured(cls, device: str = "cuda") -> "Card":
+        a, b = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
+        x, y = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+        copy, product = time_us(lambda i: b.copy_(a), 4), time_us(lambda i: torch.mm(x, y), 4)
+        return cls(device, torch.bfloat16, 2 * (1 << 30) / copy * 1e6, 2 * 8192**3 / product * 1e6)
+
+    def noise(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
+
+    def ints(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=self.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable[[int], Any]  # launches call i; inputs rotate with i
+    got: Callable[[], Tensor]  # what call 0 wrote
+    want: Callable[[], Tensor]
+    n_bytes: float = 0
+    flops: float = 0
+    calls: int = 16
+    exact: bool = False
+
+
+def check(card: Card | None = None, scale: int = 1) -> dict[str, Any]:
+    """scale: how much smaller than a Llama-8B the shapes are; the interpreter needs them so."""
+    timed = card is None
+    card = card or Card.measured()
+    found: dict[str, Any] = {}
+    if timed:
+        found["ceilings"] = {"copy_tb_s": card.bytes_s / 1e12, "matmul_tflop_s": card.flop_s / 1e12}
+    for case in itertools.chain(_small(card, scale), _attention(card, scale), _matmuls(card, scale), _draws(card)):
+        case.run(0)
+        got, want = case.got(), case.want()
+        off = _error(got, want)
+        if off > (0 if case.exact else LIMIT) or off != off:
+            raise AssertionError(f"{case.name}: off by {off:.2e} of the reference's size")
+        found[case.name] = {"error": off}
+        if timed:
+            us = time_us(case.run, case.calls)
+            floor = max(case.n_bytes / card.bytes_s, case.flops / card.flop_s) * 1e6
+            found[case.name] |= {"us": round(us, 2), "floor_us": round(floor, 2)}
+            print(f"    {case.name:44s} {us:9.1f} us, floor {floor:8.1f}, error {off:.1e}", flush=True)
+    return found
+
+
+def time_us(run: Callable[[int], Any], calls: int, repeats: int = 7) -> float:
+    """Microseconds a call, of a captured graph of several."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            run(i)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9))
+
+
+def _llama(scale: int) -> tuple[int, int, int, int]:
+    """hidden, MLP, heads, KV heads; a head has 128 dimensions."""
+    return 4096 // scale, 14336 // scale, max(4, 32 // scale), max(2, 8 // scale)
+
+
+# --- norms, gates, rows ---------------------------------------------------------------------------------------------
+
+
+def _small(card: Card, scale: int) -> Iterator[Case]:
+    hidden, mlp, _, _ = _llama(scale)
+    item = card.dtype.itemsize
+    for tokens in (1, 64, 4096 // scale**2):
+        x, added, weight = card.noise(tokens, hidden), card.noise(tokens, hidden), card.noise(hidden).float()
+        start, out = x.clone(), torch.full_like(x, torch.nan)
+        yield Case(
+            f"add + norm, {tokens} tokens",
+            lambda i, x=x, a=added, w=weight, o=out: add_norm(x, a, w, o, 1e-5),
+            lambda o=out: o,
+            lambda s=start, a=added, w=weight: add_norm_reference(s, a, w, 1e-5)[1],
+            4 * x.numel() * item,
+        )
+        both, gated = card.noise(tokens, 2 * mlp), card.noise(tokens, mlp).fill_(torch.nan)
+        yield Case(
+            f"SiLU · mul, {tokens} tokens",
+            lambda i, b=both, o=gated: gate(b, "silu", o),
+            lambda o=gated: o,
+            lambda b=both: gate_reference(b, "silu"),
+            3 * gated.numel() * item,
+        )
+    table, ids = card.noise(32_000 // scale**2, hidden), card.ints(torch.randint(0, 32_000 // scale**2, (64,)))
+    out = card.noise(64, hidden).fill_(torch.nan)
+    yield Case(
+        "embedding, 64 tokens",
+        lambda i: rows(table, ids, 2.0, out),
+        lambda: out,
+        lambda: rows_reference(table, ids, 2.0),
+        2 * out.numel() * item,
+    )
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Rows of a context each, in scattered blocks; `shared` leading tokens lie in the same ones."""
+
+    at: Attention
+    pool: Tensor
+    tables: Tensor
+    lens: Tensor
+    context: int
+
+    @classmethod
+    def of(cls, card: Card, scale: int, n_rows: int, context: int, shared: int = 0) -> "Cache":
+        _, _, heads, kv_heads = _llama(scale)
+        width, common = -(-context // BLOCK_TOKENS), shared // BLOCK_TOKENS
+        blocks = 1 + torch.randperm(n_rows * width).view(n_rows, width)
+        blocks[:, :common] = blocks[:1, :common]
+        pool = card.noise(n_rows * width + 1, LAYERS, 2, kv_heads, BLOCK_TOKENS, 128)
+        at = Attention(heads, kv_heads, 128, 128**-0.5, 1e-5, 0, 0, None)
+        return cls(at, pool, card.ints(blocks), card.ints([context] * n_rows), context)
+
+    def keys_values(self, row: int, context: int) -> tuple[Tensor, Tensor]:
+        blocks = self.pool[self.tables[row, : -(-context // BLOCK_TOKENS)].long(), 0]
+        k, v = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context]
+        return k, v
+
+
+def _rope(card: Card) -> Rope:
+    return Rope((500_000.0 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)).float().to(card.device))
+
+
+def _attention(card: Card, scale: int) -> Iterator[Case]:
+    for n_rows, context in ((1, 576), (8, 576), (64, 576), (4, 8192)):
+        yield _decode(card, scale, n_rows, context // scale, 0)
+    yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
+    yield _rope_write(card, scale)
+    yield _chunk(card, scale, 512 // scale, 8192 // scale, dense=False)
+    if card.device == "cuda":
+        yield _chunk(card, scale, 4096, 8192, dense=True)
+        yield _chunk(card, scale, 1500, 6500, dense=True)
+
+
+def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> Case:
+    cache = Cache.of(card, scale, n_rows, context, shared)
+    at, f32 = cache.at, dict(dtype=torch.float32, device=card.device)
+    qkv = card.noise(n_rows, (at.heads + 2 * at.kv_heads) * 128)
+    angles = plan.angles(cache.lens - 1, _rope(card), torch.empty(n_rows * 128, **f32))
+    shares = card.ints([shared] * n_rows) if shared else None
+    spare = torch.empty(plan.n_pieces(n_rows, at.kv_heads) * plan.PIECE_FIELDS, dtype=torch.int32, device=card.device)
+    pieces = plan.cut(cache.lens, n_rows, at.kv_heads, None, shares, spare)
+    partial, peaks = torch.empty(pieces.n * at.heads * 128, **f32), torch.empty(pieces.n * at.heads * 2, **f32)
+    parts = cascade.n_parts(n_rows, at.heads, at.kv_heads)
+    prefix, prefix_peaks = (torch.empty(parts * n_rows * at.heads * size, **f32) for size in (128, 2))
+    out = card.noise(n_rows, at.heads * 128).fill_(torch.nan)
+    counters, pointer = card.ints([0] * (n_rows * at.kv_heads)), card.ints([n_rows - 1, shared])
+
+    def run(i: int) -> None:
+        pool, read = cache.pool[:, i % LAYERS], None
+        if shares is not None:
+            cascade.attend_prefix(qkv, at, angles, pool, cache.tables, pointer, prefix, prefix_peaks, n_rows)
+            read = (prefix, prefix_peaks, shares, parts)
+        decode(qkv, out, at, angles, pool, cache.tables, pieces, partial, peaks, counters, n_rows, read)
+
+    def want() -> Tensor:
+        starts = card.ints(range(n_rows + 1))
+        pool = cache.pool[:, 0]
+        q = rope_write_reference(qkv, at, angles, pool, cache.tables, starts, cache.lens - 1)
+        each = [
+            attend(q[r : r + 1], *cache.keys_values(r, context), at.scale, context - 1, None) for r in range(n_rows)
+        ]
+        return torch.cat(each).flatten(1)
+
+    tokens = n_rows * context - max(0, n_rows - 1) * shared
+    name = f"decode, {n_rows} × {context}" + (f", {shared} shared" if shared else "")
+    return Case(name, run, lambda: out, want, tokens * 2 * at.kv_heads * 128 * card.dtype.itemsize)
+
+
+def _rope_write(card: Card, scale: int) -> Case:
+    tokens = 2048 // scale**2
+    cache = Cache.of(card, scale, 1, tokens)
+    at, starts, positions = cache.at, card.ints([0, tokens]), card.ints(range(tokens))
+    qkv, out = card.noise(tokens, (at.heads + 2 * at.kv_heads) * 128), card.noise(tokens, at.heads * 128)
+    angles = plan.angles(positions, _rope(card), torch.empty(tokens * 128, device=card.device))
+    other = cache.pool.clone()
+
+    def run(i: int) -> None:
+        rope_write(qkv, out, at, angles, cache.pool[:, i % LAYERS], cache.tables, starts, positions)
+
+    def want() -> Tensor:
+        q = rope_write_reference(qkv, at, angles, other[:, 0], cache.tables, starts, positions)
+        return torch.cat([q.flatten(), other[:, 0].flatten()])
+
+    def got() -> Tensor:
+        return torch.cat([out.flatten(), cache.pool[:, 0].flatten()])
+
+    return Case(f"rope + KV write, {tokens} tokens", run, got, want, 2 * qkv.numel() * card.dtype.itemsize)
+
+
+def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
+    cache = Cache.of(card, scale, 1, context)
+    at, q = cache.at, card.noise(n, cache.at.heads * 128)
+    out, starts = torch.full_like(q, torch.nan), card.ints([0, n])
+    space = [card.noise(dense_attention.SEGMENT * at.kv_heads * 128) for _ in range(2)] if dense else []
+    exact = dense_attention.is_round(n)
+    own = [dense_attention.room(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
+    for place, source in zip(own, cache.keys_values(0, context)):
+        place.copy_(source[-n:])
+
+    def run(i: int) -> None:
+        pool = cache.pool[:, 0]
+        if dense:
+            dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
+        else:
+            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n)
+
+    few = [*range(4), *range(n - 4, n)]
+
+    def want() -> Tensor:
+        k, v = cache.keys_values(0, context)
+        queries = q.view(n, at.heads, 128)
+        at_end = [context - n + t for t in few]
+        each = [attend(queries[t : t + 1], k[: p + 1], v[: p + 1], at.scale, p, None) for t, p in zip(few, at_end)]
+        return torch.cat(each).flatten(1)
+
+    flops = 4 * at.heads * 128 * (n * (context - n) + n * (n + 1) / 2)
+    name = f"chunk, {n} of {context}" + (", cuDNN" if dense else "")
+    return Case(name, run, lambda: out[few], want, flops=flops, calls=3)
+
+
+# --- matmuls ----------------------------------------------------------------------------------------------------------
+
+
+def _matmuls(card: Card, scale: int) -> Iterator[Case]:
+    hidden, mlp, heads, kv_heads = _llama(scale)
+    sizes = Sizes(hidden, heads, kv_heads, 128, mlp, 1024, 1, 512, 512, 512, card.dtype.itemsize, True)
+    multiply = Multiplier(Workspace(sizes, card.device, card.dtype), False, False)
+    shapes = {
+        "qkv": ((heads + 2 * kv_heads) * 128, hidden, Job(card.noise(hidden).float(), 1e-5)),
+        "output": (hidden, heads * 128, Job(add=True)),
+        "gate, up": (mlp, hidden, Job(card.noise(hidden).float(), 1e-5, gate=1)),
+        "down": (hidden, mlp, Job(add=True)),
+    }
+    for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 32, 64, 256)):
+        yield _matmul(card, multiply, f"{name}, {m} tokens", m, n, k, job, 0)
+    for bits, m in itertools.product((4, 8), (1, 8, 256)):
+        yield _matmul(card, multiply, f"output, {bits} bits, {m} tokens", m, hidden, hidden, Job(add=True), bits)
+
+
+def _matmul(card: Card, multiply: Multiplier, name: str, m: int, n: int, k: int, job: Job, bits: int) -> Case:
+    total = 2 * n if job.gate else n
+    copies = 1 if card.device == "cpu" else max(2, int(2e8 // (total * k * 2)) + 1)  # more than the L2 cache holds
+    weights = [_weight(card, total, k, bits)]
+    weights += [_copy(weights[0]) for _ in range(copies - 1)]
+    x, out = card.noise(m, k), card.noise(m, n)
+    start = out.clone()
+
+    def want() -> Tensor:
+        weight = weights[0]
+        dense = weight.weight.float() if isinstance(weight, Matrix) else quantised.dequantise_reference(weight)
+        y = (x.float() if job.norm is None else rms_norm(x.float(), job.norm, job.eps)) @ dense.T
+        y = gate_reference(y, "silu") if job.gate else y
+        return y + start.float() if job.add else y
+
+    stored = sum(t.numel() * t.element_size() for t in _tensors(weights[0]))
+    return Case(
+        name,
+        lambda i: multiply(x, weights[i % copies], out, job),
+        lambda: out.clone(),
+        want,
+        stored + (x.numel() + out.numel()) * card.dtype.itemsize,
+        2 * m * total * k,
+        calls=8,
+    )
+
+
+def _weight(card: Card, n: int, k: int, bits: int) -> Matrix | quantised.QuantisedMatrix:
+    if not bits:
+        return Matrix(card.noise(n, k, scale=k**-0.5))
+    rng = np.random.default_rng()
+    scale = (rng.uniform(0.5, 1.5, (n, k // 32)) * 2**-bits * k**-0.5).astype(np.float32)
+    codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
+    return quantised.pack([Affine(codes, scale, -scale * 2 ** (bits - 1), bits)], None, card.device, card.dtype)
+
+
+def _copy(matrix: Matrix | quantised.QuantisedMatrix) -> Matrix | quantised.QuantisedMatrix:
+    if isinstance(matrix, Matrix):
+        return Matrix(matrix.weight.clone())
+    return quantised.QuantisedMatrix(matrix.codes.clone(), matrix.scale.clone(), matrix.offset.clone(), matrix.bits)
+
+
+def _tensors(matrix: Matrix | quantised.QuantisedMatrix) -> list[Tensor]:
+    return [matrix.weight] if isinstance(matrix, Matrix) else [matrix.codes, matrix.scale, matrix.offset]
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def _draws(card: Card) -> Iterator[Case]:
+    vocab = 128_256 if card.device == "cuda" else 9000
+    filters: dict[str, dict[str, Any]] = {
+        "greedy": dict(temperature=0.0),
+        "temperature": dict(temperature=0.7),
+        "top-p": dict(temperature=0.7, top_p=0.95),
+        "top-k": dict(top_k=50, top_p=0.9),
+    }
+    for (name, how), n_rows in itertools.product(filters.items(), (1, 64) if card.device == "cuda" else (2,)):
+        logits = torch.randn(n_rows, vocab, device=card.device) * 3
+        table = SamplerTable(n_rows, vocab, card.device)
+        for slot in range(n_rows):
+            table.set(slot, SamplerRow(seed=slot * 77, **how))
+        table.upload()
+        slots, out, other = card.ints(range(n_rows)), Drawn.empty(n_rows, card.device), Drawn.empty(n_rows, card.device)
+
+        def want(logits: Tensor = logits, table: Any = table, slots: Tensor = slots, other: Drawn = other) -> Tensor:
+            draw_reference(logits, table, slots, slots, other)
+            return other.token_ids
+
+        yield Case(
+            f"draw, {name}, {n_rows} rows",
+            lambda i, x=logits, t=table, s=slots, o=out: draw(x, t, s, s, o),
+            lambda o=out: o.token_ids,
+            want,
+            logits.numel() * 4,
+            exact=True,
+            calls=4,
+        )

@@ -1,0 +1,99 @@
+"""kill -9 of a process that submits, claims and completes: what it was told is there, what it ran comes back."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberline.jobs.queue import Queue
+from tests.databases import Place
+from tests.jobs.queues import MODEL, Time, answer, audit, make_queue, usage
+
+N_KILLS = 6
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from emberline.store import open_store
+from tests.jobs.queues import MODEL, answer, lines, make_queue, new, usage
+
+async def main(where, folder, run):
+    store = await open_store(where)
+    queue = make_queue(store, Path(folder))
+    async def submit():
+        for i in range(1000):
+            await queue.submit(new(id=f"b{run}-{i}"), lines(700 if i % 3 == 1 else 20))
+            print("submitted", f"b{run}-{i}", 700 if i % 3 == 1 else 20, flush=True)
+    async def pull():
+        while True:
+            for lease in await queue.claim(f"w{run}", MODEL, 16):
+                if await queue.complete(lease, answer(str(run)), usage(lease)):
+                    print("completed", *lease.key, run, flush=True)
+            await asyncio.sleep(0.001)
+    await asyncio.gather(submit(), pull())
+
+asyncio.run(main(*sys.argv[1:4]))
+"""
+
+
+async def run_and_kill(place: Place, folder: Path, run: int, after_s: float) -> list[list[str]]:
+    """What it said before it died."""
+    command = (sys.executable, "-c", WORKER, place.where, str(folder), str(run))
+    root = Path(__file__).parents[2]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
+    assert process.stdout is not None
+    first = await process.stdout.readline()
+    await asyncio.sleep(after_s)
+    os.kill(process.pid, signal.SIGKILL)
+    said = (first + await process.stdout.read()).decode().splitlines()
+    assert await process.wait() == -9
+    return [row.split() for row in said if row.count(" ") >= 2]
+
+
+async def finish(queue: Queue, time: Time) -> None:
+    while True:
+        leases = await queue.claim("last", MODEL, 200)
+        if not leases:
+            if not await queue.waiting():
+                return
+            time.pass_s(61)
+            await queue.heartbeat("last", [])
+            await queue.sweep()
+        done = await asyncio.gather(*(queue.complete(lease, answer("last"), usage(lease)) for lease in leases))
+        assert all(done)
+
+
+@pytest.mark.timeout(180)
+async def test_nothing_promised_is_lost(database: Place, tmp_path: Path) -> None:
+    seed = random.Random(7)
+    promised: dict[str, int] = {}
+    told: dict[tuple[str, int], str] = {}
+    for run in range(N_KILLS):
+        for row in await run_and_kill(database, tmp_path, run, seed.uniform(0.05, 0.5)):
+            if row[0] == "submitted":
+                promised[row[1]] = int(row[2])
+            elif len(row) == 4:
+                assert told.setdefault((row[1], int(row[2])), row[3]) == row[3], "completed twice"
+    assert promised
+    assert told
+    store = await database.open()
+    time = Time(store)
+    queue = make_queue(store, tmp_path, max_kills=100)
+    time.pass_s(61)
+    await queue.sweep()
+    await audit(store)
+    await finish(queue, time)
+    await audit(store)
+    for batch_id, n_lines in promised.items():
+        batch = await queue.batch("a", batch_id)
+        assert (batch.status, batch.counts.completed) == ("completed", n_lines)
+    for (batch_id, number), run_name in told.items():
+        assert (await queue.line(batch_id, number)).answer == answer(run_name)
+    counted = await store.read("SELECT (SELECT COUNT(*) FROM lines), (SELECT COUNT(*) FROM usage)")
+    assert counted[0][0] == counted[0][1]
+    assert await store.read("SELECT COUNT(*) FROM batches WHERE ended <> 1") == [(0,)]
+    await queue.close()
+    await store.close()
