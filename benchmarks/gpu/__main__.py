@@ -64,22 +64,34 @@ def _section(name: str, measure: Callable[[], Any], figures: dict[str, Any], arg
     _save(args, figures, {})
 
 
-def _kernels() -> dict[str, Any]:
-    from benchmarks.gpu import kernels
+def _elsewhere(code: str, *arguments: str) -> Any:
+    """What Python code prints as JSON, run in a process of its own, which leaves the device to others when it ends."""
+    command = [sys.executable, "-c", f"import json, sys; from pathlib import Path; {code}", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return json.loads(done.stdout.splitlines()[-1])
 
-    return {"kernels": kernels.check()}
+
+def _kernels() -> dict[str, Any]:
+    return {"kernels": _elsewhere("from benchmarks.gpu import kernels; print(json.dumps(kernels.check()))")}
 
 
 def _models() -> dict[str, Any]:
-    from benchmarks.gpu import checks
+    return {"models": _elsewhere("from benchmarks.gpu import checks; print(json.dumps(checks.against_transformers()))")}
 
-    return {"models": checks.against_transformers()}
+
+def _written(folder: Path, n_layers: int) -> int:
+    """The bytes of a model of random weights, made if need be."""
+    code = "from benchmarks.gpu.shapes import LLAMA_8B as shape, write"
+    code += "; print(write(Path(sys.argv[1]), shape | {'num_hidden_layers': int(sys.argv[2])}))"
+    return int(_elsewhere(code, str(folder), str(n_layers)))
 
 
 def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     begin = time.perf_counter()
-    n_bytes = _in_a_process(folder)
+    n_bytes = _written(folder, 32)
     figures["written_s"] = time.perf_counter() - begin
     with worker(folder, args.work / "worker.log", "--max-running", str(args.max_running)) as engine:
         figures["ready_s"] = engine.ready_s
@@ -100,20 +112,12 @@ def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             part("prefill", lambda: {str(n): workloads.prefill(client, prompts, n) for n in (8192, 32768)})
             part("throughput", lambda: workloads.throughput(client, prompts))
             part("agentic", lambda: workloads.agentic(client, prompts))
-            part("mixed", lambda: {f"every_{s}s": workloads.mixed(client, prompts, s) for s in (1.0, 0.5)})
+            part("mixed", lambda: {f"every_{s}s": workloads.mixed(client, prompts, s) for s in args.every})
             part("context.whole_context_s", lambda: workloads.whole_context(client, prompts, client.info.context_len))
         except Exception as error:  # what was measured before it counts
             figures["failed"] = {"served": f"{type(error).__name__}: {error}"}
         figures["memory_after"] = _memory(engine, n_bytes)
     return figures
-
-
-def _in_a_process(folder: Path) -> int:
-    """Writes the model in a process of its own, which then leaves the device alone."""
-    code = "import sys; from pathlib import Path; from benchmarks.gpu.shapes import LLAMA_8B, write"
-    code += "; print(write(Path(sys.argv[1]), LLAMA_8B))"
-    command = [sys.executable, "-c", code, str(folder)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def _memory(engine: Worker, weights: int) -> dict[str, float]:
@@ -131,7 +135,7 @@ def _memory(engine: Worker, weights: int) -> dict[str, float]:
 
 def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """From process start to the first token, weights dropped from the page cache, kernels compiled and not."""
-    n_bytes = _in_a_process(folder)
+    n_bytes = _written(folder, 32)
     found: dict[str, Any] = {}
     for name in ("empty", "cached"):
         shapes.forget(folder)
@@ -151,13 +155,10 @@ def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _deterministic(args: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.gpu import checks
-
     folder = args.work / "llama-8b-short"
-    config = shapes.LLAMA_8B | {"num_hidden_layers": 2}
-    shapes.write(folder, config)
+    _written(folder, 2)
     with worker(folder, args.work / "deterministic.log", "--deterministic", "--kv-bytes", str(8 << 30)) as engine:
-        return {"deterministic": {"same_in_any_batch": checks.same_in_any_batch(engine.client, Prompts(5))}}
+        return {"deterministic": {"same_in_any_batch": workloads.same_in_any_batch(engine.client, Prompts(5))}}
 
 
 def _smollm2(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def _vllm(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     parts: list[tuple[str, ...]] = [()]
     if "mixed" in args.only:
-        parts += [("--mixed", "2048"), ("--mixed", "8192")]  # what its async engine takes, what its server takes
+        parts += [("--mixed", budget) for budget in args.vllm_mixed]
     for part in parts:
         out = args.work / f"vllm-{'-'.join(part) or 'offline'}.json"
         with (args.work / "vllm.log").open("ab") as log:
@@ -202,9 +203,11 @@ def _parse() -> argparse.Namespace:
         "--only", nargs="+", default=SECTIONS, choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(workloads.BATCHES))
-    parser.add_argument("--max-running", type=int, default=512, help="as the peer has it")
+    parser.add_argument("--every", nargs="+", type=float, default=[0.5], metavar="S", help="between mixed's prompts")
+    parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked bundle of vLLM")
+    parser.add_argument("--vllm-mixed", nargs="+", default=["8192"], metavar="N", help="its tokens a step, for mixed")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 

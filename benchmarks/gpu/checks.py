@@ -1,4 +1,4 @@
-"""Whole models against transformers, in chunks and token by token, and the promise of deterministic mode."""
+"""Whole models against transformers, in chunks and token by token."""
 
 import tempfile
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.engine import Client
-from benchmarks.gpu.workloads import Prompts
 from emberline.kernels.gpu.workspace import Sizes
 from emberline.models import Model, load
 from emberline.models.step import StepInputs
@@ -97,11 +95,3 @@ def _step(ids: Tensor, table: Tensor, model: Model, start: int, end: int, device
         block_tables=[ints(table[None]).contiguous() for _ in model.kv_groups],
         sample_tokens=torch.arange(end - start, device=device),
     )
-
-
-def same_in_any_batch(client: Client, prompts: Prompts, n: int = 12, n_out: int = 48) -> bool:
-    """Whether replies are the same alone, together, and from the cache. The worker must be deterministic."""
-    asked = [prompts.of(40 + 37 * i) for i in range(n)]
-    alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in asked]
-    together = [answer.tokens for answer in client.generate(asked, n_out)[1]]
-    return alone == together

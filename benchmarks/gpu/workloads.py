@@ -37,14 +37,16 @@ def steady_tok_s(answers: list[Answer]) -> float:
 
 
 def decode(client: Client, prompts: Prompts, batch: int, temperature: float = 0.0) -> dict[str, float]:
-    """`whole` minus `first` as the peer is measured; `steady` is the pace of the full batch."""
+    """`tok_s`: whole minus first, as the peer is measured. `steady_tok_s`: the pace while the full batch decodes.
+
+    For the second the prompts are in the cache, so that all replies begin together.
+    """
     n_out = 129
-    for _ in range(2):
+    for _ in range(2 if batch == 1 else 1):
         first_s, _ = client.generate(prompts.many(batch, 512), 1, temperature)
-        whole_s, answers = client.generate(prompts.many(batch, 512), n_out, temperature)
-    longer = 129 if batch <= 64 else 385  # long enough for the last prompt to meet the first reply
-    if longer > n_out:
-        _, answers = client.generate(prompts.many(batch, 512), longer, temperature)
+        asked = prompts.many(batch, 512)
+        whole_s, _ = client.generate(asked, n_out, temperature)
+    _, answers = client.generate(asked, n_out, temperature)
     return {"tok_s": batch * (n_out - 1) / (whole_s - first_s), "steady_tok_s": steady_tok_s(answers)}
 
 
@@ -103,3 +105,11 @@ def cpu_per_step(worker: Worker, prompts: Prompts, batch: int = 64, n_out: int =
 def whole_context(client: Client, prompts: Prompts, context_len: int, n_out: int = 16) -> float:
     """A prompt that fills the context but for its reply."""
     return client.generate([prompts.of(context_len - n_out)], n_out)[0]
+
+
+def same_in_any_batch(client: Client, prompts: Prompts, n: int = 12, n_out: int = 48) -> bool:
+    """Whether replies are the same alone, together, and from the cache. The worker must be deterministic."""
+    asked = [prompts.of(40 + 37 * i) for i in range(n)]
+    alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in asked]
+    together = [answer.tokens for answer in client.generate(asked, n_out)[1]]
+    return alone == together

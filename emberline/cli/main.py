@@ -13,6 +13,8 @@ COMMANDS = {
     "ls": "models on this machine",
     "rm": "remove a model from this machine",
     "ps": "what is running: models, devices, load",
+    "batch": "work for later: submit a file of requests, watch it, fetch the results",
+    "queue": "what waits in the queue, for whom; dead letters, and running them again",
     "bench": "a quick measurement: one stream, eight streams",
     "doctor": "check this machine, and say how to fix what is wrong",
     "worker": "start one engine worker by hand",

@@ -42,7 +42,7 @@ class GpuEngine:
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
-        sampler = DeviceTable(limits.max_running, limits.vocab_size, device)
+        sampler = DeviceTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
         state = state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
         free, total = torch.cuda.mem_get_info(device)
         memory = budget(total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes)

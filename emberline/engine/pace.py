@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 
 from emberline.engine.gpu_shapes import TILE, rows_beside_chunks, tokens
 
@@ -51,7 +52,7 @@ class Pace:
     above took too long. Where not even the smallest fits, one that takes little longer is as good.
     """
 
-    def __init__(self, target_s: float = TARGET_S) -> None:
+    def __init__(self, target_s: float = TARGET_S) -> None:  # inf: streams wait as long as it takes
         self._target_s = target_s
         self._steps: dict[Key, dict[int, float]] = {}  # seconds by tiles
         self._decode_s: dict[int, float] = {}  # of steps without chunks, by power of two of the streams
@@ -61,10 +62,10 @@ class Pace:
         if not work.n_tokens:
             _learn(self._decode_s, work.n_decodes.bit_length(), seconds, 2.0)
             return
-        if work.n_tokens >= FIRST_CHUNK // 2:
+        if work.n_tokens >= TILE // 2:
             _learn(self._token_s, _octave(work.context), seconds / work.n_tokens, 2.0)
-        if not work.n_decodes:
-            return  # nobody waited
+        if not work.n_decodes or self._target_s == inf:
+            return  # nobody waits, or nobody minds
         target_s = self._target(work.n_decodes)
         steps = self._steps.setdefault(_key(work.n_decodes, work.begins), {})
         _learn(steps, work.tiles, seconds)
@@ -74,7 +75,7 @@ class Pace:
 
     def chunk(self, work: Work, context: int, most: int) -> int:
         """Tokens of a prompt that may join the work, up to `most`; they begin at `context`."""
-        if not work.n_decodes:
+        if not work.n_decodes or self._target_s == inf:
             return most
         beside = rows_beside_chunks(work.n_decodes) + work.n_tokens
         tiles = self._tiles(work.n_decodes, context)
@@ -84,8 +85,8 @@ class Pace:
     def within(self, limit_s: float, work: Work, context: int, most: int) -> int:
         """Tokens of a prompt, up to `most`, with which the step lasts about so long; a first chunk has a tile."""
         near = min(self._token_s, key=lambda octave: abs(octave - _octave(context)), default=None)
-        token_s = self._target_s / FIRST_CHUNK if near is None else self._token_s[near]
-        return min(most, max(int(limit_s / token_s), TILE) - work.n_tokens)
+        n = TILE if near is None else max(TILE, int(limit_s / self._token_s[near]))
+        return min(most, n - work.n_tokens)
 
     def _tiles(self, n_decodes: int, context: int) -> int:
         key = _key(n_decodes, context)

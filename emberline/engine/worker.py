@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -27,8 +28,6 @@ from emberline.weights.config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
-CPU_REACH = 1e-4  # of a token's cost for each token of context before it: a first guess, the pace corrects it
-UNBOUNDED_S = 1e6
 GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
@@ -68,6 +67,10 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _set_defaults(args, device)
+    if device.startswith("cuda") and not args.deterministic:
+        from emberline.engine.gpu_libraries import load_attention
+
+        load_attention(device)
     model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads, ahead=ahead)
     if model.backend == "native":
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
@@ -120,7 +123,7 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
     runner: Runner
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
-        pace = Pace(reach_ratio=CPU_REACH, target_s=UNBOUNDED_S)  # only queued work is held to one here
+        pace = Pace(target_s=math.inf)  # only queued work is held to one here
         runner = TorchRunner(model, n_blocks, limits, device, pace)
         scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace)
         return StepLoop(scheduler, runner), cache, limits

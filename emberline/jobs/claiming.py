@@ -51,8 +51,8 @@ def claim(owner: str, model: str, n: int, alone: bool, now_us: int, limits: Limi
     if not rows:
         return []
     bodies = yield Many(sql.REQUEST_OF, [row[:2] for row in rows])
-    yield from _charge(rows)
     yield Step(sql.ALIVE, (owner, now_us + limits.lease_us, now_us))
+    yield from _charge(rows)  # last: other claims wait for these rows until the commit
     found = {(row[0], row[1]): row[2:] for row in bodies}
     claimed = [Claimed(*row, *found[row[0], row[1]]) for row in rows]  # type: ignore[arg-type]
     return sorted(claimed, key=lambda line: (line.deadline_us, line.prefix, line.batch_id, line.number))

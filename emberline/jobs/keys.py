@@ -72,7 +72,8 @@ def _begin(row: tuple[str, str, bytes, str, int, int], now_us: int) -> Work[Fres
     if isinstance(answer, bytes):
         return Replay(answer)
     running_us = int(running_until_us or 0)
-    stale = running_us <= now_us or running_us > until_us  # the latter: the clock was set back
+    set_back = running_us - until_us > until_us - now_us  # no try has so long; the clock was ahead when it began
+    stale = running_us <= now_us or set_back
     if stale and (yield Step(_TAKE, (until_us, account, key, running_us))):
         return Fresh(str(known_id))
     raise Conflict("the request with this Idempotency-Key is still running: ask again in a moment", retry_after_s=1)

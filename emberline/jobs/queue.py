@@ -274,9 +274,8 @@ class Queue:
     async def cancel(self, account: str, batch_id: str) -> Batch:
         """What waits ends at once, what runs with its worker's next heartbeat. Cancelling twice is fine."""
         batch = await self.batch(account, batch_id)
-        if batch.status == "validating":
-            await self._end_validating(batch, "cancelled", [])
-        else:
+        # It may have been started since it was read: then it is stopped like any that runs.
+        if batch.status != "validating" or not await self._end_validating(batch, "cancelled", []):
             await self._store.write(sql.CANCELLING, (self._store.now_us(), batch_id))
             if (await self.batch(account, batch_id)).status == "cancelling":
                 await self._sweeper.stop_all(batch_id, "cancelled")
@@ -402,11 +401,14 @@ class Queue:
         if total > self.limits.max_lines:
             raise TooLarge(f"a batch has at most {self.limits.max_lines:,} lines: split it")
 
-    async def _end_validating(self, batch: Batch, status: Any, errors: Sequence[ErrorInfo]) -> None:
+    async def _end_validating(self, batch: Batch, status: Any, errors: Sequence[ErrorInfo]) -> bool:
+        """Whether it was still being read."""
         now_us, said = self._store.now_us(), msgspec.json.encode(errors).decode()
-        if await self._store.run(lambda: reject(batch.id, status, said, now_us, self.limits)):
+        ended = await self._store.run(lambda: reject(batch.id, status, said, now_us, self.limits))
+        if ended:
             await self._sweeper.drop_lines(batch.id)
         await self._changed(batch.id)
+        return ended
 
     async def _lease(self, owner: str, row: Claimed, alone: bool) -> Lease:
         data = row.data if row.data is not None else await self.blobs.get(str(row.blob))

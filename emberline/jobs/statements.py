@@ -179,16 +179,16 @@ URGENT = """
     SELECT account, MIN(deadline_us) FROM batches WHERE ended = 0 AND deadline_us < ?
     AND status IN ('in_progress', 'cancelling') GROUP BY account ORDER BY MIN(deadline_us) LIMIT 64
 """
-DEPTHS = """
+_DEPTHS = """
     SELECT model, account, n_queued, n_leased, served,
-        (SELECT MIN(created_us) FROM lines WHERE state = 'queued' AND lines.model = lanes.model
-            AND lines.account = lanes.account AND deadline_us = (
-                SELECT MIN(deadline_us) FROM lines WHERE state = 'queued' AND lines.model = lanes.model
-                AND lines.account = lanes.account)),
-        (SELECT COUNT(*) FROM lines WHERE state = 'queued' AND kills > 0 AND lines.model = lanes.model
+        (SELECT created_us FROM lines WHERE state = 'queued' AND lines.model = lanes.model
+            AND lines.account = lanes.account ORDER BY deadline_us, prefix, batch_id, number LIMIT 1),
+        (SELECT COUNT(*) FROM lines{hint} WHERE state = 'queued' AND kills > 0 AND lines.model = lanes.model
             AND lines.account = lanes.account AND kills >= ?)
     FROM lanes WHERE n_queued > 0 OR n_leased > 0 ORDER BY model, account
 """
+# SQLite would count the suspects among all that waits.
+DEPTHS = Sql(_DEPTHS.format(hint=" INDEXED BY lines_suspect"), postgres=_DEPTHS.format(hint=""))
 
 # --- what becomes of a line ------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ class Choice(msgspec.Struct, omit_defaults=True):
         return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     @property
-    def tool_calls(self) -> list[Called]:
-        return [part for part in self.parts if isinstance(part, Called)]
+    def tool_calls(self) -> list[ToolCall]:
+        return [ToolCall(part.id, part.name, part.arguments) for part in self.parts if isinstance(part, Called)]
 
 
 class Answer(msgspec.Struct):

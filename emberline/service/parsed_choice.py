@@ -87,7 +87,6 @@ class ParsedChoice(Choice):
 
     def _absorb(self, pieces: list[Piece], events: list[TextEvent], *, searched: bool = True) -> str | None:
         """Appends the pieces' events; the stop string that ended the text, if one did."""
-        self._reply.add(piece for piece in pieces if type(piece) is not Said)
         for piece in pieces:
             if isinstance(piece, Said):
                 text, stop = piece.text, None
@@ -99,6 +98,7 @@ class ParsedChoice(Choice):
                     return stop
                 continue
             self._flush(events)
+            self._reply.add((piece,))
             self._whole = isinstance(piece, CallEnded)
             if isinstance(piece, Thought):
                 events.append(ReasoningDelta(self.index, piece.text))

@@ -1,11 +1,10 @@
 import asyncio
-from pathlib import Path
 
 import msgspec
 
 from emberline.accounts.ledger import Ledger
 from emberline.accounts.usage import UsageRow
-from emberline.store import Store
+from tests.databases import Place
 
 ROW = UsageRow(
     id="r1",
@@ -25,8 +24,8 @@ ROW = UsageRow(
 )
 
 
-async def test_a_row_comes_back_whole_and_stands(tmp_path: Path) -> None:
-    store = await Store.open(tmp_path / "t.db")
+async def test_a_row_comes_back_whole_and_stands(database: Place) -> None:
+    store = await database.open()
     ledger = Ledger(store)
     bare = UsageRow(id="r2", account="a", model="m", model_version="", status="cancelled", created_us=1, finished_us=2)
     await asyncio.gather(ledger.record(ROW), ledger.record(bare))

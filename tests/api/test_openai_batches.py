@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from emberline.api.batch_loader import reader_of
-from emberline.api.file_lines import lines_of
+from emberline.api.file_lines import FileLine, lines_of
 from emberline.api.queue_desk import QueueDesk
 from emberline.jobs.batch import Batch, NewBatch
 from emberline.protocol.answer import Answer, Choice, Said
@@ -20,7 +20,7 @@ from emberline.protocol.request import GenerateRequest, Priority
 from emberline.store import Database
 from tests.databases import Place
 
-from .queued import desk_of, jsonl, lines_in, run_all, until
+from .queued import desk_of, jsonl, lines_in, run_all, run_one, until
 from .scripted import MODEL, ScriptedService, client_of, hello, says
 
 CF = "/client/v4/accounts/acme/ai/v1"
@@ -355,6 +355,90 @@ async def test_cancel_with_partial_results(
     errors = lines_in(await client.get(f"/v1/files/{batch['error_file_id']}/content"))
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
     assert len(errors) == 2
+
+
+async def test_cancel_as_the_last_line_is_read(
+    client: httpx.AsyncClient, desk: QueueDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between looking and acting it has been started: it is cancelled all the same."""
+    await desk.close()
+    made = await submit(client, jsonl([chat("a")]))
+    batch = await desk.queue.take_validating("me")
+    assert batch is not None
+    await desk.queue.append(batch, [reader_of(batch, ScriptedService()).read(FileLine(1, jsonl([chat("a")])))])
+    stale = [await desk.queue.batch("local", made["id"])]
+    await desk.queue.start(batch)
+    look = desk.queue.batch
+
+    async def late(account: str, batch_id: str) -> Batch:
+        return stale.pop() if stale else await look(account, batch_id)
+
+    monkeypatch.setattr(desk.queue, "batch", late)
+    assert (await desk.queue.cancel("local", made["id"])).status == "cancelled"
+    assert not stale
+
+
+async def test_expiry_with_partial_results(
+    client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, store: Database
+) -> None:
+    made = await submit(client, jsonl([chat("a"), chat("b")]), completion_window="1m")
+    assert made["expires_at"] - made["created_at"] == 60
+
+    async def one() -> Any:
+        return await desk.queue.claim("test-puller", MODEL, 1)
+
+    await run_one(desk.queue, service, (await until(one))[0])
+    real = store.now_us
+    store.now_us = lambda: real() + 61_000_000  # type: ignore[method-assign]
+    await desk.queue.sweep()
+    batch = (await client.get(f"/v1/batches/{made['id']}")).json()
+    assert (batch["status"], batch["request_counts"]["expired"]) == ("expired", 1)
+    assert batch["expired_at"] >= batch["expires_at"]
+    assert len(lines_in(await client.get(f"/v1/files/{batch['output_file_id']}/content"))) == 1
+    (error,) = lines_in(await client.get(f"/v1/files/{batch['error_file_id']}/content"))
+    assert (error["response"], error["error"]["code"]) == (None, "batch_expired")
+
+
+async def test_any_door_knows_it(database: Place, service: ScriptedService, tmp_path: Path) -> None:
+    """Doors are processes of their own: all they share is the store."""
+    stores = [await database.open(), await database.open()]
+    async with (
+        desk_of(stores[0], service, tmp_path) as one,
+        desk_of(stores[1], service, tmp_path) as two,
+        client_of(service, batches=one) as here,
+        client_of(service, batches=two) as there,
+    ):
+        await one.close()  # so the other's loader has it to do
+        made = await submit(here, jsonl([chat("a")]))
+        two.loader.wake()
+        batch = await finish(there, two, service, made["id"])
+        for client in (here, there):
+            (line,) = lines_in(await client.get(f"/v1/files/{batch['output_file_id']}/content"))
+            assert line["custom_id"] == "a"
+        response = (await here.post("/v1/responses", json={"model": MODEL, "input": "Hi", "background": True})).json()
+        await run_all(two.queue, service)
+        assert (await there.get(f"/v1/responses/{response['id']}")).json()["status"] == "completed"
+    for store in stores:
+        await store.close()
+
+
+async def test_the_place_in_the_queue(client: httpx.AsyncClient, desk: QueueDesk) -> None:
+    made = await submit(client, jsonl(chat(str(i)) for i in range(2000)))
+
+    async def loaded() -> bool:
+        return (await desk.queue.batch("local", made["id"])).status == "in_progress"
+
+    await until(loaded)
+    status = (await client.get(f"/v1/batches/{made['id']}")).json()
+    assert status["request_counts"]["total"] == 2000
+    assert status["queue"]["position"] == 0
+    behind = await submit(client, jsonl([chat("last")]))
+
+    async def placed() -> Any:
+        found = (await client.get(f"/v1/batches/{behind['id']}")).json()
+        return found["queue"] if found["status"] == "in_progress" else None
+
+    assert (await until(placed))["position"] == 2000
 
 
 async def test_lists(client: httpx.AsyncClient) -> None:

@@ -1,6 +1,7 @@
 """Workers AI's queue over the wire."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,8 +9,10 @@ import pytest
 
 from emberline.api.queue_desk import QueueDesk
 from emberline.protocol.events import ChoiceDone, TextDelta
+from emberline.store import open_store
 
-from .queued import run_all, until
+from ..jobs.desks import desk_on
+from .queued import desk_of, run_all, until
 from .scripted import MODEL, ScriptedService, client_of, says
 
 RUN = f"/client/v4/accounts/acme/ai/run/{MODEL}"
@@ -176,3 +179,22 @@ async def test_cancelled_ones_are_told(client: httpx.AsyncClient, batches: Queue
     result = await polled(client, made["request_id"])
     assert [(one["success"], one["error"]["code"]) for one in result["responses"]] == [(False, 3008)] * 2
     assert result["responses"][0]["external_reference"] == "r"
+
+
+async def test_events_tell_of_it(service: ScriptedService, tmp_path: Path) -> None:
+    store = await open_store(tmp_path / "both.db")
+    async with (
+        desk_of(store, service, tmp_path) as desk,
+        desk_on(store, deliver=False) as events,
+        client_of(service, events=events, batches=desk) as client,
+    ):
+        made = await submitted(client, {"requests": [{"prompt": "x"}]})
+        await done(client, desk, service, made["request_id"])
+        listed = (await client.get("/client/v4/accounts/acme/ai/v1/events")).json()["data"]
+        assert [event["type"] for event in listed] == [
+            "cf.workersAi.model.batch.queued",
+            "cf.workersAi.model.batch.succeeded",
+        ]
+        assert listed[1]["data"]["payload"] == {"requestId": made["request_id"]}
+        assert listed[1]["data"]["source"]["modelName"] == MODEL
+    await store.close()

@@ -1,3 +1,5 @@
+from math import inf
+
 import pytest
 
 from emberline.engine.gpu_shapes import TILE, rows_beside_chunks
@@ -126,3 +128,15 @@ def test_a_step_of_prompts_alone_can_be_held_to_a_time():
     begun.add(n, n)
     assert pace.within(0.04, begun, 4096, 8192) <= 0
     assert pace.within(1e-6, Work(0), 0, 8192) == TILE
+
+
+def test_without_a_target_only_queued_work_is_held_to_a_time():
+    pace = Pace(target_s=inf)
+    for n_decodes in (0, 3, 64):
+        assert pace.chunk(Work(n_decodes), 100, 511) == 511
+    step = Work(3)
+    step.add(509, 600)
+    for _ in range(20):
+        pace.observe(step, 0.5)
+    assert pace.chunk(Work(3), 100, 511) == 511
+    assert pace.within(0.25, Work(3), 100, 511) == pytest.approx(255, abs=5)

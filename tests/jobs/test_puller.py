@@ -253,9 +253,9 @@ async def test_a_line_that_was_given_to_another_is_let_go(bench: Bench) -> None:
 async def test_time_that_is_over_ends_a_running_line(bench: Bench) -> None:
     clock = Time(bench.store)
     bench.pull()
-    batch = await bench.submit("hold", window_s=60)
+    batch = await bench.submit("hold", window_s=20)
     await until(_now(bench.service.running), lambda running: len(running) == 1)
-    clock.pass_s(61)
+    clock.pass_s(21)  # less than a lease
     await bench.queue.sweep()
     ended = await bench.ended(batch)
     assert (ended.status, ended.counts.expired) == ("expired", 1)

@@ -13,17 +13,18 @@ from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.protocol.record import Record
 from emberline.service import Service, open_core_server, open_door, responses
 from emberline.service.responses import Responses
-from emberline.store import Store
+from emberline.store import Database, Store
 from emberline.text.model import TextModel
 from tests.balancer.fake_engine import FakeEngine
+from tests.databases import Place
 from tests.service.conftest import PATIENCE_S, Opener, offer
 
 DAY_US = 86_400_000_000
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await Store.open(tmp_path / "t.db")
+async def store(database: Place) -> AsyncIterator[Database]:
+    store = await database.open()
     yield store
     await store.close()
 
@@ -37,7 +38,7 @@ def now_us(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-async def kept(store: Store, now_us: list[int]) -> Responses:
+async def kept(store: Database, now_us: list[int]) -> Responses:
     kept = Responses(store, retention_days=30)
     for number in range(4):
         assert await kept.keep(record(number, now_us[0] + number))
@@ -61,7 +62,7 @@ async def ids(kept: Responses, response_id: str, account: str = "alice") -> list
     return [found.id for found in await kept.recall(account, response_id, whole=True)]
 
 
-async def n_rows(store: Store) -> int:
+async def n_rows(store: Database) -> int:
     return int(str((await store.read("SELECT COUNT(*) FROM responses"))[0][0]))
 
 
@@ -91,7 +92,7 @@ async def test_a_restart(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(kept: Responses, store: Store) -> None:
+async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(kept: Responses, store: Database) -> None:
     assert await kept.forget("alice", "r1")
     assert not await kept.forget("alice", "r1")
     assert await kept.recall("alice", "r1") == []
@@ -105,7 +106,7 @@ async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(kept: Res
     assert await ids(kept, "r0") == ["r0"]
 
 
-async def test_what_expires(kept: Responses, store: Store, now_us: list[int]) -> None:
+async def test_what_expires(kept: Responses, store: Database, now_us: list[int]) -> None:
     began_us = now_us[0]
     now_us[0] = began_us + 20 * DAY_US
     assert await kept.keep(record(4, now_us[0]))
@@ -120,7 +121,7 @@ async def test_what_expires(kept: Responses, store: Store, now_us: list[int]) ->
     assert kept.n_bytes.total() == 0
 
 
-async def test_too_much_is_kept(store: Store, now_us: list[int]) -> None:
+async def test_too_much_is_kept(store: Database, now_us: list[int]) -> None:
     """The account with most loses its oldest conversations, from their ends; the others lose nothing."""
     kept = Responses(store, max_bytes=100_000)
     await kept.open()
@@ -156,7 +157,7 @@ async def test_a_conversation_has_a_limit(kept: Responses, monkeypatch: pytest.M
 
 
 async def test_a_store_in_trouble_does_not_end_the_tidying(
-    store: Store, now_us: list[int], monkeypatch: pytest.MonkeyPatch
+    store: Database, now_us: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Responses(store, max_bytes=1_000)
     await kept.open()

@@ -133,6 +133,17 @@ async def test_stop_strings_end_text_and_nothing_else(tell: Tell) -> None:
     assert done(events) == [ChoiceDone(0, "stop", "Paris")]
 
 
+@pytest.mark.parametrize("burst", [1, 1000])
+async def test_a_call_behind_a_stop_string_was_never_made(tell: Tell, burst: int) -> None:
+    service, engine = await tell("qwen", "Stop here. " + model("qwen").tool_form.write([PARIS]))
+    engine.burst = burst
+    request = ask(tools=(WEATHER,), sampling={"stop": ("here",)})
+    events = await events_of(service, request)
+    assert (text_of(events), started(events)) == ("Stop ", [])
+    assert done(events) == [ChoiceDone(0, "stop", "here")]
+    assert (await row_of(service, request)).status == "finished"
+
+
 async def test_min_tokens_are_not_searched_for_stop_strings(tell: Tell) -> None:
     service, _ = await tell("qwen", "stop stop stop")
     n = len(tokens.unpack(model("qwen").encode("stop", special=False)))
@@ -222,6 +233,8 @@ async def test_the_grammar_binds_the_reply(tell: Tell) -> None:
         ({"tools": (NOW,), "tool_choice": ToolChoice("required", "then")}, "'then'", "tool_choice"),
         ({"messages": (Message("tool", "x", tool_call_id="call_9"),)}, "'call_9'", "messages[0].tool_call_id"),
         ({"reasoning": Reasoning(budget_tokens=-1)}, "reasoning", "reasoning"),
+        ({"tools": (Tool("f", "", {"properties": {"a": {"maximum": 10**30}}}),)}, "64 bits", "tools"),
+        ({"output": OutputFormat("json_schema", {"type": "string", "minLength": 10**30})}, "64 bits", "output"),
         ({"tools": (Tool("f", "", {"properties": {"a": {"$recursiveRef": "#"}}}, True),)}, "recursiveRef", "tools"),
     ],
 )

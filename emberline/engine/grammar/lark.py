@@ -18,6 +18,7 @@ from emberline.protocol.errors import BadInput
 MAX_LARK_BYTES = 8 << 20
 MAX_INLINED = 2_000  # expressions that rules without recursion may grow to where they are called
 MAX_INSIDE = 10
+MAX_WRITTEN_OUT = 1 << 20  # characters of a sequence in a lexeme: the library copies the named ones into it
 MAX_LEXEME_DEPTH = 600  # the library recurses: somewhere beyond 3,000 the process would die
 MAX_CALLS = 12  # in one part of an expression; more are put into a rule of their own
 _SHORT = 60  # bytes of a lexeme's part that are repeated rather than named
@@ -51,6 +52,7 @@ class _Translator:
         self._calls: list[str] = []  # what a call's number stands for
         self._terminals: dict[str, str] = {}  # body → name
         self._depths: dict[str, int] = {}  # of terminals
+        self._lengths: dict[str, int] = {}  # of terminals, with the parts they name written out
         self._rules: dict[str, str] = {}
         self._n_inside = 0  # rules that are being inlined, one in the other
         self._named: dict[int, str] = {}  # rules that were translated, or are about to be
@@ -234,6 +236,7 @@ class _Translator:
             name = self._terminals[text] = f"T{len(self._terminals)}"
             self._count(text)
             self._depths[name] = self._depth(text)
+            self._lengths[name] = self._length(text)
         return name
 
     def _depth(self, text: str) -> int:
@@ -245,6 +248,20 @@ class _Translator:
         if deepest >= MAX_LEXEME_DEPTH:
             raise BadInput("the grammar is nested too deeply; use a flatter schema", param="grammar")
         return deepest + 1
+
+    def _length(self, text: str) -> int:
+        """Parts that name parts twice, and those twice again, double each time. A group is one thing to the library."""
+        open_lengths, at = [0], 0
+        for sign in _NESTING.finditer(text):
+            open_lengths[-1] += sign.start() - at + self._lengths.get(sign[0], 1)
+            at = sign.end()
+            if open_lengths[-1] > MAX_WRITTEN_OUT:
+                raise BadInput("the grammar is too large for its matcher; use a smaller schema", param="grammar")
+            if sign[0] == "(":
+                open_lengths.append(0)
+            elif sign[0] == ")":
+                open_lengths.pop()
+        return open_lengths[0] + len(text) - at
 
     def _count(self, text: str) -> None:
         self._n_bytes += len(text)

@@ -147,8 +147,11 @@ def _order(x):
 
 
 @triton.jit
-def _cut(values, real, best, top_k, top_p, min_p):
-    """Which candidates the filters keep. They stand in the order of their ids; equals are kept in that order."""
+def _cut(values, real, best, mass, top_k, top_p, min_p):
+    """Which candidates the filters keep. They stand in the order of their ids; equals are kept in that order.
+
+    mass: what all tokens weigh, candidates or not; top_p is a share of it, or of what top_k keeps.
+    """
     keys = tl.where(real, _order(values), -(1 << 40))
     keep = real
     low, high = tl.min(tl.where(real, keys, 1 << 40), 0), tl.max(keys, 0)
@@ -164,7 +167,7 @@ def _cut(values, real, best, top_k, top_p, min_p):
         keep = (keys > below) | (equal & (_equals_before(equal) < room))
     likelihood = tl.where(keep, tl.exp(values.to(tl.float64) - best.to(tl.float64)), 0.0)
     if top_p < 1:
-        goal = top_p.to(tl.float64) * tl.sum(likelihood, 0)
+        goal = top_p.to(tl.float64) * tl.where(top_k > 0, tl.sum(likelihood, 0), mass)
         under, over = low - 1, high  # what is > over weighs less than the goal, what is > under does not
         while over - under > 1:
             middle = under + (over - under) // 2
@@ -321,6 +324,7 @@ def _filtered(
     low, high, tries = 0.0, reach, 0
     low = tl.where(fits & ~enough, distance, low)
     listed = 0
+    mass = total.to(tl.float64)
     # Else passes over the row, until a distance holds enough and not too many.
     while (tries < 8) & (~found_all) & (listed == 0):
         distance = tl.where((low > 0) | (high < reach), 0.5 * (low + high), tl.minimum(4.0, reach))
@@ -331,6 +335,7 @@ def _filtered(
         )  # fmt: skip
         good = (distance >= reach) | ((top_k > 0) & (n >= top_k))
         good = good | ((top_k == 0) & (weighed > top_p * whole * 1.0001))
+        mass = whole
         low = tl.where(good, low, distance)
         high = tl.where(n > CANDIDATES, distance, high)
         listed = tl.where(good & (n <= CANDIDATES), 1, 0)
@@ -342,7 +347,7 @@ def _filtered(
             real = c < n
             values = tl.load(values_at + c, mask=real, other=float("-inf"))
         ids = tl.load(ids_at + c, mask=real, other=0)
-        keep = _cut(values, real, best, top_k, top_p, min_p)
+        keep = _cut(values, real, best, mass, top_k, top_p, min_p)
         _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
     else:
         chosen = _slow(

@@ -47,8 +47,9 @@ class GrammarCompiler:
         """An encoded `protocol.grammar.Grammar`. Raises BadInput where the spec is at fault."""
         try:
             data = _encode(spec)
-        except (TypeError, ValueError, RecursionError):
-            raise BadInput("the demanded format is not plain JSON, or nested too deep") from None
+        except (TypeError, ValueError, RecursionError, OverflowError):
+            message = "the demanded format is not plain JSON, nested too deep, or has whole numbers beyond 64 bits"
+            raise BadInput(message, param="tools" if spec.output is None else "output") from None
         key = hashlib.blake2b(data, digest_size=16).digest()
         found = self._cache.get(key)
         if found is not None:

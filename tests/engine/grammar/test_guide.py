@@ -297,8 +297,10 @@ def bomb(depth):
         Grammar((Sequence(tuple(Repeat(Text(f"k{n}"), 0, 1) for n in range(3000))),)),
         Grammar((*(choice(Text("x"), seq(Text(f"{n}"), Rule(n + 1))) for n in range(5000)), Text("y"))),
         Grammar((seq(Free(tuple(f"stop{n}" for n in range(300))), Text("stop7")),)),
+        Grammar((*(seq(Text("first:"), Rule(n + 1), Text("second:"), Rule(n + 1)) for n in range(40)), Text("y"))),
+        Grammar((Repeat(Repeat(Repeat(Text("ab"), 999, 999), 999, 999), 999, 999),)),
     ],
-    ids=["counts", "overlap", "lookback", "calls", "optional", "chain", "avoids"],
+    ids=["counts", "overlap", "lookback", "calls", "optional", "chain", "avoids", "doubling", "lengths"],
 )
 def test_hostile_grammars_end_in_time(engine, grammar):
     """Refused, failed at a step, or followed: never a hang."""

@@ -1,0 +1,119 @@
+"""Queued work in the engine: it makes way for the prompts of others, keeps its steps short, and is never starved."""
+
+from math import inf
+
+from emberline.engine import scheduler as module
+from emberline.engine.loop import StepLoop
+from emberline.engine.pace import Pace, Work
+from emberline.engine.scheduler import PAUSED_STEPS, POLITE_S
+from emberline.protocol.request import Priority
+
+from .fakes import FakeRunner, request, scheduler_of
+from .test_scheduler import A, B, Bench, sizes
+
+
+def ids(bench, plan):
+    return [
+        bench.scheduler._by_number[row.number].id if row.number in bench.scheduler._by_number else "?"
+        for row in plan.rows
+    ]
+
+
+def test_queued_work_sits_out_the_steps_of_another_s_prompt():
+    bench = Bench(max_running=4, token_budget=32, n_blocks=64)
+    bench.submit("queued", A[:8], max_tokens=40, priority=Priority.BATCH, ignore_eos=True)
+    bench.step()
+    bench.step()
+    bench.submit("asked", B[:80], max_tokens=4, ignore_eos=True)
+    plans = [bench.step() for _ in range(4)]
+    assert [sizes(plan) for plan in plans] == [[32], [32], [16], [1, 1]]
+    assert set(ids(bench, plans[3])) == {"asked", "queued"}
+    bench.finish()
+    assert len(bench.tokens("queued")) == 40
+
+
+def test_what_is_drawn_does_not_depend_on_who_was_in_the_way():
+    alone = Bench()
+    alone.submit("queued", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
+    mixed = Bench()
+    mixed.submit("queued", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
+    for n in range(5):
+        mixed.step()
+        mixed.submit(f"asked {n}", B[: 30 + n], max_tokens=3, ignore_eos=True)
+    assert mixed.finish().tokens("queued") == alone.finish().tokens("queued")
+
+
+def test_prompts_without_end_do_not_stop_queued_work_for_ever():
+    bench = Bench(max_running=4, token_budget=32, n_blocks=400)
+    bench.submit("queued", A[:8], max_tokens=3, priority=Priority.BATCH, ignore_eos=True)
+    bench.step()
+    n = 0
+    for _ in range(3 * (PAUSED_STEPS + 2)):
+        if sum(seq.urgency != Priority.BATCH for seq in bench.scheduler._by_number.values()) < 2:
+            bench.submit(f"asked {n}", [(n * 7 + i) % 7 for i in range(150)], max_tokens=1, ignore_eos=True)
+            n += 1
+        bench.step()
+    assert bench.deltas["queued"][-1].finish == "length"
+
+
+def test_one_that_found_no_place_for_long_is_ranked_with_the_others(monkeypatch):
+    monkeypatch.setattr(module, "STARVED_STEPS", 20)
+    bench = Bench(max_running=1, n_blocks=64)
+    for name in ("queued 1", "queued 2"):
+        bench.submit(name, A[:8], max_tokens=4, priority=Priority.BATCH, ignore_eos=True)
+    n = 0
+    order = []
+    for _ in range(200):
+        waiting = sum(seq.request.priority != Priority.BATCH for seq in bench.scheduler._by_number.values())
+        for _ in range(3 - waiting):
+            bench.submit(f"asked {n}", B[:8], max_tokens=5, ignore_eos=True)
+            n += 1
+        bench.step()
+        assert sum(seq.promoted for seq in bench.scheduler._by_number.values()) <= 1
+        order += [name for name, deltas in bench.deltas.items() if deltas[-1].finish and name not in order]
+    assert {"queued 1", "queued 2"} <= set(order)
+    assert order.index("queued 1") < order.index("queued 2")
+    assert order.index("asked 1") < order.index("queued 1")
+
+
+def test_the_load_tells_queued_work_that_waits_from_the_rest():
+    bench = Bench(max_running=1)
+    for n, priority in enumerate([Priority.DEFAULT, Priority.FLEX, Priority.BATCH, Priority.BATCH]):
+        bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
+    bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.waiting, load.waiting_batch) == (1, 3, 2)
+
+
+def paced(seconds_per_token: float):
+    pace = Pace(target_s=inf)
+    for _ in range(20):
+        pace.observe(Work(0, 200, 0), 200 * seconds_per_token)
+    scheduler, cache = scheduler_of(token_budget=512, n_blocks=128, context_len=1024)
+    scheduler._pace = pace
+    return scheduler, StepLoop(scheduler, FakeRunner(cache))
+
+
+def test_a_prompt_of_queued_work_is_cut_so_that_a_step_stays_short():
+    scheduler, loop = paced(seconds_per_token=POLITE_S / 200)
+    scheduler.submit(request("queued", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
+    loop.step(0.0)
+    plan_len = next(iter(scheduler._by_number.values())).n_computed
+    assert 190 <= plan_len <= 210
+
+
+def test_a_prompt_that_somebody_waits_for_is_not_cut():
+    scheduler, loop = paced(seconds_per_token=POLITE_S / 200)
+    scheduler.submit(request("asked", [n % 7 for n in range(500)]), 0.0)
+    scheduler.submit(request("queued", [n % 5 for n in range(500)], priority=Priority.BATCH), 0.0)
+    loop.step(0.0)
+    computed = {seq.id: seq.n_computed for seq in scheduler._by_number.values()}
+    assert computed == {"asked": 500, "queued": 0}
+
+
+def test_however_slow_the_machine_a_prompt_comes_forward():
+    scheduler, loop = paced(seconds_per_token=1.0)
+    scheduler.submit(request("queued", [n % 7 for n in range(200)], priority=Priority.BATCH, max_tokens=1), 0.0)
+    for _ in range(2):
+        loop.step(0.0)
+    assert not loop.busy
