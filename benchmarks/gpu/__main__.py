@@ -22,13 +22,14 @@ PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 def main() -> int:
     args = _parse()
     args.work.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Any] = {"device": _device()}
-    peer: dict[str, Any] = {}
+    before = json.loads(args.out.read_text()) if args.add and args.out.exists() else {"emberline": {}, "vllm": {}}
+    figures: dict[str, Any] = before["emberline"] | {"device": _device()}
+    peer: dict[str, Any] = before["vllm"]
     for name, measure in _plan(args).items():
         if name in args.only or (name == "served" and SERVED.intersection(args.only)):
-            _section(name, measure, figures, args)
+            _section(name, measure, figures, peer, args)
     if args.vllm is not None:
-        _section("vllm", lambda: peer.update(_vllm(args)), figures, args)
+        _section("vllm", lambda: _vllm(args, peer), figures, peer, args)
     _save(args, figures, peer)
     print(report.table(figures, peer))
     return 1 if figures.get("failed") else 0
@@ -47,7 +48,9 @@ def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _section(name: str, measure: Callable[[], Any], figures: dict[str, Any], args: argparse.Namespace) -> None:
+def _section(
+    name: str, measure: Callable[[], Any], figures: dict[str, Any], peer: dict[str, Any], args: argparse.Namespace
+) -> None:
     """A failure is told and the rest goes on: device time is dear."""
     begin = time.perf_counter()
     try:
@@ -61,7 +64,7 @@ def _section(name: str, measure: Callable[[], Any], figures: dict[str, Any], arg
         if isinstance(found, dict):
             figures |= found
         print(f"{name}: {time.perf_counter() - begin:.1f} s {json.dumps(found)}", flush=True)
-    _save(args, figures, {})
+    _save(args, figures, peer)
 
 
 def _elsewhere(code: str, *arguments: str) -> Any:
@@ -170,24 +173,25 @@ def _smollm2(args: argparse.Namespace) -> dict[str, Any]:
         return {"smollm2": {"tok_s": found["steady_tok_s"], "ready_s": engine.ready_s}}
 
 
-def _vllm(args: argparse.Namespace) -> dict[str, Any]:
+def _vllm(args: argparse.Namespace, peer: dict[str, Any]) -> None:
+    """Into `peer` as it comes. vLLM keeps the device until its process ends: each part has one of its own."""
     env = {**os.environ, "PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
-    figures: dict[str, Any] = {}
-    parts: list[tuple[str, ...]] = [()]
-    if "mixed" in args.only:
-        parts += [("--mixed", budget) for budget in args.vllm_mixed]
+    parts: list[tuple[str, ...]] = [(), *(("--mixed", budget) for budget in args.vllm_mixed)]
     for part in parts:
-        out = args.work / f"vllm-{'-'.join(part) or 'offline'}.json"
+        out = args.work / f"vllm{'-'.join(part)}.json"
         with (args.work / "vllm.log").open("ab") as log:
             subprocess.run([sys.executable, str(PEER), str(out), *part], check=True, env=env, stdout=log, stderr=log)
         found = json.loads(out.read_text())
-        figures |= {"mixed": {"every_0.5s": next(iter(found.values()))}} | found if part else found
-    return figures
+        peer |= {"mixed": {"every_0.5s": next(iter(found.values()))}} | found if part else found
+        print(f"  vllm {' '.join(part)}: {json.dumps(found)}", flush=True)
 
 
 def _device() -> str:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise SystemExit("this measures a CUDA device, and nvidia-smi finds none here") from None
 
 
 def _save(args: argparse.Namespace, figures: dict[str, Any], peer: dict[str, Any]) -> None:
@@ -199,15 +203,16 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-gpu"), help="a folder with 20 GB to spare")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the figures as JSON")
+    parser.add_argument("--add", action="store_true", help="to the figures that are in --out already")
     parser.add_argument(
-        "--only", nargs="+", default=SECTIONS, choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
+        "--only", nargs="*", default=SECTIONS, choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(workloads.BATCHES))
     parser.add_argument("--every", nargs="+", type=float, default=[0.5], metavar="S", help="between mixed's prompts")
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked bundle of vLLM")
-    parser.add_argument("--vllm-mixed", nargs="+", default=["8192"], metavar="N", help="its tokens a step, for mixed")
+    parser.add_argument("--vllm-mixed", nargs="*", default=["8192"], metavar="N", help="its tokens a step, for mixed")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 

@@ -301,7 +301,7 @@ def _matmuls(card: Card, scale: int) -> Iterator[Case]:
         "gate, up": (mlp, hidden, Job(card.noise(hidden).float(), 1e-5, gate=1)),
         "down": (hidden, mlp, Job(add=True)),
     }
-    for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 32, 64, 256)):
+    for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 64, 256)):
         yield _matmul(card, multiply, f"{name}, {m} tokens", m, n, k, job, 0)
     for bits, m in itertools.product((4, 8), (1, 8, 256)):
         yield _matmul(card, multiply, f"output, {bits} bits, {m} tokens", m, hidden, hidden, Job(add=True), bits)

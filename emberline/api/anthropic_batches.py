@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from emberline.api.anthropic_batch_lines import result_line
 from emberline.api.batch_lines import results_of
-from emberline.api.batch_status import batch_of, standing
+from emberline.api.batch_status import batch_of, standing, stop
 from emberline.api.body import decode, read_body
 from emberline.api.byte_stream import JSONL, gathered, send_bytes
 from emberline.api.call import Call
@@ -87,8 +87,8 @@ async def list_all(call: Call) -> Reply:
 
 
 async def cancel(call: Call) -> Reply:
-    await batch_of(call, call.tail, "anthropic")
-    return json_reply(await _shown_alone(call, await call.batches.queue.cancel(call.principal.account, call.tail)))
+    batch = await stop(call, await batch_of(call, call.tail, "anthropic"))
+    return json_reply(await _shown_alone(call, batch))
 
 
 async def delete(call: Call) -> Reply:

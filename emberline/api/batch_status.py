@@ -4,8 +4,11 @@ from typing import Any
 
 from emberline.api.call import Call
 from emberline.api.errors import NoSuchBatch
+from emberline.api.events import whole_number
 from emberline.jobs.batch import Batch, Kind
 from emberline.protocol.errors import NotFound
+
+LINE = {"line": {"type": "integer", "minimum": 0}}
 
 
 async def batch_of(call: Call, batch_id: str, kind: Kind) -> Batch:
@@ -17,6 +20,16 @@ async def batch_of(call: Call, batch_id: str, kind: Kind) -> Batch:
     if batch is None or batch.kind != kind:
         raise NoSuchBatch(f"there is no batch {batch_id[:100]!r}: it was deleted or has expired, or never was")
     return batch
+
+
+async def stop(call: Call, batch: Batch) -> Batch:
+    """Cancel the batch; or, with `line` in the query, the one request whose id ends in that number."""
+    queue, account, query = call.batches.queue, call.principal.account, call.query()
+    if "line" not in query:
+        return await queue.cancel(account, batch.id)
+    number = whole_number(query, "line", 0, 0, max(0, batch.counts.total - 1))
+    await queue.cancel_line(account, batch.id, number)
+    return await queue.batch(account, batch.id)
 
 
 async def standing(call: Call, batch: Batch) -> dict[str, Any]:

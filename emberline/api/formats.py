@@ -73,7 +73,7 @@ def of_response_format(given: ResponseFormat, where: str = "response_format") ->
         return Asked(None, where)
     schema, field = given.schema, f"{where}.schema"
     if schema is None and given.json_schema is not None:
-        schema, field = bare(given.json_schema), f"{where}.json_schema"
+        schema, field = bare(given.json_schema, f"{where}.json_schema"), f"{where}.json_schema"
         if schema is not given.json_schema:
             field += ".schema"
     if schema is not None:
@@ -83,12 +83,14 @@ def of_response_format(given: ResponseFormat, where: str = "response_format") ->
     return Asked(OutputFormat("json_object"), where)
 
 
-def bare(given: Schema) -> Schema | None:
+def bare(given: Schema, where: str) -> Schema | None:
     """A schema without OpenAI's envelope; None: the envelope holds none, which leaves any object."""
     if not isinstance(given, dict) or not given.keys() <= _ENVELOPE:
         return given
-    if isinstance(given.get("schema"), dict | bool):
-        schema: Schema = given["schema"]
+    schema: Schema | None = given.get("schema")
+    if not isinstance(schema, dict | bool | None):
+        raise BadInput(f"`{where}.schema` is a schema: an object or a boolean", param=f"{where}.schema")
+    if schema is not None:
         return schema
     return None if isinstance(given.get("name"), str) else given
 

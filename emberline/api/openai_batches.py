@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.batch_status import batch_of, standing
+from emberline.api.batch_status import batch_of, standing, stop
 from emberline.api.body import decode, read_body
 from emberline.api.call import Call
 from emberline.api.errors import NoSuchFile, codes
@@ -69,8 +69,7 @@ async def list_all(call: Call) -> Reply:
 
 
 async def cancel(call: Call) -> Reply:
-    await batch_of(call, call.tail, "openai")
-    batch = await call.batches.queue.cancel(call.principal.account, call.tail)
+    batch = await stop(call, await batch_of(call, call.tail, "openai"))
     return json_reply(await _shown_alone(call, batch))
 
 

@@ -20,6 +20,7 @@ from emberline.api import (
 )
 from emberline.api.anthropic_batches import NewMessageBatch
 from emberline.api.anthropic_messages import CountRequest, MessagesRequest
+from emberline.api.batch_status import LINE
 from emberline.api.call import Call
 from emberline.api.errors import Dialect
 from emberline.api.event_subscriptions import NewSubscription, SubscriptionChange
@@ -85,7 +86,7 @@ def _batches(prefix: str, form: Dialect) -> list[Route]:
         Route("POST", path, KEY, form, door.create, "Run a file of requests", body=NewBatchRequest),
         Route("GET", path, KEY, form, door.list_all, "List batches", query=door.PAGE),
         Route("GET", one, KEY, form, door.retrieve, "A batch"),
-        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a batch"),
+        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a batch, or one line", query=LINE),
         Route("DELETE", one, KEY, form, door.delete, "Delete a batch and its results"),
     ]
 
@@ -97,7 +98,7 @@ def _message_batches(prefix: str, form: Dialect) -> list[Route]:
         Route("GET", path, KEY, form, door.list_all, "List message batches", query=door.PAGE),
         Route("GET", one, KEY, form, door.retrieve, "A message batch"),
         Route("DELETE", one, KEY, form, door.delete, "Delete a message batch and its results"),
-        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a message batch"),
+        Route("POST", f"{one}/cancel", KEY, form, door.cancel, "Cancel a message batch, or one", query=LINE),
         Route("GET", f"{one}/results", KEY, form, door.results, "A message batch's results"),
     ]
 
@@ -152,7 +153,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", OPEN, OPENAI, admin.health, "Whether tokens can move"),
     Route("GET", "/metrics", KEY, OPENAI, admin.metrics, "Metrics for Prometheus"),
     Route("GET", "/api/ps", KEY, OPENAI, admin.ps, "Models, engines and their load"),
-    Route("GET", "/api/queue", KEY, OPENAI, queue_admin.show, "What waits, and the dead letters", query=queue_admin.PAGE),
+    Route(
+        "GET", "/api/queue", KEY, OPENAI, queue_admin.show, "What waits, and the dead letters", query=queue_admin.PAGE
+    ),
     Route("POST", "/api/queue/replay", KEY, OPENAI, queue_admin.replay, "Run dead letters again", queue_admin.Replay),
     Route("GET", "/openapi.json", OPEN, OPENAI, describe, "This document"),
     Route("POST", f"{AI}/run", KEY, NATIVE, workers_ai.run_universal, "Run a model", UniversalRequest, QUEUE),

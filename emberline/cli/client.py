@@ -2,8 +2,12 @@
 
 import http.client
 import json
+import os
+import secrets
 import time
 from collections.abc import Generator, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +16,7 @@ from emberline.config import Config
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 
 PROBE_S = 2.0  # to find out whether a server is there
+_PIECE = 1 << 20
 ANSWER_S = 600.0  # between two tokens, at most
 
 
@@ -58,9 +63,50 @@ def is_there(address: Address) -> bool:
 
 
 def get(address: Address, path: str, timeout_s: float = 10.0) -> Any:
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    return _exchange(address, "GET", path, None, _headers(address), timeout_s)
+
+
+def post(address: Address, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+    return _exchange(address, "POST", path, json.dumps(body or {}).encode(), _headers(address), timeout_s)
+
+
+def upload(address: Address, path: Path, purpose: str) -> Any:
+    """Send a file to /v1/files as it lies on the disk; its size does not matter to our memory."""
+    mark = secrets.token_hex(16)
+    name = path.name.replace('"', "_").encode("ascii", "replace").decode()
+    head = (
+        f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
+        f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+    ).encode()
+    tail = f"\r\n--{mark}--\r\n".encode()
+    headers = {**_headers(address), "Content-Type": f"multipart/form-data; boundary={mark}"}
+    with path.open("rb") as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        headers["Content-Length"] = str(len(head) + n_bytes + len(tail))
+        body = chain([head], iter(lambda: file.read(_PIECE), b""), [tail])
+        return _exchange(address, "POST", "/v1/files", body, headers, ANSWER_S)
+
+
+def download(address: Address, path: str) -> Iterator[bytes]:
+    """What is there, piece by piece."""
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
     try:
         connection.request("GET", path, headers=_headers(address))
+        response = connection.getresponse()
+        if response.status != 200:
+            _decoded(response, response.read())
+        while piece := response.read(_PIECE):
+            yield piece
+    except (OSError, http.client.HTTPException) as error:
+        raise _not_there(address) from error
+    finally:
+        connection.close()
+
+
+def _exchange(address: Address, method: str, path: str, body: Any, headers: dict[str, str], timeout_s: float) -> Any:
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, headers)
         response = connection.getresponse()
         return _decoded(response, response.read())
     except (OSError, http.client.HTTPException) as error:

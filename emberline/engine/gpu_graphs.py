@@ -16,6 +16,9 @@ class _Captured:
     result: Tensor  # where every replay leaves it
 
 
+MAX_GRAPHS = 160  # beyond these, shapes run uncaptured: a graph takes some memory of the device
+
+
 class Graphs:
     """By key. All share one memory pool: they run one after the other, and what they compute is copied out at once."""
 
@@ -23,6 +26,7 @@ class Graphs:
         self._enabled = enabled and device.type == "cuda"
         self._captured: dict[Hashable, _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+        self.replayed = False  # whether the last run was one; else its time says little of the next
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -30,11 +34,12 @@ class Graphs:
     def run(self, key: Hashable, body: Callable[[], Tensor]) -> Tensor:
         """Do what body does. The first time it runs as it is, and is captured while the device is busy with it."""
         captured = self._captured.get(key)
+        self.replayed = captured is not None
         if captured is not None:
             captured.graph.replay()
             return captured.result
         result = body()
-        if self._enabled and key not in self._captured:
+        if self._enabled and key not in self._captured and len(self._captured) < MAX_GRAPHS:
             self._captured[key] = self._capture(key, body)
         return result
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, TILE
 from emberline.engine.limits import Limits
 from emberline.kv.budget import blocks_of
 from emberline.protocol.errors import BadInput
@@ -31,9 +32,11 @@ class MemoryBudget:
 
 
 def state_bytes(limits: Limits, n_groups: int) -> int:
-    """What the runner keeps by slot: tables twice (of slots, of the step's rows), packets, outputs."""
-    tables = 2 * n_groups * limits.max_running * blocks_of(limits.context_len) * 4
-    return tables + limits.token_budget * 8 + limits.max_running * 1024 + (1 << 20)
+    """What the runner keeps by slot: tables (of slots, of a decode step's rows, of a mixed one's), packets, outputs."""
+    n_rows = limits.max_running + CHUNK_ROWS[-1]
+    tables = 3 * n_groups * n_rows * blocks_of(max(limits.context_len, TILE)) * 4
+    tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
+    return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 
 
 def budget(

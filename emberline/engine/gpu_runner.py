@@ -17,7 +17,7 @@ from emberline.engine import shared_prefix
 from emberline.engine.gpu_batch import Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
 from emberline.engine.gpu_graphs import Graphs
 from emberline.engine.gpu_outputs import Draw, Outputs, drawn_on
-from emberline.engine.gpu_shapes import CHUNK_ROWS, TILE, decode_rows
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, TILE, decode_rows
 from emberline.engine.gpu_slots import SamplerTable, Slots
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
@@ -27,6 +27,7 @@ from emberline.kernels.inputs import DecodeInputs, SlotState
 from emberline.kv.budget import blocks_of
 
 MAX_IN_FLIGHT = 3  # steps whose outputs are kept apart
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
 class Kernels(Protocol):
@@ -41,7 +42,7 @@ class Kernels(Protocol):
 class _Launched:
     batch: Batch
     outputs: Outputs
-    work: Work
+    work: Work | None  # None: its time is not worth knowing
     n_decodes: int  # places that rows that decode have among the draws, some perhaps nobody's
     draw: Callable[[], None] | None  # still to be done, when the masks are there
 
@@ -125,10 +126,12 @@ class GpuRunner:
         for row in plan.rows:
             slot = slots[row.slot]
             slots.grow(row, slot, tell=bool(batch.chunks))
+            slots.recount(row, slot)
             slots.ban(row, slot)
         slots.ship()
         n_decodes, draw = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
-        return _Launched(batch, outputs, _work(batch), n_decodes, draw)
+        typical = self._graphs.replayed or (bool(batch.chunks) and batch.n_tokens > MAX_CAPTURED_TOKENS)
+        return _Launched(batch, outputs, _work(batch) if typical else None, n_decodes, draw)
 
     def finish(self, launched: _Launched, masks: Masks | None) -> None:
         """The draws, where they had to wait, and their way to the host."""
@@ -144,7 +147,11 @@ class GpuRunner:
     def read(self, launched: _Launched) -> list[Draw]:
         outputs = launched.outputs
         draws = outputs.read(launched.batch.places(launched.n_decodes), launched.batch.logprobs)
-        if self._pace is not None and (seconds := outputs.done.seconds_since(outputs.began)) is not None:
+        if (
+            self._pace is not None
+            and launched.work is not None
+            and (seconds := outputs.done.seconds_since(outputs.began)) is not None
+        ):
             self._pace.observe(launched.work, seconds)
         return draws
 
@@ -222,8 +229,10 @@ def _work(batch: Batch) -> Work:
 
 def fatal(error: Exception) -> Exception:
     """An error of the device itself comes back as DeviceLost; memory that ran out is the step's alone."""
-    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, torch.AcceleratorError):
+    text = str(error)
+    of_device = isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_ERRORS)
+    if not of_device or "out of memory" in text:
         return error
-    lost = DeviceLost(str(error))
+    lost = DeviceLost(text)
     lost.__cause__ = error
     return lost

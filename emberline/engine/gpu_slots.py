@@ -1,6 +1,6 @@
 """What a GPU runner knows of the sequence in each slot, here and on the device, and what it must still tell there."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,8 +32,9 @@ class Slot:
     masked: bool  # a grammar decides what it may draw
     logprobs: int | None
     passed: list[int]
+    sampler: SamplerRow
+    ids: bytearray | None  # prompt and output as far as the host was told, kept where a penalty looks back at them
     banned: tuple[int, ...] = ()
-    sampler: SamplerRow = field(default_factory=SamplerRow)
 
 
 class Slots:
@@ -82,6 +83,7 @@ class Slots:
             logprobs=sampling.logprobs,
             passed=[0] * len(self.tables),
             sampler=row,
+            ids=bytearray(request.prompt_ids + admission.output_ids) if looks_back else None,
         )
         for g, blocks in enumerate(admission.blocks):
             self.tables[g, admission.slot, : len(blocks)] = blocks
@@ -102,6 +104,17 @@ class Slots:
                 if tell or new - old > 1:
                     self._note(g, row.slot, old, new)
             slot.passed = row.passed
+
+    def recount(self, row: Row, slot: Slot) -> None:
+        """The device counts what it draws; tokens that were put into a reply it must be told of."""
+        if slot.ids is None or row.follows:
+            return
+        del slot.ids[4 * row.start :]
+        slot.ids += row.token_ids
+        if row.samples and row.start >= slot.n_prompt and len(row.token_ids) > 4:
+            slot.sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
+            slot.banned = ()
+            self.sampler.set(row.slot, slot.sampler)
 
     def ban(self, row: Row, slot: Slot) -> None:
         if row.banned != slot.banned:

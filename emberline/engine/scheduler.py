@@ -230,11 +230,17 @@ class Scheduler:
             self._guide_failed(seq, None)
             bits[:] = ~np.uint32(0)
 
-    def _guide_failed(self, seq: Sequence, error: Exception | None) -> None:
+    def _guide_failed(self, seq: Sequence, error: Exception | None) -> EmberlineError:
         digest = seq.guide.digest if seq.guide is not None else ""
         what = "a grammar allows no token" if error is None else "a grammar cannot be followed"
-        _log.error(what, exc_info=error, extra={"request_id": seq.id, "grammar": digest})
-        seq.failure = Internal(GRAMMAR_FAILED)
+        extra = {"request_id": seq.id, "grammar": digest}
+        if isinstance(error, EmberlineError):  # the caller's: it is told why
+            _log.warning(what, extra=extra)
+            seq.failure = error
+        else:
+            _log.error(what, exc_info=error, extra=extra)
+            seq.failure = Internal(GRAMMAR_FAILED)
+        return seq.failure
 
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
@@ -442,8 +448,8 @@ class Scheduler:
             try:
                 return self._draw_guided(seq, seq.guide, entry)
             except Exception as error:
-                self._guide_failed(seq, error)
-                return self._end(seq, "error", error=Internal(GRAMMAR_FAILED).info())
+                failure = self._guide_failed(seq, error)
+                return self._end(seq, "error", error=failure.info())
         if drawn.token_id in seq.stop_ids:
             return self._append(seq, [entry], "stop")
         entries = [entry, *self._thought(seq, drawn.token_id)]

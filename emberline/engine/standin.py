@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from emberline import log
 from emberline.engine import process, script
@@ -126,14 +127,20 @@ def _hang() -> None:
 class StandinLoop(StepLoop):
     """Refuses what the script says; everything else is the real loop."""
 
-    def __init__(self, scheduler: Scheduler, runner: ScriptedRunner, base: Script) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ScriptedRunner, base: Script, journal: TextIO | None = None
+    ) -> None:
         super().__init__(scheduler, runner)
         self._base = base
+        self._journal = journal
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
         if script.of_request(request, self._base).refuse:
             raise Overloaded("the script says no", retry_after_s=1)
         super().submit(request, now_s)
+        if self._journal is not None:
+            self._journal.write(f"{time.time_ns() // 1000} {request.id}\n")
+            self._journal.flush()
 
 
 def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
@@ -159,7 +166,8 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
     )
     base = script.parse(args.script)
     runner = ScriptedRunner(limits, base, hang_up)
-    return StandinLoop(Scheduler(cache, limits, info.fingerprint), runner, base), info
+    journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115 as long as we live
+    return StandinLoop(Scheduler(cache, limits, info.fingerprint), runner, base, journal), info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,6 +190,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = process.arguments("emberline.engine.standin", "The engine's protocol, without a model.")
     parser.set_defaults(max_running=256, token_budget=8192)
     parser.add_argument("--script", default="", help="what to say, how fast, how to fail: see engine/script.py")
+    parser.add_argument("--journal", help="a file to which the id of every accepted request is written, with the time")
     parser.add_argument("--fingerprint", default="standin", help="roots the block hashes")
     parser.add_argument("--context-len", type=process.positive, default=8192, metavar="N")
     parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")

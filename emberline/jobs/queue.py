@@ -107,7 +107,7 @@ class Queue:
         return from_row(rows[0]) if rows else None
 
     async def append(self, batch: Batch, lines: Sequence[NewLine]) -> None:
-        """The next lines of a batch that the caller took. Renews its lease, even without lines."""
+        """The next lines of a batch that the caller took; renews its lease."""
         for at in range(0, len(lines), CHUNK):
             total = batch.counts.total
             self._check_lines(total + len(lines[at : at + CHUNK]))

@@ -8,7 +8,7 @@ import msgspec
 from emberline.accounts.usage import Status, UsageRow
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.stream import Stream
-from emberline.protocol.errors import DeadlineExceeded, Unavailable, from_info
+from emberline.protocol.errors import DeadlineExceeded, EmberlineError, ErrorInfo, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice import Choice
@@ -182,8 +182,7 @@ class Run:
             choice = self._by_id[delta.id]
             if delta.finish == "error" or delta.finish == "cancelled":
                 choice.output_ids += delta.token_ids  # computed, so counted
-                error = delta.error
-                raise from_info(error) if error is not None else Unavailable("the engine gave the request up")
+                raise self._failure(delta.error)
             if self.first_token_us is None:
                 events.append(self._start(delta))
             events += choice.push(delta)
@@ -192,6 +191,14 @@ class Run:
                 if delta.finish is None:  # a stop string: the engine does not know
                     self._stream.abort(delta.id)
         return events
+
+    def _failure(self, info: ErrorInfo | None) -> EmberlineError:
+        if info is None:
+            return Unavailable("the engine gave the request up")
+        error = from_info(info)
+        if error.param == "grammar":  # which no caller has sent
+            error.param = "tools" if self.prepared.request.output is None else "output"
+        return error
 
     def _start(self, delta: TokenDelta) -> Started:
         """The first token is there, so the prompt's KV is too: the other choices find it in the cache."""

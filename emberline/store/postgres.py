@@ -1,7 +1,7 @@
 """The store beyond one machine: PostgreSQL through asyncpg.
 
-asyncpg, because it is the fastest driver from asyncio, sends one statement for many rows without waiting in between,
-and needs no C library on the host; psycopg's pipelines come close, at twice the time per small statement.
+asyncpg, because it was made for asyncio, sends one statement for many rows without waiting in between, and needs no C
+library on the host.
 
 Group commit: a statement goes out at once while a lane (a connection that writes) is free; while all are busy, what
 waits is gathered and committed together. Transactions that look before they write go one by one, so that no two of

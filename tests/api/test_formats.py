@@ -103,6 +103,13 @@ async def test_a_bad_one_is_named_as_the_caller_does(
         assert answer.json()["error"]["param"] == named
 
 
+@pytest.mark.parametrize("schema", [[1], "x", 5])
+async def test_an_envelope_around_no_schema(client: httpx.AsyncClient, schema: object) -> None:
+    wanted = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    answer = await client.post("/v1/chat/completions", json=CHAT | wanted)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
+
+
 JSON_MODE = {"prompt": "Hi", "response_format": {"type": "json_object"}}
 
 

@@ -43,7 +43,7 @@ folder = tempfile.TemporaryDirectory()
 
 plain = app_of(service, KEY, hosts=("testserver",))
 NEED_EVENTS = ("/events", "/webhook_endpoints", "/event_subscriptions")
-NEED_QUEUE = ("/files", "/batches", "/responses", "/ai/run")
+NEED_QUEUE = ("/files", "/batches", "/responses", "/ai/run", "/api/queue")
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ from emberline.engine.gpu_runner import GpuRunner
 from emberline.engine.gpu_shapes import decode_rows as bucket
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
-from emberline.engine.plan import Admission, Masks, Row, StepPlan
+from emberline.engine.plan import Admission, DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.kernels import inputs
 from emberline.kernels.inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
@@ -127,8 +127,9 @@ def test_logprobs_come_back_for_those_who_asked():
 
 
 def runner_of(model=None, max_running=4):
-    limits = Limits(200, VOCAB, (0,), max_running, 32)
-    return GpuRunner(model or Padded(), [40], limits, "cpu", HostKernels(), HostTable(), graphs=True)
+    limits = Limits(200, VOCAB, (0,), max_running, max(32, max_running))
+    model = model or Padded()
+    return GpuRunner(model, [40] * len(model.kv_groups), limits, "cpu", HostKernels(), HostTable(), graphs=True)
 
 
 def admitted(slot, ids, blocks=(), **sampling):
@@ -216,3 +217,43 @@ def test_prepare_takes_changes_in_and_makes_inputs():
     assert state.tables[0, 2].tolist() == [9, 0, 40, 12]
     inputs.keep(as_int32([3, -1, 8]), to.slots[:3], state)
     assert state.last_tokens.tolist() == [0, 71, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("shape '[2]' is invalid"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_a_lost_device_is_told_from_a_failed_step(error, lost):
+    model = Padded()
+    runner = runner_of(model)
+
+    def forward(step, kv):
+        raise error
+
+    model.forward = forward
+    step = runner.launch(StepPlan([admitted(0, [1, 2])], [Row(0, 0, 0, pack([1, 2]), [[1]], [0], True)], 2))
+    step.sample()
+    with pytest.raises(DeviceLost if lost else type(error)) as raised:
+        step.result()
+    assert str(error) in str(raised.value)
+
+
+def test_tokens_put_into_a_reply_are_counted_by_penalties():
+    """A thinking limit adds tokens that nobody drew; the row behind them computes several at once."""
+    runner = runner_of()
+    kernels = runner._kernels
+    ids = [1, 2, 3]
+    plan = StepPlan([admitted(0, ids, presence_penalty=0.1)], [Row(0, 0, 0, pack(ids), [[5]], [0], True, (4,))], 3)
+    [first] = drawn(runner.launch(plan))
+    forced = StepPlan([], [Row(0, 0, 3, pack([first, 6, 6]), None, [0], True, (4,))], 3)
+    [second] = drawn(runner.launch(forced))
+    assert kernels.drawn_rows[-1].output_ids.tolist() == [first, 6, 6]
+    assert kernels.drawn_rows[-1].banned == (4,)
+    drawn(runner.launch(StepPlan([], [Row(0, 0, 6, b"", None, [0], True, follows=True)], 1)))
+    assert kernels.drawn_rows[-1].output_ids.tolist() == [first, 6, 6, second]

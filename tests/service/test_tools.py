@@ -1,5 +1,6 @@
 """Tool calls, reasoning and formats through the pipeline, with scripted tokens."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -8,13 +9,14 @@ from typing import Any
 import pytest
 
 from emberline.protocol import grammar, tokens
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, ErrorInfo
 from emberline.protocol.events import (
     ChoiceDone,
     Completed,
     ReasoningDelta,
     TextDelta,
     TextEvent,
+    TokenDelta,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -134,7 +136,9 @@ async def test_stop_strings_end_text_and_nothing_else(tell: Tell) -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 1000])
-async def test_a_call_behind_a_stop_string_was_never_made(tell: Tell, burst: int) -> None:
+async def test_a_call_behind_a_stop_string_was_never_made(
+    tell: Tell, burst: int, caplog: pytest.LogCaptureFixture
+) -> None:
     service, engine = await tell("qwen", "Stop here. " + model("qwen").tool_form.write([PARIS]))
     engine.burst = burst
     request = ask(tools=(WEATHER,), sampling={"stop": ("here",)})
@@ -142,6 +146,7 @@ async def test_a_call_behind_a_stop_string_was_never_made(tell: Tell, burst: int
     assert (text_of(events), started(events)) == ("Stop ", [])
     assert done(events) == [ChoiceDone(0, "stop", "here")]
     assert (await row_of(service, request)).status == "finished"
+    assert "not remembered" not in caplog.text
 
 
 async def test_min_tokens_are_not_searched_for_stop_strings(tell: Tell) -> None:
@@ -245,6 +250,25 @@ async def test_what_cannot_be_is_refused(tell: Tell, fields: dict[str, Any], mes
     assert message in caught.value.message
     assert caught.value.param == param
     assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"tools": (NOW,)}, "tools"), ({"output": OutputFormat("choice", ["a"])}, "output")]
+)
+async def test_a_grammar_that_an_engine_refuses_is_named_by_what_demanded_it(
+    tell: Tell, fields: dict[str, Any], param: str
+) -> None:
+    service, engine = await tell("generic", "never said")
+    engine.script = None
+    request = ask(**fields)
+    asking = asyncio.create_task(events_of(service, request))
+    while not engine.submitted:
+        await asyncio.sleep(0.01)
+    refused = ErrorInfo("bad_input", "the grammar is too complex", param="grammar")
+    engine.step(TokenDelta(engine.submitted[0].id, finish="error", error=refused))
+    with pytest.raises(BadInput, match="too complex") as caught:
+        await asking
+    assert caught.value.param == param
 
 
 async def test_parameters_nested_without_end_are_refused(tell: Tell) -> None:

@@ -5,11 +5,14 @@ a greatest length), every place of a text is another state. When the table is fu
 sequence's tokens are read again.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from emberline.protocol.errors import BadInput
 
 # What one grammar may cost. Fuel is time: about 50 units a microsecond at first, 14 later. A state has about 1 kB.
 LIMITS: dict[str, Any] = {
@@ -23,8 +26,11 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class MatcherFailed(Exception):
-    """The library gave up: a limit, or a fault of ours."""
+_log = logging.getLogger(__name__)
+
+
+class MatcherFailed(BadInput):
+    """The library gave up at one of its limits."""
 
 
 class Prototype:
@@ -107,4 +113,5 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise MatcherFailed(self._matcher.get_error()[:2000])
+            _log.warning("a grammar was given up: %s", self._matcher.get_error()[:500])
+            raise MatcherFailed("the grammar is too complex to be followed; use a simpler schema", param="grammar")

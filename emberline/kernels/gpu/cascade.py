@@ -92,7 +92,6 @@ def attend_prefix(
     peaks: Tensor,
     rows: int,
     pdl: bool = False,
-    stages: int = 3,
 ) -> int:
     """shared: int32 [2], a row whose table starts with the prefix and the prefix's tokens, a multiple of the block.
 
@@ -100,10 +99,11 @@ def attend_prefix(
     """
     group = at.heads // at.kv_heads
     queries, parts = _queries(rows * group), n_parts(rows, at.heads, at.kv_heads)
+    stages, warps = (3, 4) if at.head_dim <= 128 else (2, 8)  # what shared memory and registers hold
     _prefix[(at.kv_heads, cdiv(rows * group, queries), parts)](
         qkv, partial, peaks, *angles, at.q_norm if at.q_norm is not None else qkv, pool, tables, shared, rows,
         at.scale * LOG2_E, at.eps, pool.stride(0), tables.stride(0),
         GROUP=group, DIM=at.head_dim, PAD=power_of_two(at.head_dim), QUERIES=queries, TILE=64,
-        NORM=at.q_norm is not None, STAGES=stages, PDL=int(pdl), **options(pdl, num_warps=4),
+        NORM=at.q_norm is not None, STAGES=stages, PDL=int(pdl), **options(pdl, num_warps=warps),
     )  # fmt: skip
     return parts

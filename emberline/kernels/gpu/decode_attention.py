@@ -30,9 +30,11 @@ class DecodeTile:
 
 def choose(rows: int, head_dim: int) -> DecodeTile:
     """Few rows wait for latency: more in flight at once. Many want small programs, as many as fit."""
-    if rows <= 4 and head_dim <= 128:
+    if head_dim > 128:  # one warp's registers do not hold it
+        return DecodeTile(32, 4, 4, 4)
+    if rows <= 4:
         return DecodeTile(64, 3, 2, 8)
-    return DecodeTile(16, 6, 1, 8 if rows <= 16 and head_dim <= 128 else 4)
+    return DecodeTile(16, 6, 1, 8 if rows <= 16 else 4)
 
 
 @triton.jit

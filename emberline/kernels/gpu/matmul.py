@@ -168,16 +168,17 @@ class Multiplier:
         more: dict[str, Any] = dict(norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl)
         if m > MAX_SKINNY or self._deterministic:
             self._separate(x, matrix, out, job)
-        elif m == 1:
-            quantised.gemv(x, matrix, out, quantised_tile(1, out.shape[1], matrix.bits), **more)
+            return
+        tile = quantised_tile(m, out.shape[1], matrix.bits, bool(job.gate))
+        if m == 1:
+            quantised.gemv(x, matrix, out, tile, **more)
         else:
-            tile = quantised_tile(m, out.shape[1], matrix.bits)
             quantised.multiply(x, matrix, out, tile, self._space.matmul, self._space.counters, **more)
 
 
-def quantised_tile(m: int, n: int, bits: int) -> QuantisedTile:
+def quantised_tile(m: int, n: int, bits: int, gated: bool) -> QuantisedTile:
     if m == 1:
-        rows = 4
+        rows = 2 if gated else 4  # more do not fit in registers
         while rows > 1 and n // rows < 2 * SM_COUNT:
             rows //= 2
         return QuantisedTile(rows, 512, 1, 1, 4)

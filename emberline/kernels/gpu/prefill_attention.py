@@ -129,10 +129,8 @@ def chunks(
     first_row: int = 0,
     limit: int = 2**31 - 1,
     pdl: bool = False,
-    queries: int = 128,
-    tile: int = 128,
-    stages: int = 3,
-    warps: int = 8,
+    queries: int | None = None,
+    tile: int | None = None,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
@@ -143,12 +141,13 @@ def chunks(
     if not tokens or not n_rows:
         return
     group = at.heads // at.kv_heads
-    queries = max(queries, power_of_two(group))
+    size, stages = (128, 3) if at.head_dim <= 128 else (64, 2)  # what shared memory holds
+    queries, tile = max(queries or size, power_of_two(group)), tile or size
     grid = (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
     _chunks[grid](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
         at.window or 0, pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim,
         PAD=power_of_two(at.head_dim), QUERIES=queries,
         TILE=tile, WINDOWED=at.window is not None, ROWS=64, STAGES=stages, PDL=int(pdl),
-        **options(pdl, num_warps=warps, num_stages=stages),
+        **options(pdl, num_warps=8, num_stages=stages),
     )  # fmt: skip

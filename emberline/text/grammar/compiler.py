@@ -49,7 +49,7 @@ class GrammarCompiler:
             data = _encode(spec)
         except (TypeError, ValueError, RecursionError, OverflowError):
             message = "the demanded format is not plain JSON, nested too deep, or has whole numbers beyond 64 bits"
-            raise BadInput(message, param="tools" if spec.output is None else "output") from None
+            raise BadInput(message, param=_field(spec)) from None
         key = hashlib.blake2b(data, digest_size=16).digest()
         found = self._cache.get(key)
         if found is not None:
@@ -60,7 +60,10 @@ class GrammarCompiler:
             task = asyncio.create_task(self._compile(key, data))
             self._running[key] = task
             task.add_done_callback(lambda _: self._running.pop(key, None))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except BadInput as error:  # one for each who waits: doors tell it in their own words
+            raise BadInput(error.message, param=error.param or _field(spec)) from None
 
     async def start(self) -> None:
         """Starts the child now, so that the first request need not wait for it."""
@@ -137,6 +140,11 @@ class GrammarCompiler:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
+
+
+def _field(spec: GrammarSpec) -> str:
+    """What of a request demands the grammar."""
+    return "tools" if spec.output is None else "output"
 
 
 async def _exchange(child: asyncio.subprocess.Process, data: bytes) -> Reply:

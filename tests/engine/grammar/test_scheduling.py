@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import automaton
+from emberline.engine.grammar import automaton, matcher
 from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.compiler import Grammars
@@ -340,6 +340,18 @@ def test_a_guide_that_breaks_ends_its_request_alone(fail, caplog):
     assert bench.end("plain").finish == "length"
     assert any(getattr(record, "grammar", "") == "fake" for record in caplog.records)
     assert bench.cache.n_used == 0
+
+
+def test_a_grammar_beyond_the_library_is_the_callers_fault(monkeypatch):
+    monkeypatch.setitem(matcher.LIMITS, "step_max_items", 1)
+    made = Grammars(VOCAB)
+    made.learn(frame(WORDS))
+    bench = Bench(grammars=made)
+    bench.submit("bound", "json", max_tokens=5)
+    bench.submit("plain", None, max_tokens=5)
+    bench.finish()
+    assert bench.end("bound").error.kind == "bad_input"
+    assert bench.end("plain").finish == "length"
 
 
 def test_without_a_vocabulary_a_grammar_is_refused():

@@ -1,5 +1,6 @@
 """Matmuls for few tokens against plain PyTorch: norms, gates, residuals and biases folded in or not."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +10,11 @@ pytest.importorskip("triton")
 from emberline.kernels.gpu.activation import gate_reference
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
+from emberline.kernels.gpu.quantised import QuantisedMatrix, pack
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import rms_norm
+from emberline.weights.tensor import Affine
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, error, noise
 
 GATES = ["", "silu", "gelu_tanh"]
@@ -70,6 +73,29 @@ def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool
     more = noise(n, seed=5) if bias else None
     want = expected(x, w, out, weight, more, gate, add)
     whole_rows(x, w, out, RowsTile(2, 4, 1), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    assert error(out, want) < LIMIT
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+    m, n, k = 130, 24, 64
+    sizes = Sizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantised=True)
+    multiply = Multiplier(Workspace(sizes, DEVICE, DTYPE), False, False)
+    total = n * (2 if gate else 1)
+    more = noise(n, seed=5) if bias else None
+    matrix: Matrix | QuantisedMatrix = Matrix(noise(total, k, seed=2), more)
+    w = noise(total, k, seed=2)
+    if bits:
+        rng = np.random.default_rng(bits)
+        scale = rng.uniform(0.5, 1, (total, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
+        codes = rng.integers(0, 2**bits, (total, k), dtype=np.uint8)
+        affine = Affine(codes, scale, np.zeros_like(scale), bits)
+        matrix, w = pack([affine], more, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
+    x, out = noise(m, k, seed=1), noise(m, n, seed=3)
+    weight = noise(k, seed=4).float() + 1 if norm else None
+    want = expected(x, w, out, weight, more, gate, add)
+    multiply(x, matrix, out, Job(weight, 1e-5, gate, add))
     assert error(out, want) < LIMIT
 
 

@@ -78,6 +78,22 @@ async def test_errors_come_back_whole(compiler: GrammarCompiler) -> None:
         await compiler.compile(spec("json_schema", False))
 
 
+async def test_everybody_gets_an_error_of_their_own(compiler: GrammarCompiler) -> None:
+    """Doors rewrite them in their callers' words."""
+    wrong = spec("regex", "(")
+    first, second = await asyncio.gather(compiler.compile(wrong), compiler.compile(wrong), return_exceptions=True)
+    assert isinstance(first, BadInput)
+    assert isinstance(second, BadInput)
+    assert first is not second
+    assert (first.message, first.param) == (second.message, second.param)
+
+
+async def test_an_error_names_what_demanded_the_grammar(compiler: GrammarCompiler) -> None:
+    with pytest.raises(BadInput) as caught:
+        await compiler.compile(spec("regex", "[]"))
+    assert caught.value.param == "output"
+
+
 async def test_what_takes_too_long_is_killed_and_others_go_on() -> None:
     compiler = GrammarCompiler(limit_s=1.0)
     await compiler.compile(spec("regex", "x"))

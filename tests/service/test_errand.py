@@ -1,0 +1,84 @@
+"""Queued work in the pipeline: on the engine it was granted, its usage row left to whoever brought it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emberline.accounts.ledger import Ledger
+from emberline.accounts.usage import UsageRow
+from emberline.protocol.errors import EngineLost, Unavailable
+from emberline.protocol.request import GenerateRequest, Message, Priority
+from emberline.service import Service
+from emberline.service.core import LocalCore
+from emberline.service.errand import Errand
+from emberline.service.gathering import gather
+from tests.balancer.fake_engine import FakeEngine, Script
+
+from .conftest import ALICE, MODEL, Opener
+
+
+def queued(name: str = "b-0") -> GenerateRequest:
+    return GenerateRequest(id=name, model=MODEL, messages=(Message("user", "Hi"),), priority=Priority.BATCH)
+
+
+def ledger_of(service: Service) -> Ledger:
+    assert isinstance(service.core, LocalCore)
+    return service.core._ledger
+
+
+async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) -> None:
+    rows: list[UsageRow] = []
+    answer = await gather(service.generate(queued(), ALICE, Errand("e0", rows.append)))
+    assert answer.choices[0].text == "Hello!"
+    assert [(row.id, row.status, row.priority, row.output_tokens) for row in rows] == [("b-0", "finished", "batch", 7)]
+    assert await ledger_of(service).find("b-0") is None
+
+
+async def test_it_runs_where_it_was_granted(tmp_path: Path, say: Callable[..., Script], open_one: Opener) -> None:
+    engines = [await FakeEngine(tmp_path / f"{n}.sock", say("Hi"), name=n).start() for n in ("e0", "e1")]
+    service = await open_one(*engines)
+    for n in range(4):
+        await gather(service.generate(queued(f"b-{n}"), ALICE, Errand("e1", lambda row: None)))
+    assert (len(engines[0].submitted), len(engines[1].submitted)) == (0, 4)
+    await engines[1].die()
+    with pytest.raises(Unavailable):
+        await gather(service.generate(queued("b-9"), ALICE, Errand("e1", lambda row: None)))
+    await engines[0].die()
+
+
+async def test_an_engine_that_dies_under_it_is_told_at_once(engine: FakeEngine, service: Service) -> None:
+    engine.script = None
+    rows: list[UsageRow] = []
+    events = service.generate(queued(), ALICE, Errand("e0", rows.append))
+    first = events.__anext__()
+
+    waiting = asyncio.ensure_future(first)
+    await engine.submission()
+    await engine.die()
+    with pytest.raises(EngineLost):
+        await waiting
+    assert [row.status for row in rows] == ["failed"]
+    assert await ledger_of(service).find("b-0") is None
+
+
+async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine, service: Service) -> None:
+
+    engine.script = None
+    runs = [
+        asyncio.ensure_future(gather(service.generate(queued(f"b-{n}"), ALICE, Errand("e0", lambda row: None))))
+        for n in range(8)
+    ]
+    await engine.submission(8)
+    assert isinstance(service.core, LocalCore)
+    member = service.core.fleet["e0"]
+    assert (member.in_flight, member.batch_in_flight) == (8, 8)
+    flex = GenerateRequest(id="flex", model=MODEL, prompt="x", priority=Priority.FLEX, reject_if_busy=True)
+    asked = asyncio.ensure_future(gather(service.generate(flex, ALICE)))
+    await engine.submission(9)
+    assert (member.in_flight, member.batch_in_flight) == (9, 8)
+    for run in (*runs, asked):
+        run.cancel()
+    await asyncio.gather(*runs, asked, return_exceptions=True)
+    assert (member.in_flight, member.batch_in_flight) == (0, 0)

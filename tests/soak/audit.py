@@ -1,0 +1,62 @@
+"""What must hold when it is over, whatever died on the way."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from emberline.store import open_store
+
+Row = tuple[Any, ...]
+
+
+def check_results(asked: Mapping[str, str], results: Sequence[dict[str, Any]], echoes: bool) -> None:
+    """Every line has exactly one result, and it is the answer to its own question."""
+    seen = Counter(result["custom_id"] for result in results)
+    lost = set(asked) - set(seen)
+    assert not lost, f"{len(lost)} lines lost, e.g. {sorted(lost)[:3]}"
+    twice = [name for name, n in seen.items() if n > 1]
+    assert not twice, f"{len(twice)} lines visible twice, e.g. {twice[:3]}"
+    assert set(seen) == set(asked), "results that nobody asked for"
+    for result in results:
+        assert result["error"] is None, result
+        assert result["response"]["status_code"] == 200, result
+        said = result["response"]["body"]["choices"][0]["message"]["content"]
+        if echoes:
+            assert asked[result["custom_id"]] in said, result
+
+
+def check_store(where: str | Path, n_lines: int) -> list[Row]:
+    """One usage row a line, of the attempt that counted. Returns the lines with the times of their ends."""
+
+    async def read() -> tuple[list[Row], list[Row]]:
+        store = await open_store(where)
+        usage = await store.read("SELECT id, status, output_tokens FROM usage")
+        lines = await store.read("SELECT batch_id, number, state, ended_us, attempts, kills FROM lines")
+        await store.close()
+        return list(usage), list(lines)
+
+    usage, lines = asyncio.run(read())
+    assert Counter(row[2] for row in lines) == {"succeeded": n_lines}
+    ids = Counter(row[0] for row in usage)
+    assert set(ids) == {f"{row[0]}-{row[1]}" for row in lines}
+    assert set(ids.values()) == {1}
+    assert {row[1] for row in usage} == {"finished"}
+    return lines
+
+
+def check_runs(journal: Path, lines: Sequence[Row], slack_us: int = 50_000) -> tuple[int, int]:
+    """Only unfinished lines ran again: no engine was given a line after its result was there. (runs, runs again)"""
+    runs: defaultdict[str, list[int]] = defaultdict(list)
+    for entry in journal.read_text().splitlines():
+        at_us, _, request_id = entry.partition(" ")
+        if request_id:
+            runs[request_id].append(int(at_us))
+    for batch_id, number, _, ended_us, _, _ in lines:
+        began = runs[f"{batch_id}-{number}"]
+        assert began, f"{batch_id}-{number} has a result and never ran"
+        late = [at_us for at_us in began if at_us > ended_us + slack_us]
+        assert not late, f"{batch_id}-{number} ran again after it was done"
+    n_runs = sum(map(len, runs.values()))
+    return n_runs, n_runs - len(lines)

