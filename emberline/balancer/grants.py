@@ -80,7 +80,7 @@ class Room:
         if load.kv_total_blocks and load.kv_used_blocks > KV_FULL * load.kv_total_blocks:
             return self.granted
         if now_s - self._sync_s >= QUIET_S:
-            return int(places * max(self._cap, 0.5)) if self._cap < 1 else places + max(1, int(places * AHEAD))
+            return places + max(1, int(places * AHEAD))
         return min(int(places * min(self._cap, self._share)), places - self._others())
 
     def _others(self) -> int:
@@ -101,8 +101,7 @@ class Room:
             return  # it was idle, or begins anew
         self.step_s.add(elapsed_s / n_steps, now_s)
         if self.granted and self._slow(now_s):
-            most = 1.0 if now_s - self._sync_s >= QUIET_S else self._share
-            self._cap = max(min(self._cap, most) * _SLOWER, FLOOR)
+            self._cap = max(min(self._cap, self._share) * _SLOWER, FLOOR)
         else:
             self._cap = min(self._cap + _FASTER, 1.0)
 
@@ -110,9 +109,10 @@ class Room:
         mixed, alone = self._first_s[True], self._first_s[False]
         late = mixed.known(now_s) and alone.known(now_s) and mixed.value > alone.value + STEP_S
         utilisation = self.member.load.utilisation
-        pressed = now_s - self._sync_s < QUIET_S
-        full = pressed and utilisation is not None and utilisation > BUSY
-        return (pressed and late) or full or self.step_s.value > STEP_S
+        if now_s - self._sync_s >= QUIET_S:
+            return False  # nobody who could mind
+        full = utilisation is not None and utilisation > BUSY
+        return late or full or self.step_s.value > STEP_S
 
 
 class Grant:

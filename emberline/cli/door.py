@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class DoorPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     core_socket: Path
+    core_pid: int = 0  # 0: whoever started the door
     models: list[tuple[ModelCard, Path, list[Endpoint]]]
 
     def write(self, path: Path) -> None:
@@ -99,7 +100,7 @@ async def _end_streams(stop: asyncio.Event, events: EventDesk | None) -> None:
 
 async def _run(plan: DoorPlan, listener: socket.socket) -> None:
     stop = asyncio.Event()
-    with _parent_watched(stop):
+    with _parent_watched(stop, plan.core_pid):
         entries = [Entry(card, path) for card, path, _ in plan.models]
         served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
         service = await open_door(served, core_socket=plan.core_socket)
@@ -109,9 +110,10 @@ async def _run(plan: DoorPlan, listener: socket.socket) -> None:
         batches = QueueDesk(queue, service)
         batches.load()
         try:
-            await service.ready(CONNECT_S)
-            print('{"ready": true}', flush=True)
-            await serve_door(service, plan.config, listener, stop, events, batches)
+            await _unless(stop, service.ready(CONNECT_S))
+            if not stop.is_set():
+                print('{"ready": true}', flush=True)
+                await serve_door(service, plan.config, listener, stop, events, batches)
         finally:
             await batches.close()
             await service.close()
@@ -120,9 +122,19 @@ async def _run(plan: DoorPlan, listener: socket.socket) -> None:
             await store.close()
 
 
+async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:
+    """Wait for it, but not once we shall stop: until we are gone, nobody else can listen where we do."""
+    tasks = [asyncio.create_task(waiting), asyncio.create_task(stop.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
 @contextlib.contextmanager
-def _parent_watched(stop: asyncio.Event) -> Iterator[None]:
-    """Stop when the core is gone, however it went."""
+def _parent_watched(stop: asyncio.Event, core_pid: int) -> Iterator[None]:
+    """Stop when the core is gone, however it went; it may have gone while we started."""
+    if core_pid and os.getppid() != core_pid:
+        stop.set()
     try:
         descriptor = os.pidfd_open(os.getppid())
     except (AttributeError, OSError):  # not Linux: the core's socket closing is all we see

@@ -206,7 +206,7 @@ async def _open_doors(
     doors = Doors(n_doors, listener, "emberline.cli.door", ["--plan", str(plan_file)])
     if n_doors:
         models = [(entry.card, entry.path, cluster.endpoints[entry.card.id]) for entry in entries]
-        DoorPlan(config=config, core_socket=core_socket, models=models).write(plan_file)
+        DoorPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
         core = await open_core_server(service, core_socket)
         stack.push_async_callback(core.close)
         stack.push_async_callback(doors.stop, config.server.drain_s + WORKER_GRACE_S)

@@ -186,7 +186,14 @@ class MixedBuffers:
         self._upload.send(stops[-1], self._buffer)
         return longest
 
-    def inputs(self, shape: MixedShape, state: SlotState, batch: Batch | None, longest: int = 0) -> StepInputs:
+    def inputs(
+        self,
+        shape: MixedShape,
+        state: SlotState,
+        batch: Batch | None,
+        longest: int = 0,
+        shared: tuple[Tensor, Tensor] | None = None,
+    ) -> StepInputs:
         """From what was sent. A captured step knows no batch, and nothing but its shape."""
         token_ids, positions, starts, contexts, row_slots, samples, *_ = self._views(shape)
         d = shape.n_decodes
@@ -197,7 +204,8 @@ class MixedBuffers:
         tables = [table[:, :width].index_select(0, row_slots) for table in state.tables]
         chunks = None if batch is None else _chunks(batch)
         longest_query = shape.n_tokens - d if chunks is None else max(chunk.n for chunk in chunks)
-        step_shape = StepShape(d, longest_query, chunks=chunks)
+        prefix, shares = shared or (None, None)
+        step_shape = StepShape(d, longest_query, prefix, shares, chunks)
         n_draws = shape.n_rows if batch is None else batch.n_draws
         return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_draws].long(), step_shape)
 

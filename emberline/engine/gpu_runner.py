@@ -25,6 +25,7 @@ from emberline.engine.plan import DeviceLost, Masks, StepPlan
 from emberline.engine.runner import Model, allocate_pool
 from emberline.kernels.inputs import DecodeInputs, SlotState
 from emberline.kv.budget import blocks_of
+from emberline.models.step import StepInputs
 
 MAX_IN_FLIGHT = 3  # steps whose outputs are kept apart
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
@@ -201,15 +202,20 @@ class GpuRunner:
         longest = self._mixed.send(batch, shape, self._slots.spare)
         draws = bool(batch.n_draws) and not batch.masked
         if shape.padded:
-            who = self._mixed.draws(shape, None)
-            logits = self._graphs.run((shape, draws), lambda: self._mixed_body(shape, None, longest, who, draws))
+            who, cascade = self._mixed.draws(shape, None), self._look_for_shared(batch)
+            shared = self._decode.shared(shape.n_decodes) if cascade else None
+            logits = self._graphs.run(
+                (shape, cascade, draws),
+                lambda: self._mixed_body(self._mixed.inputs(shape, self._slots.state, None, 0, shared), who, draws),
+            )
         else:
             who = self._mixed.draws(shape, batch)
-            logits = self._mixed_body(shape, batch, longest, who, draws)
+            inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
+            logits = self._mixed_body(inputs, who, draws)
         return shape.n_decodes, None if draws or not batch.n_draws else lambda: self._draw(logits, *who)
 
-    def _mixed_body(self, shape: MixedShape, batch: Batch | None, longest: int, who: Draws, draws: bool) -> Tensor:
-        logits = self._model.forward(self._mixed.inputs(shape, self._slots.state, batch, longest), self._kv)
+    def _mixed_body(self, inputs: StepInputs, who: Draws, draws: bool) -> Tensor:
+        logits = self._model.forward(inputs, self._kv)
         if draws:
             self._draw(logits, *who)
         return logits

@@ -25,6 +25,7 @@ from emberline.protocol.request import EngineRequest, Priority
 from emberline.protocol.tokens import pack, unpack
 
 POLITE_S = 0.04  # of a step with nothing but queued work in it: what a request that arrives now may have to wait for
+QUIET_STEPS = 512  # without another's request: then queued work need not be polite
 PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
 STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
 
@@ -66,6 +67,7 @@ class Scheduler:
         self._pace = pace
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._next_deadline_s = float("inf")
+        self._asked_step = -QUIET_STEPS  # when a request that is not queued work was last here
         self._n_paused = 0  # steps in a row that queued work let pass
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
@@ -335,7 +337,7 @@ class Scheduler:
         left = self.limits.token_budget - plan.n_tokens
         if self._pace is None or not left:
             return left
-        if seq.urgency == Priority.BATCH:
+        if seq.urgency == Priority.BATCH and self._totals.steps - self._asked_step < QUIET_STEPS:
             left = self._pace.within(POLITE_S, work, seq.n_computed, left)
         return self._pace.chunk(work, seq.n_computed, left) if left else 0
 
@@ -481,11 +483,14 @@ class Scheduler:
             seq.thinks = False
         if not seq.thinks or n_output < limit.most:
             return []
-        seq.thinks = False
         ids = unpack(limit.ids)
         room = seq.max_tokens - n_output - len(ids)
-        if room < 0 or (seq.guide is not None and not _accepts(seq.guide, ids, room if seq.closes else None)):
+        if room < 0:
+            seq.thinks = False
             return []
+        if seq.guide is not None and not _accepts(seq.guide, ids, room if seq.closes else None):
+            return []  # within a character, say: it is tried again behind the next token
+        seq.thinks = False
         return _forced(ids)
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
@@ -508,6 +513,8 @@ class Scheduler:
     ) -> TokenDelta:
         """The one way out: everything the sequence held is given back, and its terminal delta is made."""
         del self._by_id[seq.request.id], self._by_number[seq.number]
+        if seq.request.priority != Priority.BATCH:
+            self._asked_step = self._totals.steps
         if seq.pending is not None:
             self._pending.remove(seq)
         if seq.slot == WAITING:

@@ -8,8 +8,6 @@ from prometheus_client.registry import Collector
 
 from emberline.jobs.shelf import Depth
 
-ENDS = ("claimed", "completed", "failed", "retried", "dead", "cancelled", "expired", "lost")
-
 
 class Figures(Collector):
     """Counts what this process did. Depth and age are those of the whole queue, when they were last looked at."""

@@ -35,7 +35,10 @@ class Room(Protocol):
     def issue(self, model: str, most: int) -> Sequence[Place]: ...
 
     def issue_alone(self, model: str) -> Place | None:
-        """An engine with no other line on it; None: not yet."""
+        """An engine with no other line on it; None: not yet, one is being emptied."""
+
+    def call_off(self, model: str) -> None:
+        """No line is to run alone after all."""
 
     def stir(self) -> None: ...
 
@@ -66,6 +69,7 @@ class Puller:
         self._running: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._dry: set[str] = set()  # models of which there was nothing left to claim, until something is heard
+        self._emptying: set[str] = set()  # models of which an engine is being emptied, for a line alone
         self._beat_now = asyncio.Event()
         self._beating: asyncio.Task[None] | None = None
 
@@ -185,14 +189,19 @@ class Puller:
             depths = await self._queue.waiting()
             self.figures.looked(depths, await self._queue.count_dead(), self._queue.now_us())
             suspects = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
-            for model in suspects:
-                await self._run_alone(model)
-            await asyncio.sleep((ROOM_S if suspects else LOOK_S) * random.uniform(0.75, 1.25))
+            for model in self._emptying - suspects:
+                self._emptying.discard(model)
+                self._grants.call_off(model)
+            soon = [await self._run_alone(model) for model in suspects]
+            await asyncio.sleep((ROOM_S if any(soon) else LOOK_S) * random.uniform(0.75, 1.25))
 
-    async def _run_alone(self, model: str) -> None:
+    async def _run_alone(self, model: str) -> bool:
+        """Whether to look again soon: an engine is being emptied, or there may be another one."""
         grant = self._grants.issue_alone(model)
         if grant is None:
-            return
+            self._emptying.add(model)
+            return True
+        self._emptying.discard(model)
         try:
             leases = await self._queue.claim(self._owner.name, model, 1, alone=True)
         except BaseException:
@@ -200,13 +209,14 @@ class Puller:
             raise
         if not leases:  # each is in another's hands, or not due yet
             grant.give_back()
-            return
+            return False
         self.figures.count("claimed", model)
         began_s = asyncio.get_running_loop().time()
         task = self._begin(leases[0], grant)
         await asyncio.wait([task])
         took_s = asyncio.get_running_loop().time() - began_s
         await asyncio.sleep(took_s)  # the others' turn
+        return True
 
 
 async def _forever(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:

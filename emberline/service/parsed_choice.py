@@ -54,7 +54,8 @@ class ParsedChoice(Choice):
         self._absorb(free, events, searched=False)
         stop = self._absorb(rest, events)
         if stop is None and finish is not None:
-            stop = self._absorb(self._parser.finish(), events)
+            stop = self._absorb(self._parser.finish(cut=finish == "length"), events)
+            self._whole = self._whole and not self._parser.lost_call
         if stop is not None:
             return [*events, *self._events("", "stop", stop)]
         if finish is not None:

@@ -91,6 +91,7 @@ def paced(seconds_per_token: float):
         pace.observe(Work(0, 200, 0), 200 * seconds_per_token)
     scheduler, cache = scheduler_of(token_budget=512, n_blocks=128, context_len=1024)
     scheduler._pace = pace
+    scheduler._asked_step = 0  # somebody was here just now
     return scheduler, StepLoop(scheduler, FakeRunner(cache))
 
 
@@ -100,6 +101,14 @@ def test_a_prompt_of_queued_work_is_cut_so_that_a_step_stays_short():
     loop.step(0.0)
     plan_len = next(iter(scheduler._by_number.values())).n_computed
     assert 190 <= plan_len <= 210
+
+
+def test_when_nobody_was_here_for_long_it_is_not_cut():
+    scheduler, loop = paced(seconds_per_token=POLITE_S / 200)
+    scheduler._asked_step = -module.QUIET_STEPS
+    scheduler.submit(request("queued", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
+    loop.step(0.0)
+    assert next(iter(scheduler._by_number.values())).n_computed == 500
 
 
 def test_a_prompt_that_somebody_waits_for_is_not_cut():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from emberline.engine import shared_prefix
 from emberline.engine.gpu_runner import GpuRunner
 from emberline.engine.gpu_shapes import decode_rows as bucket
 from emberline.engine.limits import Limits
@@ -257,3 +258,33 @@ def test_tokens_put_into_a_reply_are_counted_by_penalties():
     assert kernels.drawn_rows[-1].banned == (4,)
     drawn(runner.launch(StepPlan([], [Row(0, 0, 6, b"", None, [0], True, follows=True)], 1)))
     assert kernels.drawn_rows[-1].output_ids.tolist() == [first, 6, 6, second]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["decode step", "mixed step"])
+def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 1)
+    seen = []
+
+    class Seeing(Padded):
+        def forward(self, step, kv):
+            shape = step.shape
+            seen.append(None if shape.shared is None else (shape.shared.tolist(), shape.shares.tolist()))
+            return super().forward(step, kv)
+
+    runner = runner_of(Seeing(), max_running=8)
+    system = [1, 2, 3, 4] * 8  # two blocks
+    runner.launch(StepPlan([admitted(0, system)], [Row(0, 0, 0, pack(system), [[1, 2]], [0], False)], 32)).sample()
+    plan = StepPlan()
+    for slot in range(1, 6):
+        plan.admissions.append(admitted(slot, [*system, slot], blocks=[1, 2]))
+        plan.rows.append(Row(slot, slot, 32, pack([slot]), [[10 + slot]], [0], True))
+    plan.admissions.append(admitted(6, [5] * 17, blocks=[20]))  # another's block, of which nobody else has one
+    plan.rows.append(Row(6, 6, 16, pack([5]), [[21]], [0], True))
+    if beside:
+        plan.admissions.append(admitted(7, [4] * 20))
+        plan.rows.append(Row(7, 7, 0, pack([4] * 20), [[30, 31]], [0], False))
+    drawn(runner.launch(plan))
+    (row, n_tokens), shares = seen[-1]
+    assert (n_tokens, shares[:6]) == (32, [32, 32, 32, 32, 32, 0])
+    assert not any(shares[6:])
+    assert row < 5

@@ -114,6 +114,10 @@ class Places:
         self.emptied = True
         return Seat(self, alone=True) if not self.taken else None
 
+    def call_off(self, model: str) -> None:
+        self.emptied = False
+        self.stir()
+
     def stir(self) -> None:
         self._stirred.set()
 

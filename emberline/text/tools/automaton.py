@@ -3,7 +3,8 @@
 The ids are read as one text, in which the special tokens that mean something here are characters of their own
 (form.signs). Text and reasoning are held back where they may become an opening, and white space where it may stand
 before one. A call goes out once its name is known and declared; its arguments go out as they are written. What looks
-like a call and is none stays what it stands in, text or reasoning.
+like a call and is none stays what it stands in, text or reasoning; unless the reply was cut there, and more of it could
+have made it one: nobody's text ends in half a call.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,6 +52,8 @@ class ReplyParser:
         self._gap = ""  # white space before what may be a call
         self._trim = self.thinking  # white space that comes next is nobody's
         self._at_start = True  # nothing has gone out
+        self._cut = False  # the reply ended because there was no room for more of it
+        self.lost_call = False  # it was cut before a call's arguments began
         self._arguments = ArgumentScanner()
         can_think = thinking is None and form.think_start
         self._state: Callable[[bool, list[Piece]], bool] = self._before if can_think else self._text
@@ -72,8 +75,9 @@ class ReplyParser:
     def push(self, ids: Sequence[int]) -> list[Piece]:
         return self.push_text(self._read(ids))
 
-    def finish(self) -> list[Piece]:
-        """What was held back, now that nothing follows."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """What was held back, now that nothing follows. `cut`: more would have, had there been room."""
+        self._cut = cut
         pieces = self.push_text(self._detokenizer.finish())
         while self._state(True, pieces):
             pass
@@ -166,6 +170,8 @@ class ReplyParser:
             return True
         if found is None and len(self._held) < HEAD_CHARS and not final:
             return False
+        if found is None and self._cut and self._calls.may_begin(self._held, self._names):
+            return self._lose_call()
         opening = next(opening for opening in self._calls.openings if self._held.startswith(opening))
         self._held, self._gap = self._gap + self._held, ""
         self._out(len(self._held) - len(self._held.lstrip()) + len(opening), pieces)
@@ -190,6 +196,9 @@ class ReplyParser:
         found = self._calls.tail.match(self._held[:TAIL_CHARS])
         if found is None and len(self._held) < TAIL_CHARS and not final:
             return False
+        if found is None and self._cut and self._calls.may_end(self._held):
+            self._held = ""
+            return False
         self._held = self._held[found.end() if found is not None else 0 :]
         self._trim = True
         self._state = self._after
@@ -210,6 +219,8 @@ class ReplyParser:
             self._held = self._held[len(calls.close) :]
         elif not final and self._may_continue(calls):
             return False
+        elif self._cut and self._held and calls.may_go_on(self._held, self._names):
+            return self._lose_call()
         self._state = self._text
         return True
 
@@ -229,6 +240,11 @@ class ReplyParser:
         if self.thinking:
             return self._form.in_thought
         return self._form.in_text if self._calls is not None and not self._calls.alone else None
+
+    def _lose_call(self) -> bool:
+        """Half a call is neither a call nor text."""
+        self._held, self._gap, self.lost_call = "", "", True
+        return False
 
     def _begin(self, name: str, number: str, end: int, pieces: list[Piece]) -> None:
         pieces.append(CallBegun(name, number))

@@ -1,7 +1,7 @@
 """A tool form as patterns over a reply's text. The structure around names and arguments may have any white space."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from emberline.text.tools.form import ToolForm, signed
 
@@ -34,6 +34,7 @@ class CallPatterns:
 
     def __init__(self, form: ToolForm, signs: Mapping[str, str]) -> None:
         self._signs = signs
+        self._form = form
         self.openings = tuple(self._signed(opening) for opening in form.openings)
         self.alone = form.alone
         self.close = self._signed(form.close)
@@ -47,6 +48,33 @@ class CallPatterns:
         self.again = re.compile(self._loose(form.between) + call + rest) if self.separator else None
         self.tail = re.compile(self._loose(form.end))
 
+    def may_begin(self, text: str, names: Collection[str]) -> bool:
+        """Whether more behind the text could make it `head`, with one of the names."""
+        form = self._form
+        begins = {form.begin, ""} if form.begin in form.openings else {form.begin}
+        return self._may_become(text, (begin + form.call for begin in begins), names)
+
+    def may_go_on(self, text: str, names: Collection[str]) -> bool:
+        """The same for `again`."""
+        return self.again is not None and self._may_become(text, (self._form.between + self._form.call,), names)
+
+    def may_end(self, text: str) -> bool:
+        """Whether more behind the text could make it `tail`."""
+        return _spaceless(self._signed(self._form.end)).startswith(_spaceless(text))
+
+    def _may_become(self, text: str, beginnings: Iterable[str], names: Collection[str]) -> bool:
+        form = self._form
+        text = _spaceless(text)
+        if form.number:  # any number will do
+            text = re.sub(rf"{re.escape(form.number)}\d{{1,9}}", f"{form.number}0", text)
+        rest = f"{form.number}0{form.arguments}" if form.number else form.arguments
+        return any(
+            _spaceless(self._signed(f"{beginning}{prefix}{name}{rest}{{")).startswith(text)
+            for beginning in beginnings
+            for prefix in {form.prefix, ""}
+            for name in names
+        )
+
     def _signed(self, text: str) -> str:
         return signed(text, self._signs)
 
@@ -58,6 +86,10 @@ class CallPatterns:
 
 
 _SPACE = r"\s*"
+
+
+def _spaceless(text: str) -> str:
+    return "".join(text.split())
 
 
 def _around(part: str) -> str:

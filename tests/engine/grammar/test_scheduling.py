@@ -402,6 +402,19 @@ def test_a_grammar_decides_whether_thinking_may_be_ended(grammars):
     assert valid(ALL["linked"], bench.tokens("not"))
 
 
+def test_thinking_is_not_ended_within_a_character_but_behind_it(grammars):
+    class Accents(Taste):
+        def draw(self, row, allowed):
+            return next(t for t in (0xA9, 0xC3, *allowed) if t in allowed)
+
+    thinking = Grammar((seq(Free(), Token(SPECIAL), Text("done")),))
+    bench = Bench(runner=Accents(), grammars=grammars)
+    bench.submit("a", thinking, max_tokens=40, thinking=(5, (SPECIAL,), (SPECIAL,)))
+    bench.finish()
+    assert bench.tokens("a").index(SPECIAL) == 6
+    assert valid(thinking, bench.tokens("a"))
+
+
 def test_max_tokens_holds_for_thinking_too(grammars):
     bench = Bench(grammars=grammars)
     bench.submit("a", None, "digits", max_tokens=6, thinking=(5, (SPECIAL,), END_THINKING))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from emberline.protocol.errors import BadInput, Internal
+from emberline.protocol.errors import BadInput, Internal, Overloaded
 from emberline.protocol.grammar import decode
 from emberline.protocol.request import OutputFormat
-from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar import turns
+from emberline.text.grammar.compiler import GrammarCompiler, _encode
 from emberline.text.grammar.spec import GrammarSpec
 from tests.text.grammar.reference import matches
 
@@ -154,3 +155,101 @@ async def test_a_waiting_caller_may_leave(compiler: GrammarCompiler) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert matches(decode(await compiler.compile(spec("regex", "abc"))), "abc")
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+# Answers in its own time: as many milliseconds as the regex says.
+SLEEPER = """
+import os, sys, time, msgspec
+from emberline.text.grammar.child import LENGTH, READY, Reply
+from emberline.text.grammar.spec import GrammarSpec
+sys.stdout.buffer.write(READY)
+sys.stdout.buffer.flush()
+while head := sys.stdin.buffer.read(LENGTH.size):
+    spec = msgspec.msgpack.decode(sys.stdin.buffer.read(LENGTH.unpack(head)[0]), type=GrammarSpec)
+    time.sleep(int(spec.output.value.split()[0]) / 1000)
+    answer = msgspec.msgpack.encode(Reply(grammar=b"x"))
+    sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
+    sys.stdout.buffer.flush()
+"""
+
+
+@pytest.fixture
+async def sleeper() -> Any:
+    compiler = GrammarCompiler(limit_s=20.0, command=[sys.executable, "-c", SLEEPER])
+    await compiler.start()
+    yield compiler
+    await compiler.close()
+
+
+def sized(ms: int, name: object, n_bytes: int = 0) -> GrammarSpec:
+    return spec("regex", f"{ms} {name} " + "x" * n_bytes)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_small_one_does_not_wait_for_large_ones() -> None:
+    compiler = GrammarCompiler(limit_s=60.0)
+    await compiler.start()
+    names = [[f"p{number}_{n}" for n in range(900)] for number in range(8)]
+    schemas = [
+        {"type": "object", "properties": {n: {"type": "string"} for n in each}, "required": each} for each in names
+    ]
+    large = [asyncio.create_task(compiler.compile(spec("json_schema", schema))) for schema in schemas]
+    await settle()
+    assert matches(decode(await compiler.compile(spec("json_schema", {"type": "integer"}))), "12")
+    assert not any(task.done() for task in large)
+    await compiler.close()
+    await asyncio.gather(*large, return_exceptions=True)
+
+
+async def test_what_waits_long_enough_goes_before_what_is_small(
+    sleeper: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "S_PER_BYTE", 1e-6)
+    ended: list[str] = []
+
+    async def ask(name: str, n_bytes: int) -> None:
+        await sleeper.compile(sized(100, name, n_bytes))
+        ended.append(name)
+
+    busy = [asyncio.create_task(sleeper.compile(sized(300, n))) for n in range(2)]
+    await settle()
+    large = asyncio.create_task(ask("large", 20_000))  # worth 20 ms of waiting
+    await asyncio.sleep(0.1)
+    later = [asyncio.create_task(ask(f"small {n}", 0)) for n in range(6)]
+    await asyncio.gather(large, *busy, *later)
+    assert ended.index("large") < 2
+
+
+async def test_beyond_a_number_that_waits_the_largest_is_sent_away(sleeper: GrammarCompiler) -> None:
+    tasks = [asyncio.create_task(sleeper.compile(sized(200, n, 9000 + n))) for n in range(turns.MAX_WAITING + 1)]
+    await settle()
+    small = asyncio.create_task(sleeper.compile(sized(0, "small")))
+    await small  # it goes to the process that the large ones leave free
+    assert not any(task.done() for task in tasks)
+    over = asyncio.create_task(sleeper.compile(sized(0, "over", 20_000)))
+    twin = asyncio.create_task(sleeper.compile(sized(0, "over", 20_000)))
+    for task in (over, twin):
+        with pytest.raises(Overloaded, match="try again") as caught:
+            await task
+        assert caught.value.retry_after_s
+    assert over.exception() is not twin.exception()
+    await sleeper.close()
+    assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def test_turns_are_not_lost(sleeper: GrammarCompiler) -> None:
+    """Whatever happens to those who wait, the processes come free again."""
+    tasks = [asyncio.create_task(sleeper._compile(b"%d" % n, _encode(sized(20, n, 9000 * (n % 2))))) for n in range(20)]
+    for n in range(0, 20, 3):
+        await asyncio.sleep(0.005)
+        tasks[n].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(10):
+        pair = [asyncio.create_task(sleeper.compile(sized(0, f"pair {n}", 9000 * n))) for n in range(2)]
+        assert await asyncio.gather(*pair) == [b"x", b"x"]

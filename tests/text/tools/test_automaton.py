@@ -144,6 +144,80 @@ def test_a_call_that_is_cut_keeps_what_was_written(name: str) -> None:
     assert [call.arguments for call in read(name, cut).calls] == ['{"city":"P']
 
 
+def read_cut(name: str, ids: list[int], thinking: bool | None = False) -> tuple[Reply, bool]:
+    """Of a reply that had no room for more, and whether it lost a call."""
+    parser = model(name).reply_parser(b"", TOOLS, thinking)
+    reply = Reply()
+    for token_id in ids:
+        reply.add(parser.push([token_id]))
+    return reply.add(parser.finish(cut=True)), parser.lost_call
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_wherever_a_reply_is_cut_no_call_is_text(name: str) -> None:
+    form = model(name).tool_form
+    before = "" if form.alone else "Let me see.\n"
+    ids = ids_of(name, before + form.write(calls_of(name)))
+    openings = [at for opening in form.openings for at in range(1, len(ids)) if opening in text_of(name, ids[:at])]
+    n_calls = []
+    for at in range(min(openings), len(ids) + 1):
+        reply, lost = read_cut(name, ids[:at])
+        if not form.alone and text_of(name, ids[:at]).rstrip().endswith(PARTIAL):
+            continue  # half an opening may be text
+        assert reply.text == before.rstrip()
+        assert not (lost and len(reply.calls) == len(calls_of(name)))
+        assert lost or reply.calls
+        n_calls.append(len(reply.calls))
+    assert n_calls == sorted(n_calls)
+    assert (n_calls[0], n_calls[-1]) == (0, len(calls_of(name)))
+
+
+PARTIAL = tuple("<tool_call>"[:n] for n in range(1, len("<tool_call>")))
+
+
+def text_of(name: str, ids: list[int]) -> str:
+    return model(name).decode(ids, special=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\nnot json",
+        '<tool_call>\n{"name": "rm',
+        '<tool_call>\n{"name": "rm", "arguments": {"path":',
+        '<tool_call>\n{"nom": "',
+        '<tool_call>\n{"name": "get_weather", "arguments": [1',
+        "a <",
+        "<tool_ca",
+    ],
+)
+def test_what_could_not_become_a_call_stays_text_when_it_is_cut(text: str) -> None:
+    assert read_cut("generic", ids_of("generic", text)) == (Reply(text), False)
+
+
+@pytest.mark.parametrize("begun", [" {", '{"name":', '\n{ "name" : "get_wea', '{"name":"add.numbers-2","arguments" :  '])
+def test_white_space_is_free_around_half_a_call(begun: str) -> None:
+    assert read_cut("qwen", ids_of("qwen", "So: \n<tool_call>" + begun)) == (Reply("So:"), True)
+
+
+def test_half_a_call_of_a_numbered_family() -> None:
+    for text in ("get_weather:1", "functions.get_weather:12<|tool_call_argument_begin|>", "functions", "functions.add"):
+        assert read_cut("kimi", ids_of("kimi", "So.<|tool_call_begin|>" + text)) == (Reply("So."), True)
+    reply, lost = read_cut("kimi", ids_of("kimi", "So.<|tool_call_begin|>functions.rm:1"))
+    assert (reply.text, lost) == ("So.functions.rm:1", False)
+
+
+def test_half_a_call_inside_reasoning() -> None:
+    ids = ids_of("kimi", "I look.<|tool_call_begin|>functions.get_w")
+    assert read_cut("kimi", ids, True) == (Reply("", "I look."), True)
+
+
+def test_white_space_behind_a_whole_call_loses_none() -> None:
+    for name in CALLERS:
+        reply, lost = read_cut(name, ids_of(name, model(name).tool_form.write([PARIS]) + "\n"))
+        assert (reply.text, len(reply.calls), lost) == ("", 1, False)
+
+
 # --- reasoning --------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Reasoning, Tool
 from emberline.protocol.tokens import unpack
 from emberline.text.tools.limit import thinking_limit
@@ -73,4 +74,12 @@ def test_the_engines_bound() -> None:
 def test_no_bound_where_there_is_nothing_to_bound() -> None:
     assert thinking_limit(model("kimi"), request(Reasoning()), 100) is None
     assert thinking_limit(model("kimi"), request(Reasoning(budget_tokens=100)), 100) is None
-    assert thinking_limit(model("hermes-text"), request(Reasoning(budget_tokens=9)), 100) is None  # its end is no token
+
+
+def test_a_budget_that_cannot_be_kept_is_refused() -> None:
+    """Its end of reasoning is ordinary text, several tokens of it."""
+    with pytest.raises(BadInput, match="</think> is no single token: leave it out") as caught:
+        thinking_limit(model("hermes-text"), request(Reasoning(budget_tokens=9)), 100)
+    assert caught.value.param == "reasoning"
+    assert thinking_limit(model("hermes-text"), request(Reasoning(budget_tokens=100)), 100) is None  # kept anyway
+    assert thinking_limit(model("hermes-text"), request(Reasoning(effort="low")), 100) is None

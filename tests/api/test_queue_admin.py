@@ -1,0 +1,46 @@
+from emberline.api.queue_desk import QueueDesk
+from emberline.protocol.errors import ErrorInfo
+
+from ..jobs.queues import MODEL, lines, new
+from .scripted import ScriptedService, client_of
+
+
+async def test_who_waits_for_what(service: ScriptedService, batches: QueueDesk) -> None:
+    await batches.queue.submit(new("alice"), lines(5))
+    await batches.queue.submit(new("bob"), lines(2))
+    await batches.queue.claim("w", MODEL, 3)
+    async with client_of(service, batches=batches) as client:
+        found = (await client.get("/api/queue")).json()
+    assert (found["n_dead"], found["dead"]) == (0, [])
+    assert sum(item["queued"] for item in found["waiting"]) == 4
+    assert sum(item["running"] for item in found["waiting"]) == 3
+    assert {item["account"] for item in found["waiting"]} == {"alice", "bob"}
+    assert all(0 <= item["age_s"] < 60 for item in found["waiting"] if item["queued"])
+
+
+async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, batches: QueueDesk) -> None:
+    queue = batches.queue
+    batch = await queue.submit(new(), lines(1))
+    for alone in (False, False, True):
+        await queue._store.write("UPDATE lines SET ready_us = 0")
+        (lease,) = await queue.claim("w", MODEL, 1, alone=alone)
+        await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
+    async with client_of(service, batches=batches) as client:
+        found = (await client.get("/api/queue")).json()
+        assert found["n_dead"] == 1
+        (letter,) = found["dead"]
+        assert (letter["batch"], letter["line"], letter["custom_id"], letter["kills"]) == (batch.id, 0, "c0", 3)
+        assert "died" in letter["error"]
+        assert (await client.get("/api/queue?dead=0")).json()["dead"] == []
+        again = await client.post("/api/queue/replay", json={"batch": batch.id})
+        assert again.json() == {"replayed": 1}
+        assert (await client.get("/api/queue")).json()["n_dead"] == 0
+        refused = await client.post("/api/queue/replay", json={"batch": batch.id, "line": 0})
+        assert refused.status_code == 404
+        assert "dead letters" in refused.json()["error"]["message"]
+        assert (await client.post("/api/queue/replay", json={})).status_code == 400
+
+
+async def test_the_queue_is_not_for_everybody(service: ScriptedService, batches: QueueDesk) -> None:
+    async with client_of(service, key="k" * 20, batches=batches) as client:
+        assert (await client.get("/api/queue")).status_code == 401
