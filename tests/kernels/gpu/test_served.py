@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
     architecture="llama",
     vocab_size=97,
     hidden_size=64,
-    n_layers=2,
+    n_layers=1,
     n_heads=4,
     n_kv_heads=2,
     head_dim=32,
@@ -82,7 +82,7 @@ def replies(runner_of, model, steps_in_flight):
     deltas = {}
     for n in range(3):
         ids = torch.randint(1, 97, (7 + 30 * n,), generator=generator).tolist()
-        loop.submit(request(f"r{n}", ids, max_tokens=5, temperature=0.0), 0.0)
+        loop.submit(request(f"r{n}", ids, max_tokens=4, temperature=0.0), 0.0)
         deltas[f"r{n}"] = []
     while loop.busy:
         for delta in loop.step(0.0):

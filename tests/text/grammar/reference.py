@@ -2,17 +2,36 @@
 
 import random
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 from emberline.protocol.grammar import Chars, Choice, Expression, Grammar, Repeat, Rule, Sequence, Text
 
 ENDLESS = 10**9
-sys.setrecursionlimit(20_000)  # rules are followed by calls
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def deep(function: Callable[P, T]) -> Callable[P, T]:
+    """Rules are followed by calls, more of them than usual."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(before, 20_000))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.setrecursionlimit(before)
+
+    return call
 
 
 class Sampler:
     """Random texts; past a size only the shortest ways out are taken."""
 
+    @deep
     def __init__(self, grammar: Grammar, seed: int = 0) -> None:
         self._rules = grammar.rules
         self._random = random.Random(seed)
@@ -41,6 +60,7 @@ class Sampler:
             case _:
                 return 1
 
+    @deep
     def text(self, size: int = 60) -> str:
         self._out: list[str] = []
         self._left = size
@@ -85,6 +105,7 @@ class Sampler:
         return chr(self._random.choice((low, high, self._random.randint(low, high))))
 
 
+@deep
 def matches(grammar: Grammar, text: str) -> bool:
     """Whether the grammar has the text: by following every reading."""
 

@@ -195,7 +195,9 @@ def test_what_could_not_become_a_call_stays_text_when_it_is_cut(text: str) -> No
     assert read_cut("generic", ids_of("generic", text)) == (Reply(text), False)
 
 
-@pytest.mark.parametrize("begun", [" {", '{"name":', '\n{ "name" : "get_wea', '{"name":"add.numbers-2","arguments" :  '])
+@pytest.mark.parametrize(
+    "begun", [" {", '{"name":', '\n{ "name" : "get_wea', '{"name":"add.numbers-2","arguments" :  ']
+)
 def test_white_space_is_free_around_half_a_call(begun: str) -> None:
     assert read_cut("qwen", ids_of("qwen", "So: \n<tool_call>" + begun)) == (Reply("So:"), True)
 
