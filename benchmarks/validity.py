@@ -162,7 +162,7 @@ def _declared(function: dict[str, str]) -> str:
 def check(case: Case, texts: list[str], finish: str) -> None:
     if finish != ("tool_calls" if case.tool else "stop"):
         raise Wrong(f"finish_reason {finish!r} after {texts[0][:200]!r}")
-    validator = jsonschema_rs.Draft202012Validator(case.schema, validate_formats=True)
+    validator = _validator(case.schema)
     for text in texts:
         try:
             value = json.loads(text, parse_constant=lambda name: _no_constant(name))
@@ -170,6 +170,13 @@ def check(case: Case, texts: list[str], finish: str) -> None:
             raise Wrong(f"no JSON: {error}: {text[:200]!r}") from None
         if (error := next(iter(validator.iter_errors(value)), None)) is not None:
             raise Wrong(f"{error.message[:200]}: {text[:200]!r}")
+
+
+def _validator(schema: Any) -> Any:
+    try:
+        return jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    except jsonschema_rs.ValidationError:  # spelled as in draft 4: a boolean exclusiveMinimum
+        return jsonschema_rs.Draft4Validator(schema, validate_formats=True)
 
 
 def _no_constant(name: str) -> None:
