@@ -8,6 +8,7 @@ from emberline.jobs.settling import Ended, count
 from emberline.store import Many, Step, Work
 
 CANCEL, EXPIRE = 1, 2  # why a running line is to stop
+TRIES = 3  # a line may be released, begin or cease to run between looking and acting
 
 
 def stop_waiting(batch: Batch, after: int, state: State, now_us: int, limits: Limits) -> Work[int | None]:
@@ -21,12 +22,13 @@ def stop_waiting(batch: Batch, after: int, state: State, now_us: int, limits: Li
 
 def stop_line(batch: Batch, number: int, now_us: int, limits: Limits) -> Work[None]:
     """At once where it waits; where it runs, its worker is told by the next heartbeat."""
-    rows = yield Step(sql.WAITING_LINES, (batch.id, number - 1, 1))
-    if rows and rows[0][0] == number:
-        stopped = yield from _stop(batch, [(number, str(rows[0][1]))], "cancelled", now_us, limits)
-        if stopped:
+    for _ in range(TRIES):
+        rows = yield Step(sql.WAITING_LINES, (batch.id, number - 1, 1))
+        if rows and rows[0][0] == number:
+            if (yield from _stop(batch, [(number, str(rows[0][1]))], "cancelled", now_us, limits)):
+                return
+        elif (yield Step(sql.MARK_LINE_STOPPING, (batch.id, number))):
             return
-    yield Step(sql.MARK_LINE_STOPPING, (batch.id, number))
 
 
 def _stop(batch: Batch, lines: list[tuple[int, str]], state: State, now_us: int, limits: Limits) -> Work[int]:

@@ -614,3 +614,19 @@ async def test_four_pullers_share_the_lines(database: Place, tmp_path: Path) -> 
     await audit(stores[0])
     for store in stores:
         await store.close()
+
+
+async def test_a_line_cancelled_while_it_is_released_is_cancelled(queue: Queue) -> None:
+    """`start` shows the batch first and lets its lines go a moment later."""
+    file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
+    for _ in range(12):
+        batch = await queue.create(new(input_file_id=file.id))
+        loading = await queue.take_validating("loader")
+        assert loading is not None
+        await queue.append(loading, lines(3))
+        starting = asyncio.create_task(queue.start(loading))
+        while (await queue.batch("a", batch.id)).status != "in_progress":
+            await asyncio.sleep(0)
+        assert (await queue.cancel_line("a", batch.id, 1)).state == "cancelled"
+        await starting
+        assert (await queue.batch("a", batch.id)).counts.cancelled == 1
