@@ -133,6 +133,8 @@ class Puller:
 
     def _begin(self, lease: Lease, grant: Place) -> asyncio.Task[None]:
         attempt = Attempt(self._queue, lease, grant, self.figures.count)
+        if (before := self._attempts.get(lease.key)) is not None:  # our lease had ended, and the line came to us again
+            before.stop(Why.LOST)
         self._attempts[lease.key] = attempt
         task = asyncio.create_task(self._run(attempt))
         self._running.add(task)
