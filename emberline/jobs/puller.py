@@ -174,14 +174,13 @@ class Puller:
         while True:
             await _first(self._beat_now.wait(), timeout_s=beat_s * random.uniform(0.75, 1.0))
             self._beat_now.clear()
-            leases = [attempt.lease for attempt in self._attempts.values()]
-            if not leases:
+            asked = dict(self._attempts)  # what is told concerns these, not those that began meanwhile
+            if not asked:
                 continue
-            told = await self._queue.heartbeat(self._owner.name, leases)
+            told = await self._queue.heartbeat(self._owner.name, [attempt.lease for attempt in asked.values()])
             for keys, why in ((told.cancelled, Why.CANCELLED), (told.lost, Why.LOST)):
                 for key in keys:
-                    if key in self._attempts:
-                        self._attempts[key].stop(why)
+                    asked[key].stop(why)
 
     # --- now and then ------------------------------------------------------------------------------------------------
 
