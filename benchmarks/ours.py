@@ -45,6 +45,11 @@ def contender(setup: Setup) -> Contender:
     return Contender(OURS, f"emberline {__version__}, torch {version('torch')}, this checkout", card.id, command)
 
 
+def model_id(cache: Path, gguf: Path) -> str:
+    """What `contender` calls the model."""
+    return pull(str(gguf.resolve()), Shelf(cache / "emberline-data")).card.id
+
+
 def prompts_of(gguf: Path, seed: str) -> Callable[[str], Prompts]:
     """Prompts by name: the same name gives the same prompts, so that every server gets the same ones."""
     text = TextModel.load(gguf)

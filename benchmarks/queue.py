@@ -7,7 +7,9 @@ SQLite with full durability and PostgreSQL (EMBERLINE_TEST_POSTGRES, or from its
 import argparse
 import asyncio
 import json
+import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -100,13 +102,36 @@ async def backlog(queue: Queue, n: int) -> dict[str, float]:
     return {"lines": n, **found}
 
 
+async def memory_mb(where: str, folder: str) -> int:
+    """The most that a process of its own takes which looks at the queue, claims, gives back and sweeps."""
+    (row,) = await _together([[sys.executable, "-m", "benchmarks.queue", "--look", where, folder]])
+    return int(row["mb"])
+
+
+async def look_here(where: str, folder: Path) -> None:
+    store = await open_store(where)
+    queue = await open_queue(store, folder)
+    await queue.waiting()
+    for account in ("small", "c"):
+        for batch in (await queue.batches(account, "openai"))[0]:
+            await queue.place(batch)
+            await queue.lines(batch.id, limit=100)
+    await queue.release(await queue.claim("look", MODEL, AT_ONCE))
+    await queue.sweep()
+    await queue.close()
+    await store.close()
+    print(json.dumps({"mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+
+
 async def measure(where: str, n: int, n_waiting: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         store: Database = await open_store(where)
         queue = await open_queue(store, Path(folder))
         rows: dict[str, Any] = await submit_and_work(queue, n)
         rows["one_line_batches_per_s"] = await small_submits(queue)
+        before_mb = await memory_mb(where, folder)
         rows["backlog"] = await backlog(queue, n_waiting)
+        rows["backlog"] |= {"memory_mb": await memory_mb(where, folder), "memory_mb_without": before_mb}
         await queue.close()
         await store.close()
         return rows
@@ -164,11 +189,16 @@ async def main() -> None:
     parser.add_argument("--peer", action="store_true", help="procrastinate beside it; installs it into --cache")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"))
     parser.add_argument("--pull", nargs=2, metavar=("URL", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--look", nargs=2, metavar=("WHERE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.look:
+        await look_here(options.look[0], Path(options.look[1]))
+        return
     if options.pull:
         await pull_here(options.pull[0], Path(options.pull[1]))
         return
     report: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version()}
+    report["load"] = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         report["sqlite"] = await measure(f"{folder}/queue.db", options.lines, options.waiting)
     with postgres_server() as server:

@@ -51,6 +51,8 @@ class EngineConfig(Section, frozen=True):
     models: tuple[str, ...] = ()  # names, paths or hf:org/repo; empty: the catalog's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     replicas: Count = 0  # workers per model; 0: one per GPU, one on a CPU
+    prefill: Count = 0  # workers per model that only compute prompts, and
+    decode: Count = 0  # those that only write replies; both or none
     threads: Count = 0  # per worker on a CPU; 0: all cores, shared out
     kv_bytes: Count = 0  # of cache per worker; 0: a quarter of the free memory, at most 2 GiB
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
@@ -85,8 +87,30 @@ class LogConfig(Section, frozen=True):
     format: Literal["auto", "human", "json"] = "auto"  # auto: human on a terminal, JSON otherwise
 
 
+class EndpointConfig(Section, frozen=True, kw_only=True):
+    """A server elsewhere, one `[[endpoints]]` table each: other people's, or an Emberline worker."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    url: str  # http://host:port; of an Emberline worker tcp://host:port or unix:/path
+    role: Literal["both", "prefill", "decode"] = "both"
+    kind: Literal["emberline", "vllm", "sglang", "openai"] = "openai"
+    models: tuple[str, ...] = ()  # what it serves; empty: it is asked
+    key: str | None = None  # what it wants from us; also EMBERLINE_ENDPOINTS_<NAME>_KEY
+    transfer: Literal["", "nixl", "mooncake", "bootstrap", "store"] = ""  # of KV between two of them
+    bootstrap: str = ""  # host:port where a prefill server tells how to reach its KV
+    kv_events: str = ""  # tcp://host:5557
+    kv_replay: str = ""  # tcp://host:5558
+    tokenizer: str = ""  # the model's file or folder; KV events are of use only with it
+    max_running: Count = 0  # requests it computes at once; 0: unknown
+    context_len: Count = 0  # 0: as it says
+
+    def __repr__(self) -> str:
+        return f"EndpointConfig(name={self.name!r}, url={self.url!r}, key={'set' if self.key else None})"
+
+
 class Config(Section, frozen=True, kw_only=True):
     home: Path
+    endpoints: tuple[EndpointConfig, ...] = ()
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
@@ -108,6 +132,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "log": LogConfig,
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
+ENDPOINTS = "endpoints"
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
 _SECRETS = (("auth", "key"), ("store", "url"))  # never shown
 _FLAGS = {"models": "model", "allowed_hosts": "allow-host", "cors_origins": "allow-origin", "level": "log-level"}
@@ -132,7 +157,8 @@ def resolve(
             values[section, key] = (value, f"flag --{_FLAGS.get(key, key.replace('_', '-'))}")
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    config = Config(home=home, **sections)
+    endpoints = _endpoints(home / FILE_NAME, environ)
+    config = Config(home=home, endpoints=endpoints, **sections)
     _check_key(config.auth.key)
     _check_ranges(config.webhooks.allow)
     _check_store(config.store.url)
@@ -160,24 +186,50 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
-def _from_file(path: Path) -> _Values:
+def _document(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # broken TOML, or bytes that are no UTF-8
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _from_file(path: Path) -> _Values:
     values: _Values = {}
-    for section, table in document.items():
+    for section, table in _document(path).items():
+        if section == ENDPOINTS:
+            continue
         if section not in _SECTIONS:
-            raise ConfigError(f"unknown section [{section}] in {path}; there are {', '.join(_SECTIONS)}", param=section)
+            known = ", ".join((*_SECTIONS, ENDPOINTS))
+            raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
         for key, value in table.items():
             values[section, key] = (value, str(path))
     return values
+
+
+def _endpoints(path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
+    tables = _document(path).get(ENDPOINTS, [])
+    if not isinstance(tables, list):
+        raise ConfigError(f"endpoints in {path} is a list of tables: write [[endpoints]]", param=ENDPOINTS)
+    found: dict[str, EndpointConfig] = {}
+    for number, table in enumerate(tables, 1):
+        try:
+            endpoint = msgspec.convert(table, EndpointConfig)
+        except ValueError as error:
+            raise ConfigError(f"[[endpoints]] number {number} in {path}: {error}", param=ENDPOINTS) from error
+        if endpoint.name in found:
+            raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param=ENDPOINTS)
+        variable = f"EMBERLINE_ENDPOINTS_{re.sub('[^A-Z0-9]', '_', endpoint.name.upper())}_KEY"
+        endpoint = msgspec.structs.replace(endpoint, key=environ.get(variable, endpoint.key))
+        if endpoint.key and not (endpoint.key.isascii() and endpoint.key.isprintable() and " " not in endpoint.key):
+            raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
+        found[endpoint.name] = endpoint
+    return tuple(found.values())
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Values:

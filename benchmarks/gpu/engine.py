@@ -20,6 +20,7 @@ from emberline.protocol.tokens import pack, unpack
 
 PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0
+ALL_PREPARED = "every common step is prepared"  # in the worker's log
 
 
 @dataclass
@@ -158,3 +159,15 @@ def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = Non
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def compile_kernels(model: Path, log: Path, *flags: str) -> float:
+    """Let a worker compile what it will need, as a host does once in its life, or an image before that; the seconds."""
+    begin = log.stat().st_size if log.exists() else 0
+    with worker(model, log, *flags) as engine:
+        while ALL_PREPARED.encode() not in log.read_bytes()[begin:]:
+            if time.perf_counter() - engine.began_s > WAIT_S:
+                raise TimeoutError(f"the worker is still busy preparing steps; see {log}")
+            time.sleep(0.1)
+        engine.client.generate([[7] * 9000], 2)  # what is only launched for long prompts
+        return time.perf_counter() - engine.began_s

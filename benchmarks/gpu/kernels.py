@@ -346,11 +346,11 @@ def _weight(card: Card, n: int, k: int, bits: int) -> Matrix | quantised.Quantis
 def _copy(matrix: Matrix | quantised.QuantisedMatrix) -> Matrix | quantised.QuantisedMatrix:
     if isinstance(matrix, Matrix):
         return Matrix(matrix.weight.clone())
-    return quantised.QuantisedMatrix(matrix.codes.clone(), matrix.scale.clone(), matrix.offset.clone(), matrix.bits)
+    return quantised.QuantisedMatrix(matrix.codes.clone(), matrix.affine.clone(), matrix.bits)
 
 
 def _tensors(matrix: Matrix | quantised.QuantisedMatrix) -> list[Tensor]:
-    return [matrix.weight] if isinstance(matrix, Matrix) else [matrix.codes, matrix.scale, matrix.offset]
+    return [matrix.weight] if isinstance(matrix, Matrix) else [matrix.codes, matrix.affine]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ LINES = (
     Line("start beyond the drive, kernels cached", "start.cached.beyond_disk_s", "less", limit=6.0, unit="s"),
     Line("start beyond the drive, empty cache", "start.empty.beyond_disk_s", "less", limit=20.0, unit="s"),
     Line("memory beside weights and KV", "memory.beside_gib", "less", limit=1.5, unit="GiB"),
+    Line("the same, after all workloads", "memory_after.beside_gib", "less", limit=1.5, unit="GiB"),
     Line("CPU per decode step, batch 64", "cpu_ms_per_step", "less", limit=1.5, unit="ms"),
     Line("context of 131,072", "whole_context_s", "less", unit="s"),
     Line("SmolLM2-135M, batch 1", "smollm2.tok_s", "more", limit=1200.0, unit="tok/s"),

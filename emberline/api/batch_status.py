@@ -6,6 +6,7 @@ from emberline.api.call import Call
 from emberline.api.errors import NoSuchBatch
 from emberline.api.events import whole_number
 from emberline.jobs.batch import Batch, Kind
+from emberline.jobs.places import Place
 from emberline.protocol.errors import NotFound
 
 LINE = {"line": {"type": "integer", "minimum": 0}}
@@ -34,6 +35,9 @@ async def stop(call: Call, batch: Batch) -> Batch:
 
 async def standing(call: Call, batch: Batch) -> dict[str, Any]:
     """How many lines go before its next one, and when it should be done; None: nobody can tell yet."""
-    place = await call.batches.queue.place(batch)
+    return told(await call.batches.queue.place(batch))
+
+
+def told(place: Place) -> dict[str, Any]:
     eta_s = None if place.eta_s is None else round(place.eta_s, 1)
     return {"position": place.position, "estimated_wait_s": eta_s}

@@ -28,7 +28,7 @@ LogitBias = Annotated[
 ]
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 
-_PRIORITY = {
+PRIORITY = {
     None: Priority.DEFAULT,
     "auto": Priority.DEFAULT,
     "default": Priority.DEFAULT,
@@ -83,7 +83,7 @@ class Generation(Constrained, kw_only=True):
 
     @property
     def priority(self) -> Priority:
-        return _PRIORITY[self.service_tier]
+        return PRIORITY[self.service_tier]
 
     @property
     def rejects_waiting(self) -> bool:

@@ -4,7 +4,7 @@ import time
 
 import msgspec
 
-from emberline.api.body import read_json
+from emberline.api.body import decode, read_body
 from emberline.api.call import Call
 from emberline.api.collect import collect
 from emberline.api.errors import Dialect
@@ -14,6 +14,7 @@ from emberline.api.openai_chat import ChatRequest, chat_body
 from emberline.api.openai_chat_stream import ChatStream
 from emberline.api.openai_completions import CompletionRequest, CompletionStream, completion_body
 from emberline.api.openai_stream import StreamOptions
+from emberline.api.relayed import relay_chat, relay_completion, relayed_card
 from emberline.api.reply import HeaderList, Reply, json_reply
 from emberline.api.sse import stream
 from emberline.protocol.errors import BadInput
@@ -25,7 +26,10 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def chat_completions(call: Call) -> Reply | None:
-    body = await read_json(call, _chat_decoder)
+    raw = await read_body(call)
+    if (card := relayed_card(call, raw)) is not None:
+        return await relay_chat(call, card, raw)
+    body = decode(raw, _chat_decoder)
     request = body.to_request(call)
     created = int(time.time())
     events = call.service.generate(request, call.principal)
@@ -38,7 +42,10 @@ async def chat_completions(call: Call) -> Reply | None:
 
 
 async def completions(call: Call) -> Reply | None:
-    body = await read_json(call, _completion_decoder)
+    raw = await read_body(call)
+    if (card := relayed_card(call, raw)) is not None:
+        return await relay_completion(call, card, raw)
+    body = decode(raw, _completion_decoder)
     requests = body.to_requests(call)
     n_choices = len(requests) * requests[0].n
     if n_choices > MAX_CHOICES_IN_ALL:

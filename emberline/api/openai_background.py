@@ -1,15 +1,18 @@
-"""Responses that are made in the background: a batch of one line, whose events can be read again from any number on.
+"""Responses that are made in the background: a batch of one line, whose events can be read from any number on.
 
-The events are made of the result when it is there: until then a stream tells that the response is queued or in
-progress, and what was said comes at its end. Their numbers never change, so a stream can be left and taken up again.
+The events are made of the line's transcript, which grows as it runs. What is in there stays, whatever dies: a number
+means the same event at every door and at any time, so a stream can be left and taken up again without loss.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from emberline.api.answer_events import pieces_of
 from emberline.api.batch_lines import runnable
+from emberline.api.batch_status import standing
 from emberline.api.body import decode
 from emberline.api.call import Call
 from emberline.api.departure import while_connected
@@ -18,19 +21,22 @@ from emberline.api.openai_batch_lines import failure_of
 from emberline.api.openai_responses_items import Item
 from emberline.api.openai_responses_output import Event
 from emberline.api.openai_responses_request import ResponsesRequest
-from emberline.api.openai_responses_stream import Draft
-from emberline.api.openai_responses_whole import draft_of, fill
+from emberline.api.openai_responses_whole import draft_of
 from emberline.api.reply import encode
 from emberline.api.submitting import store_lines
 from emberline.jobs.batch import Batch, NewBatch
 from emberline.jobs.line import Line, NewLine
+from emberline.jobs.transcript import Part
 from emberline.protocol.errors import BadInput, Conflict, NotFound
+from emberline.protocol.events import ChoiceDone
 from emberline.protocol.record import Record
 from emberline.protocol.request import GenerateRequest
 
 ENDPOINT = "/v1/responses"
-LOOK_S = 0.5  # how often a stream that waits looks whether its response has begun
+LOOK_S = 0.5  # how often a stream that waits looks whether its response has begun,
+LIVE_S = 0.1  # and then for what it says, where nobody can tell it across processes
 HEARTBEAT_S = 15.0
+_BEGUN = 3  # events that come before anything is said
 
 Json = dict[str, Any]
 
@@ -45,6 +51,7 @@ class _Kept(msgspec.Struct):
 class Background(NamedTuple):
     batch: Batch
     line: Line
+    parts: list[Part]  # of the transcript, as far as it is
     body: ResponsesRequest
     items: str  # JSON
 
@@ -104,12 +111,32 @@ async def find(call: Call, own_id: str) -> Background | None:
     except NotFound:
         return None
     kept = decode(await queue.blobs.get(batch.input_blob), _kept_decoder)
-    return Background(batch, line, decode(bytes(kept.body), _body_decoder), bytes(kept.items).decode())
+    parts = await queue.transcripts.read(own_id, 0)
+    return Background(batch, line, parts, decode(bytes(kept.body), _body_decoder), bytes(kept.items).decode())
+
+
+async def _refreshed(call: Call, found: Background) -> Background:
+    """As it is now. The line first: if it has ended, the transcript that is read then is whole."""
+    queue, own_id = call.batches.queue, found.batch.id
+    try:
+        batch = await queue.batch(call.principal.account, own_id)
+        line = await queue.line(own_id, 0)
+    except NotFound:  # deleted while somebody watched
+        return found._replace(line=msgspec.structs.replace(found.line, state="cancelled", answer=None))
+    new = await queue.transcripts.read(own_id, 0, after=len(found.parts))
+    return found._replace(batch=batch, line=line, parts=found.parts + new)
 
 
 def shown(found: Background) -> Json:
     """The response object as it is now."""
-    return _told(found)[0].whole
+    account = Account(found)
+    account.go_on(found)
+    return account.whole
+
+
+async def status(call: Call, found: Background) -> Json:
+    """The response object, and where it stands as long as it waits or runs."""
+    return shown(found) if found.ended else shown(found) | {"queue": await standing(call, found.batch)}
 
 
 def record(found: Background) -> Record:
@@ -145,27 +172,21 @@ async def stream(call: Call, found: Background, after: int) -> None:
 
 async def _stream(call: Call, found: Background, after: int) -> None:
     await call.start_stream([(b"cf-ai-req-id", call.id.encode())])
-    waited_s = 0.0
+    desk, account = call.batches, Account(found)
+    said_s = time.monotonic()
     while True:
-        events = _told(found)[1]
-        piece = b"".join(_encoded(number, event) for number, event in enumerate(events) if number > after)
-        after = max(after, len(events) - 1)
-        ended = found.ended
-        if not piece and not ended and waited_s >= HEARTBEAT_S:
-            piece, waited_s = b": still here\n\n", 0.0
-        if piece or ended:
-            await call.send({"type": "http.response.body", "body": piece, "more_body": not ended})
-        if ended:
+        events = account.go_on(found)
+        piece = b"".join(_encoded(number, event) for number, event in events if number > after)
+        over = found.ended or desk.closing.is_set()  # who is cut off asks another door for the rest
+        if not piece and not over and time.monotonic() - said_s >= HEARTBEAT_S:
+            piece = b": still here\n\n"
+        if piece or over:
+            said_s = time.monotonic()
+            await call.send({"type": "http.response.body", "body": piece, "more_body": not over})
+        if over:
             return
-        await call.batches.queue.changed(found.batch.id, LOOK_S)
-        waited_s += LOOK_S
-        found = await find(call, found.batch.id) or _gone(found)
-
-
-def _gone(found: Background) -> Background:
-    """Deleted while somebody watched."""
-    line = msgspec.structs.replace(found.line, state="cancelled", answer=None)
-    return found._replace(line=line)
+        await desk.queue.changed(found.batch.id, LIVE_S if found.line.state == "leased" else LOOK_S)
+        found = await _refreshed(call, found)
 
 
 def _encoded(number: int, event: Event) -> bytes:
@@ -173,23 +194,51 @@ def _encoded(number: int, event: Event) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), told)
 
 
-def _told(found: Background) -> tuple[Draft, list[Event]]:
-    """The response as far as it is, and the events that tell of it from its beginning."""
-    batch, line = found.batch, found.line
-    draft = draft_of(found.body, batch.id, batch.created_us // 1_000_000)
-    queued = draft.whole | {"status": "queued"}
-    events: list[Event] = [
-        {"type": "response.created", "response": queued},
-        {"type": "response.queued", "response": queued},
-    ]
-    if line.started_us is not None or found.ended:
-        events.append({"type": "response.in_progress", "response": draft.whole | {"status": "in_progress"}})
-    draft.whole["status"] = found.status
-    if not found.ended:
-        return draft, events
-    if line.answer is not None:
-        events += fill(draft, line.answer, (line.ended_us or batch.created_us) // 1_000_000)
-    elif line.state != "cancelled":
-        draft.fail(failure_of(line))
-    events.append({"type": f"response.{draft.whole['status']}", "response": draft.whole})
-    return draft, events
+class Account:
+    """Tells one response from its beginning: its events in order, each once, and the object that they make."""
+
+    def __init__(self, found: Background) -> None:
+        self._draft = draft_of(found.body, found.batch.id, found.batch.created_us // 1_000_000)
+        self._n_told = 0
+        self._n_parts = 0
+        self._over = False
+        self._done = False  # all that it says has been said
+
+    @property
+    def whole(self) -> Json:
+        return self._draft.whole
+
+    def go_on(self, found: Background) -> list[tuple[int, Event]]:
+        """What is new since the last time, with its numbers."""
+        events: list[Event] = []
+        if not self._n_told:
+            queued = self.whole | {"status": "queued"}
+            events += [{"type": f"response.{name}", "response": queued} for name in ("created", "queued")]
+        if self._n_told < _BEGUN and (found.line.started_us is not None or found.parts or found.ended):
+            events.append({"type": "response.in_progress", "response": self.whole | {"status": "in_progress"}})
+        for part in found.parts[self._n_parts :]:
+            for piece in part.pieces:
+                self._done = self._done or isinstance(piece, ChoiceDone)
+                events += self._draft.take(piece)
+        self._n_parts = len(found.parts)
+        self.whole["status"] = found.status
+        if found.ended and not self._over:
+            self._over = True
+            events += self._end(found)
+        first, self._n_told = self._n_told, self._n_told + len(events)
+        return list(enumerate(events, first))
+
+    def _end(self, found: Background) -> list[Event]:
+        line, draft = found.line, self._draft
+        events: list[Event] = []
+        if line.answer is not None:
+            if not self._done:  # run without a transcript
+                events += [event for piece in pieces_of(line.answer) for event in draft.take(piece)]
+            draft.complete(line.answer.usage, (line.ended_us or found.batch.created_us) // 1_000_000)
+        elif line.state == "cancelled":
+            events += draft.composer.end("incomplete")
+            draft.whole["output"] = draft.composer.items
+        else:
+            events += draft.composer.end("incomplete")
+            draft.fail(failure_of(line))
+        return [*events, {"type": f"response.{draft.whole['status']}", "response": draft.whole}]

@@ -162,9 +162,9 @@ def _usage(batch: Batch) -> Json:
     n_in, n_out = batch.input_tokens, batch.output_tokens
     return {
         "input_tokens": n_in,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": batch.cached_tokens},
         "output_tokens": n_out,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
         "total_tokens": n_in + n_out,
     }
 

@@ -102,7 +102,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
         call.id = own_id.removeprefix("resp_")
         turn = await _turn(call, body)
         made = await background.submit(call, own_id, raw, turn.past + turn.new, turn.request)
-        return encode(background.shown(made))
+        return encode(await background.status(call, made))
 
     reply = await once(call, raw, response_id(call), submit)
     if not body.stream:
@@ -136,7 +136,7 @@ async def retrieve(call: Call) -> Reply | None:
     if after >= 0:
         raise BadInput("`starting_after` needs `stream=true`", param="starting_after")
     if made is not None:
-        return json_reply(background.shown(made))
+        return json_reply(await background.status(call, made))
     (record,) = await _recalled(call)
     return Reply(200, record.body.encode())
 
@@ -174,7 +174,7 @@ async def delete(call: Call) -> Reply:
 
 async def cancel(call: Call) -> Reply:
     if made := await _in_background(call, call.tail):
-        return json_reply(background.shown(await background.cancel(call, made)))
+        return json_reply(await background.status(call, await background.cancel(call, made)))
     await _recalled(call)
     raise BadInput("only a response made with `background` can be cancelled; this one is complete", param="background")
 

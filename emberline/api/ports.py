@@ -10,12 +10,20 @@ from emberline.protocol.request import GenerateRequest
 if TYPE_CHECKING:  # a door needs the service's shape, not its imports
     from emberline.catalog.card import ModelCard
     from emberline.service.health import Health
+    from emberline.service.relay.relay import Relay
     from emberline.service.responses import ResponseStore
 
 Events = AsyncGenerator[TextEvent, None]
 
 
 class Backend(Protocol):
+    @property
+    def relay(self) -> "Relay | None":
+        """Of models on other people's servers, if there are any."""
+
+    def relayed(self, model_id: str) -> "ModelCard | None":
+        """The card of such a model."""
+
     @property
     def responses(self) -> "ResponseStore": ...
 

@@ -1,5 +1,7 @@
 """The queue as the doors of one process use it: submitted work, and who reads it from its files."""
 
+import asyncio
+
 from emberline.api.batch_loader import Loader
 from emberline.api.ports import Backend
 from emberline.jobs.queue import Queue
@@ -11,6 +13,7 @@ class QueueDesk:
     def __init__(self, queue: Queue, service: Backend) -> None:
         self.queue = queue
         self.loader = Loader(queue, service)
+        self.closing = asyncio.Event()  # streams that wait for something end
         self.sizes: dict[tuple[str, int], int] = {}  # of files of results that were made, in bytes
 
     def load(self) -> None:
@@ -19,4 +22,5 @@ class QueueDesk:
 
     async def close(self) -> None:
         """The queue stays open."""
+        self.closing.set()
         await self.loader.close()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.batch_lines import results_of
-from emberline.api.batch_status import batch_of, standing
+from emberline.api.batch_status import batch_of, told
 from emberline.api.byte_stream import gathered, send_bytes
 from emberline.api.call import Call
 from emberline.api.errors import NoSuchBatch
@@ -21,7 +21,6 @@ from emberline.jobs.batch import Batch, NewBatch, new_id
 from emberline.protocol.errors import BadInput, TooLarge
 
 ENDPOINT = "/ai/run"
-_FIRST = 200
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 Json = dict[str, Any]
@@ -73,17 +72,12 @@ async def _poll(call: Call, request_id: str) -> Reply | None:
         raise NoSuchBatch(f"{request_id[:80]!r} is not a request's id", param="request_id")
     batch = await batch_of(call, request_id, "workers_ai")
     if not batch.ended:
-        running = bool(batch.counts.ended) or await _any_runs(call, batch)
+        place = await call.batches.queue.place(batch)
+        running = place.running or batch.counts.ended
         status: Json = {"status": "running" if running else "queued", "request_id": batch.id, "model": batch.model}
-        return json_reply(envelope(status | await standing(call, batch)), headers=_headers(call))
+        return json_reply(envelope(status | told(place)), headers=_headers(call))
     await send_bytes(call, gathered(_answer(call, batch)), JSON, _headers(call))
     return None
-
-
-async def _any_runs(call: Call, batch: Batch) -> bool:
-    """Whether one of its first runs: those are taken first, and looking at all would take long."""
-    first = await call.batches.queue.lines(batch.id, limit=_FIRST, bodies=False)
-    return any(line.state == "leased" for line in first)
 
 
 async def _answer(call: Call, batch: Batch) -> AsyncIterator[bytes]:

@@ -1,14 +1,24 @@
-"""Where an engine listens."""
+"""Where an engine listens, what it does, and how much of it."""
+
+from typing import Literal
 
 import msgspec
 
+from emberline.protocol.frames import EngineInfo, Role
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+Kind = Literal["emberline", "vllm", "sglang", "openai"]
+DEFAULT_MAX_RUNNING = 16  # where an engine does not say
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One engine process. The name is unique in the fleet and stable over restarts: affinity hashes it."""
 
     name: str
-    address: str  # "unix:/path/to.sock" or "tcp:host:port"
+    address: str  # "unix:/path/to.sock", "tcp:host:port"; of other people's servers "http(s)://host:port"
     token: str = ""  # the secret to join
+    role: Role = "both"
+    kind: Kind = "emberline"
+    models: tuple[str, ...] = ()
 
     def split(self) -> tuple[str | None, str, int]:
         """(path, "", 0) of a Unix socket, (None, host, port) of a TCP one."""
@@ -19,3 +29,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"endpoint {self.name}: {self.address!r} is neither unix:/path nor tcp:host:port")
         return None, host.strip("[]"), int(port)
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an endpoint can hold. Known once it has answered."""
+
+    max_running: int = DEFAULT_MAX_RUNNING
+    kv_tokens: int = 0  # 0: unknown
+    events: bool = True  # it tells what its prefix cache gains and loses
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> "Capacity":
+        return cls(max_running=info.max_running or DEFAULT_MAX_RUNNING, kv_tokens=info.kv_tokens)

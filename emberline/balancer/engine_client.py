@@ -4,20 +4,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from emberline.balancer.client import Watcher
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.link import Link, dial, retry_delays
 from emberline.balancer.stream import Stream
-from emberline.protocol.errors import EngineLost, Unavailable
+from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
+from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
     Abort,
     EngineInfo,
     EngineLoad,
     Hello,
+    KVEvents,
     Refused,
     Step,
     Submit,
     Vocabulary,
+    WatchKV,
     Welcome,
     from_engine_decoder,
 )
@@ -26,6 +31,14 @@ from emberline.protocol.request import EngineRequest
 WELCOME_TIMEOUT_S = 10.0
 
 log = logging.getLogger("emberline.balancer")
+
+
+class Sink(Protocol):
+    """Where the deltas of a sequence go."""
+
+    def deliver(self, delta: TokenDelta) -> None: ...
+
+    def fail(self, error: EmberlineError) -> None: ...
 
 
 class EngineClient:
@@ -40,8 +53,9 @@ class EngineClient:
         self.problem = "not connected yet"  # empty while connected
         self.closing = False
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it to follow grammars
+        self.watcher: Watcher | None = None
         self._link: _EngineLink | None = None
-        self._streams: dict[str, Stream] = {}  # by sequence id
+        self._streams: dict[str, Sink] = {}  # by sequence id
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -84,7 +98,7 @@ class EngineClient:
         stream.submit(requests)
         return stream
 
-    def submit(self, stream: Stream, requests: list[EngineRequest]) -> None:
+    def submit(self, stream: Sink, requests: list[EngineRequest]) -> None:
         if self._link is None:
             raise Unavailable(f"engine {self.name} is not connected: {self.problem}", retry_after_s=1)
         for request in requests:
@@ -113,12 +127,17 @@ class EngineClient:
         self.progress_s = time.monotonic()
         self._link = link
         self._ready.set()
+        if self.watcher is not None:
+            self.watcher.joined(welcome.info, welcome.load)
+            link.send(WatchKV())
         log.info("engine %s connected", self.name, extra={"model": welcome.info.model, "device": welcome.info.device})
 
     def absorb(self, step: Step) -> None:
         """The hot path: runs once a step, its loop once a token."""
         self.load = step.load
         self.progress_s = time.monotonic()
+        if self.watcher is not None:
+            self.watcher.reported(step.load)
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.id)
@@ -137,8 +156,10 @@ class EngineClient:
         self._link = None
         self._ready.clear()
         streams, self._streams = set(self._streams.values()), {}
+        if self.watcher is not None:
+            self.watcher.left()
         for stream in streams:
-            stream.fail(EngineLost(f"engine {self.name} went away", retry_after_s=1))
+            stream.fail(EngineLost(self.name))
 
     async def _stay_connected(self) -> None:
         delays = retry_delays()
@@ -178,6 +199,9 @@ class _EngineLink(Link):
         message = from_engine_decoder.decode(payload)
         if type(message) is Step:
             self._client.absorb(message)
+        elif isinstance(message, KVEvents):
+            if self._client.watcher is not None:
+                self._client.watcher.cached(message)
         elif isinstance(message, Welcome) and not self.welcomed.done():
             self.welcomed.set_result(None)
             self._client.welcomed(self, message)

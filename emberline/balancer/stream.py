@@ -22,7 +22,7 @@ class Stream:
     A list and a future, not a queue: at most one waiter exists, and deltas that arrive before it runs go over together.
     """
 
-    __slots__ = ("_deltas", "_error", "_loop", "_open_ids", "_sender", "_waiter")
+    __slots__ = ("_deltas", "_error", "_loop", "_open_ids", "_sender", "_waiter", "begun")
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -31,6 +31,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: EmberlineError | None = None
         self._open_ids: set[str] = set()
+        self.begun = False  # a delta has come
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Add sequences; their deltas come out of this stream too. Unavailable when the engine is gone."""
@@ -67,6 +68,7 @@ class Stream:
     # --- called by the connection ------------------------------------------------------------------------------------
 
     def deliver(self, delta: TokenDelta) -> None:
+        self.begun = True
         if delta.finish is not None:
             self._open_ids.discard(delta.id)
         self._deltas.append(delta)

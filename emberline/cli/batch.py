@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("batch", help="the batch's id")
         if name == "status":
             action.add_argument("--watch", action="store_true", help="stay until it has ended")
+        if name == "cancel":
+            action.add_argument("--line", type=int, metavar="N", help="only this line, the first being 0")
         if name == "results":
             action.add_argument("--errors", action="store_true", help="the lines that failed instead")
             action.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to stdout")
@@ -137,8 +139,9 @@ def _print(batch: dict[str, Any]) -> None:
         ("lines", f"{counts['completed']:,} of {counts['total']:,} done, {counts['failed']:,} failed"),
     ]
     if batch["status"] not in ENDED:
-        wait_s = batch.get("estimated_wait_s")
-        rows.append(("before it", f"{batch.get('position') or 0:,} lines"))
+        place = batch.get("queue") or {}
+        wait_s = place.get("estimated_wait_s")
+        rows.append(("before it", f"{place.get('position') or 0:,} lines"))
         rows.append(("ready in", "nobody can tell yet" if wait_s is None else f"about {seconds(wait_s)}"))
     for error in (batch.get("errors") or {}).get("data", ())[:5]:
         where = f"line {error['line']}: " if error.get("line") else ""
@@ -169,7 +172,8 @@ def _results(address: Address, args: argparse.Namespace) -> int:
 
 
 def _cancel(address: Address, args: argparse.Namespace) -> int:
-    batch = client.post(address, f"/v1/batches/{args.batch}/cancel")
+    only = "" if args.line is None else f"?line={args.line}"
+    batch = client.post(address, f"/v1/batches/{args.batch}/cancel{only}")
     if args.json:
         common.print_json(batch)
     else:

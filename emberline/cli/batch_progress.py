@@ -77,8 +77,8 @@ def line_of(batch: dict[str, Any], pace: Pace, width: int) -> str:
         parts.append(str(batch["status"]))
     elif pace.per_s:
         parts += [f"{pace.per_s:.1f}/s", f"{seconds((total - done) / pace.per_s)} left"]
-    elif batch.get("position"):
-        parts.append(f"{batch['position']:,} lines before it")
+    else:
+        parts += _wait(batch.get("queue") or {})
     told = ", ".join(parts)
     room = width - len(told) - 10
     percent = f"{100 * done / total:3.0f} %"
@@ -90,6 +90,16 @@ def line_of(batch: dict[str, Any], pace: Pace, width: int) -> str:
     if (sys.stderr.encoding or "").lower().replace("-", "") != "utf8":
         blocks = "#" * int(filled)
     return f"{percent} [{blocks.ljust(room)}] {told}"
+
+
+def _wait(place: dict[str, Any]) -> list[str]:
+    """What the server says, as long as nothing has been seen to move."""
+    parts = []
+    if place.get("position"):
+        parts.append(f"{place['position']:,} lines before it")
+    if place.get("estimated_wait_s"):
+        parts.append(f"{seconds(place['estimated_wait_s'])} left")
+    return parts
 
 
 def seconds(value: float) -> str:

@@ -29,6 +29,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", dest="engine.replicas", metavar="N", help="workers per model (default one per GPU, else 1)"
     )
+    parser.add_argument("--prefill", dest="engine.prefill", metavar="N", help="workers per model for prompts alone")
+    parser.add_argument("--decode", dest="engine.decode", metavar="N", help="workers per model for replies alone")
     parser.add_argument("--threads", dest="engine.threads", metavar="N", help="CPU threads per worker (default: cores)")
     parser.add_argument(
         "--kv-bytes",

@@ -83,7 +83,7 @@ async def serve_door(
     warming = asyncio.create_task(service.warm_up())
     warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request that needs it says more
     gc.freeze()  # modules and vocabularies stay: the collector need not walk through them while streams wait
-    ending = asyncio.create_task(_end_streams(stop, events))
+    ending = asyncio.create_task(_end_streams(stop, events, batches))
     try:
         app = create_app(service, settings, events, batches)
         await serve_http(app, listener, drain_s=config.server.drain_s, stop=stop)
@@ -91,11 +91,13 @@ async def serve_door(
         ending.cancel()
 
 
-async def _end_streams(stop: asyncio.Event, events: EventDesk | None) -> None:
-    """Streams of events never end by themselves: the drain must not wait for them."""
+async def _end_streams(stop: asyncio.Event, events: EventDesk | None, batches: QueueDesk | None) -> None:
+    """Streams of events and of queued work may never end by themselves: the drain must not wait for them."""
     await stop.wait()
     if events is not None:
         events.feed.end()
+    if batches is not None:
+        batches.closing.set()
 
 
 async def _run(plan: DoorPlan, listener: socket.socket) -> None:

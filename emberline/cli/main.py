@@ -16,6 +16,7 @@ COMMANDS = {
     "batch": "work for later: submit a file of requests, watch it, fetch the results",
     "queue": "what waits in the queue, for whom; dead letters, and running them again",
     "bench": "a quick measurement: one stream, eight streams",
+    "simulate": "try a fleet in virtual time: policies, loads, prefill and decode apart",
     "doctor": "check this machine, and say how to fix what is wrong",
     "worker": "start one engine worker by hand",
     "version": "print the version",

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common.print_json(now)
         return 0
-    heads = ("MODEL", "WORKER", "DEVICE", "STATE", "RUNS", "WAITS", "KV USED", "TOKENS/S")
+    heads = ("MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNS", "WAITS", "KV USED", "TOKENS/S")
     common.print_table([heads, *(_row(engine) for engine in now["engines"])])
     return 0
 
@@ -44,6 +44,7 @@ def _row(engine: dict[str, Any]) -> tuple[str, ...]:
     return (
         engine["model"],
         engine["name"].rpartition("-")[2],  # the model is said already; what tells its workers apart is the number
+        engine.get("role", ""),
         " ".join(filter(None, (engine.get("device"), engine.get("backend")))),
         "ok" if engine["ok"] else engine["problem"] or "down",
         str(load["running"]),

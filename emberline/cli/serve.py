@@ -14,12 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from emberline import log as logs
+from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.cards import DEFAULT_MODEL
 from emberline.catalog.shelf import Entry, Shelf
 from emberline.cli import common, panel
@@ -28,6 +30,7 @@ from emberline.cli.fetch import fetch
 from emberline.cli.listen import bound, listen
 from emberline.cluster.doors import Doors
 from emberline.cluster.local import LocalCluster, plan_workers
+from emberline.cluster.remote import remote_workers
 from emberline.config import Config, check_exposure
 from emberline.protocol.errors import Unavailable
 
@@ -100,8 +103,14 @@ def fetch_models(config: Config) -> list[Entry]:
     """The configured models, pulled if need be, each once however often it is named."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     shelf = Shelf(config.home)
-    entries = [fetch(name, shelf) for name in config.engine.models or (DEFAULT_MODEL,)]
+    remote = [name for worker in remote_workers(config.endpoints) for name in worker.models]
+    entries = [fetch(name, shelf) for name in (*_local(config), *remote)]
     return list({entry.card.id: entry for entry in entries}.values())
+
+
+def _local(config: Config) -> tuple[str, ...]:
+    """The models that workers of ours compute: those that are named, or one, if nobody else has any."""
+    return config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
 
 
 async def serve(
@@ -114,8 +123,9 @@ async def serve(
     """Serve the models until SIGTERM, SIGINT or `stop`; then let running requests finish."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        paths = {entry.card.id: entry.path for entry in entries}
-        cluster = LocalCluster(plan_workers(config.engine, paths), config.engine)
+        shelf = Shelf(config.home)
+        local = {entry.card.id: entry.path for name in _local(config) if (entry := shelf.find(name)) is not None}
+        cluster = LocalCluster(plan_workers(config.engine, local), config.engine)
         stack.push_async_callback(cluster.stop, WORKER_GRACE_S)
         await cluster.start()
 
@@ -127,7 +137,8 @@ async def serve(
         from emberline.service.open import DATABASE
         from emberline.store import open_store
 
-        served = load_models(entries, cluster.endpoints)
+        endpoints = _all_endpoints(config, cluster, shelf)
+        served = load_models(entries, endpoints)
         await cluster.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
         stack.push_async_callback(store.close)
@@ -140,14 +151,16 @@ async def serve(
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_S):
-            raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")
+            if len(config.endpoints) == 0:
+                raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")
+            log.warning("some workers cannot be reached; `emberline ps` tells which")
         events = open_events(store, config)
         stack.push_async_callback(events.close)
         events.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.count(DeliveryMetrics(events.deliverer))
-        batches = await _open_queue(stack, config, store, service)
-        doors = await _open_doors(stack, config, entries, cluster, service, listener)
+        batches = await _open_queue(stack, config, store, service, stop)
+        doors = await _open_doors(stack, config, entries, cluster.folder, endpoints, service, listener)
 
         listen(listener, config.server)
         address = msgspec.structs.replace(Address.of(config), port=listener.getsockname()[1])
@@ -161,8 +174,18 @@ async def serve(
             await serve_door(service, config, listener, stop, events, batches)
 
 
+def _all_endpoints(config: Config, cluster: LocalCluster, shelf: Shelf) -> dict[str, list[Endpoint]]:
+    """Our own workers and those elsewhere, by the id of the model they serve."""
+    endpoints = {model: list(workers) for model, workers in cluster.endpoints.items()}
+    for worker in remote_workers(config.endpoints):
+        entry = shelf.find(worker.models[0])
+        assert entry is not None, "it was fetched"
+        endpoints.setdefault(entry.card.id, []).append(worker)
+    return endpoints
+
+
 async def _open_queue(
-    stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service"
+    stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service", stop: asyncio.Event
 ) -> "QueueDesk":
     """The durable queue, its doors, and the puller that runs what is in it when engines have room."""
     from emberline.accounts.auth import Authenticator
@@ -185,7 +208,7 @@ async def _open_queue(
     puller = Puller(queue, service, core.grants, models, auth.principal, Owner(config.home))
     stack.push_async_callback(puller.close)
     core.count(puller.figures)
-    puller.start()
+    puller.start(stop)
     return batches
 
 
@@ -193,7 +216,8 @@ async def _open_doors(
     stack: contextlib.AsyncExitStack,
     config: Config,
     entries: Sequence[Entry],
-    cluster: LocalCluster,
+    folder: Path,
+    endpoints: Mapping[str, list[Endpoint]],
     service: "Service",
     listener: socket.socket,
 ) -> Doors:
@@ -201,11 +225,11 @@ async def _open_doors(
     from emberline.cli.door import DoorPlan
     from emberline.service import open_core_server
 
-    core_socket, plan_file = cluster.folder / "core.sock", cluster.folder / "doors.json"
+    core_socket, plan_file = folder / "core.sock", folder / "doors.json"
     n_doors = config.server.doors if config.server.doors > 1 else 0
     doors = Doors(n_doors, listener, "emberline.cli.door", ["--plan", str(plan_file)])
     if n_doors:
-        models = [(entry.card, entry.path, cluster.endpoints[entry.card.id]) for entry in entries]
+        models = [(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries]
         DoorPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
         core = await open_core_server(service, core_socket)
         stack.push_async_callback(core.close)

@@ -5,6 +5,7 @@ restarted, so its clients find it again by themselves.
 """
 
 import asyncio
+import os
 import secrets
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from emberline.cluster.child import Child, ChildSpec
 from emberline.config import EngineConfig
 from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import Role
 
 _MAX_SOCKET_PATH = 90  # bytes; the system's own limit is 104 or 108
 
@@ -36,6 +38,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None  # the one it may see
     kv_bytes: int  # 0: the worker decides, from its GPU's free memory
     threads: int  # 0: the worker decides
+    role: Role = "both"
+    cores: tuple[int, ...] = ()  # the only ones it may run on; empty: any
 
 
 def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[WorkerPlan]:
@@ -45,23 +49,53 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
         raise BadInput(
             "no CUDA device to run on: `emberline doctor` tells what is missing; use --device cpu", param="device"
         )
-    replicas = config.replicas or max(1, len(gpus))
-    n_workers = replicas * len(models)
-    share_bytes = default_kv_bytes("cpu", n_workers)
-    share_threads = max(1, machine.cores() // n_workers)
+    roles = _roles(config, len(gpus))
+    n_workers = len(roles) * len(models)
+    share_bytes = default_kv_bytes("cpu", n_workers) if n_workers else 0
+    shares = _shares(n_workers) if config.prefill and not gpus else []
+    share_threads = max(1, machine.cores() // max(1, n_workers))
     return [
         WorkerPlan(
-            name=f"{_short(model)}-{number * replicas + replica}",
+            name=f"{_short(model)}-{label}",
             model=model,
             path=path,
             device="cuda" if gpus else "cpu",
-            gpu=gpus[replica % len(gpus)] if gpus else None,
+            gpu=gpus[place % len(gpus)] if gpus else None,
             kv_bytes=config.kv_bytes or (0 if gpus else share_bytes),
             threads=config.threads or (0 if gpus else share_threads),
+            role=role,
+            cores=shares[number * len(roles) + place] if shares else (),
         )
         for number, (model, path) in enumerate(models.items())
-        for replica in range(replicas)
+        for place, (role, label) in enumerate(_labelled(roles, number * len(roles)))
     ]
+
+
+def _roles(config: EngineConfig, n_gpus: int) -> list[Role]:
+    if bool(config.prefill) != bool(config.decode):
+        raise BadInput("prompts and replies apart need workers for both: give --prefill N and --decode M")
+    if not config.prefill:
+        return ["both"] * (config.replicas or max(1, n_gpus))
+    if config.replicas:
+        raise BadInput("--replicas is for workers that do both; with --prefill and --decode leave it out")
+    prefill: Role = "prefill"
+    decode: Role = "decode"
+    return [prefill] * config.prefill + [decode] * config.decode
+
+
+def _labelled(roles: Sequence[Role], first: int) -> list[tuple[Role, str]]:
+    """What tells a model's workers apart: their number, of those of a role."""
+    labels = []
+    for place, role in enumerate(roles):
+        labels.append((role, f"{first + place}" if role == "both" else f"{role}{place - roles.index(role)}"))
+    return labels
+
+
+def _shares(n_workers: int) -> list[tuple[int, ...]]:
+    """The cores of each worker, so that prompts cannot slow down replies; none where there are too few."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = len(cores) // n_workers
+    return [tuple(cores[at * each : (at + 1) * each]) for at in range(n_workers)] if each else []
 
 
 class LocalCluster:
@@ -75,7 +109,9 @@ class LocalCluster:
         for index, plan in enumerate(plans):
             socket = self.folder / f"w{index}.sock"
             token = secrets.token_hex(32)
-            endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token)
+            endpoint = Endpoint(
+                name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,)
+            )
             self.endpoints.setdefault(plan.model, []).append(endpoint)
             self.workers.append(Child(make_spec(plan, config, socket, token)))
 
@@ -114,6 +150,9 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
             arguments += [flag, str(value)]
     if config.deterministic:
         arguments.append("--deterministic")
+    arguments += ["--role", plan.role, "--id", plan.name]
+    if plan.cores:
+        arguments += ["--cores", ",".join(map(str, plan.cores))]
     env = {"EMBERLINE_WORKER_TOKEN": token}
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu

@@ -23,6 +23,7 @@ class Connection:
         self.opened_s = opened_s
         self.greeted = False
         self.closing = False  # once the backlog is sent
+        self.watches = False  # the cache
         self.request_ids: set[str] = set()
         self.deltas: list[TokenDelta] = []  # for the next Step frame
         self.told_s = opened_s  # when the last Step frame went out, and the engine's count of steps in it
@@ -34,6 +35,10 @@ class Connection:
     @property
     def has_backlog(self) -> bool:
         return bool(self._backlog)
+
+    @property
+    def has_unread(self) -> bool:
+        return self._frames.has_rest
 
     def waits(self, now_s: float, longer_than_s: float) -> bool:
         """Whether it has requests open and has heard nothing for so long."""

@@ -8,16 +8,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, rows_beside_chunks, tokens
+from emberline.engine.gpu_shapes import (
+    CHUNK_ROWS,
+    MAX_CAPTURED_TOKENS,
+    TILE,
+    all_rows_beside_chunks,
+    rows_beside_chunks,
+    table_width,
+    tokens,
+)
 from emberline.engine.gpu_slots import Slots
 from emberline.engine.gpu_stream import Upload
 from emberline.engine.plan import Row, StepPlan
 from emberline.engine.shared_prefix import SharedPrefix
 from emberline.kernels.gpu.step import Chunk, StepShape
 from emberline.kernels.inputs import FOLLOWS, HEAD_ROWS, NONE, PADDING, DecodeInputs, SlotState
-from emberline.kv.budget import blocks_of
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS
+
+ALIGNED = 4  # int32 numbers
 
 
 @dataclass(slots=True)
@@ -129,10 +138,13 @@ class DecodeBuffers:
 
 
 class MixedShape(NamedTuple):
-    """How a step with chunks is laid out: all that a captured one depends on."""
+    """How a step with chunks is laid out: all that a captured one depends on.
 
-    n_decodes: int  # rows at the front, filled up
-    n_tokens: int  # theirs and the chunks'
+    Rows that decode come first, in places of which the last may be nobody's and then have no token; chunks follow.
+    """
+
+    n_decodes: int  # places
+    n_tokens: int
     n_chunks: int  # rows behind them
     padded: bool  # chunks and tokens are filled up too: the last row is nobody's and has the tokens that are left over
 
@@ -141,9 +153,16 @@ class MixedShape(NamedTuple):
         return self.n_decodes + self.n_chunks
 
     @property
-    def sizes(self) -> list[int]:
-        """Of token ids, positions, query starts, context lengths, slots; and of the draws' tokens, slots, positions."""
-        return [self.n_tokens, self.n_tokens, self.n_rows + 1, *[self.n_rows] * 5]
+    def places(self) -> list[slice]:
+        """Of token ids, positions, query starts, context lengths, slots; and of the draws' tokens, slots, positions.
+
+        Each begins at a whole 16 bytes: Triton compiles kernels anew for pointers that do not.
+        """
+        found, first = [], 0
+        for size in (self.n_tokens, self.n_tokens, self.n_rows + 1, *[self.n_rows] * 5):
+            found.append(slice(first, first + size))
+            first += -(-size // ALIGNED) * ALIGNED
+        return found
 
     @classmethod
     def exact(cls, batch: Batch) -> "MixedShape":
@@ -152,12 +171,20 @@ class MixedShape(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, max_rows: int) -> "MixedShape":
         """A shape that many batches share, so that it is worth capturing; the batch's own where it is large or odd."""
-        n_chunks = next((n for n in CHUNK_ROWS if len(batch.chunks) < n), 0)
-        n_decodes = rows_beside_chunks(len(batch.decodes), max_rows)
-        n_tokens = tokens(n_decodes + batch.n_tokens - len(batch.decodes))
-        if not n_chunks or n_tokens > MAX_CAPTURED_TOKENS:
+        n_tokens = tokens(batch.n_tokens)
+        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > MAX_CAPTURED_TOKENS:
             return cls.exact(batch)
-        return cls(n_decodes, n_tokens, n_chunks, True)
+        return cls(rows_beside_chunks(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
+
+    @classmethod
+    def all_padded(cls, max_rows: int) -> list["MixedShape"]:
+        """Those that `of` has in common."""
+        found, fewest = [], 0  # a place is taken from the size below on
+        for places in all_rows_beside_chunks(max_rows):
+            sizes = range(TILE, MAX_CAPTURED_TOKENS + 1, TILE)
+            found += [cls(places, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
+            fewest = places
+        return found
 
 
 class Draws(NamedTuple):
@@ -171,7 +198,7 @@ class MixedBuffers:
     """Steps with chunks in them: made on the host, shipped in one copy."""
 
     def __init__(self, max_tokens: int, max_rows: int, width: int, device: torch.device) -> None:
-        n_words = 2 * max(max_tokens, MAX_CAPTURED_TOKENS) + 6 * (max_rows + CHUNK_ROWS[-1]) + 1
+        n_words = 2 * max(max_tokens, MAX_CAPTURED_TOKENS) + 6 * (max_rows + CHUNK_ROWS) + 1 + 8 * ALIGNED
         self._width = width
         self._upload = Upload(n_words, device)
         self._buffer = torch.zeros(n_words, dtype=torch.int32, device=device)
@@ -179,11 +206,9 @@ class MixedBuffers:
 
     def send(self, batch: Batch, shape: MixedShape, spare_slot: int) -> int:
         """Queue the copy; the longest context."""
-        array = self._upload.array()
-        stops = np.cumsum(shape.sizes).tolist()
-        parts = [array[stop - size : stop] for stop, size in zip(stops, shape.sizes)]
-        longest = self._fill(parts, batch, shape, spare_slot)
-        self._upload.send(stops[-1], self._buffer)
+        array, places = self._upload.array(), shape.places
+        longest = self._fill([array[place] for place in places], batch, shape, spare_slot)
+        self._upload.send(places[-1].stop, self._buffer)
         return longest
 
     def inputs(
@@ -196,16 +221,16 @@ class MixedBuffers:
     ) -> StepInputs:
         """From what was sent. A captured step knows no batch, and nothing but its shape."""
         token_ids, positions, starts, contexts, row_slots, samples, *_ = self._views(shape)
-        d = shape.n_decodes
-        if d:
+        d = min(shape.n_decodes, shape.n_tokens)
+        if d:  # a chunk's tokens in their places are never negative
             last = state.last_tokens.index_select(0, row_slots[:d])
             token_ids[:d] = torch.where(token_ids[:d] < 0, last, token_ids[:d])
-        width = self._width if batch is None else min(self._width, blocks_of(longest))
+        width = self._width if batch is None else min(self._width, table_width(longest))
         tables = [table[:, :width].index_select(0, row_slots) for table in state.tables]
         chunks = None if batch is None else _chunks(batch)
-        longest_query = shape.n_tokens - d if chunks is None else max(chunk.n for chunk in chunks)
+        longest_query = shape.n_tokens if chunks is None else max(chunk.n for chunk in chunks)
         prefix, shares = shared or (None, None)
-        step_shape = StepShape(d, longest_query, prefix, shares, chunks)
+        step_shape = StepShape(shape.n_decodes, longest_query, prefix, shares, chunks)
         n_draws = shape.n_rows if batch is None else batch.n_draws
         return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_draws].long(), step_shape)
 
@@ -215,21 +240,20 @@ class MixedBuffers:
         return Draws(slots[:n_draws], positions[:n_draws])
 
     def _views(self, shape: MixedShape) -> list[Tensor]:
-        stops = np.cumsum(shape.sizes).tolist()
-        return [self._buffer[stop - size : stop] for stop, size in zip(stops, shape.sizes)]
+        return [self._buffer[place] for place in shape.places]
 
     def _fill(self, parts: list[NDArray[np.int32]], batch: Batch, shape: MixedShape, spare_slot: int) -> int:
         token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = parts
-        d, n = len(batch.decodes), shape.n_decodes
-        token_ids[d:n] = positions[d:n] = contexts[d:] = samples[d:] = draw_positions[d:] = 0
+        d, places = len(batch.decodes), shape.n_decodes
+        contexts[d:] = samples[d:] = draw_positions[d:] = 0
         row_slots[d:], draw_slots[d:] = spare_slot, PADDING
         begins = np.array([row.start for row in batch.decodes], np.int32)
         token_ids[:d] = [token_of(row) for row in batch.decodes]
         positions[:d], contexts[:d], draw_positions[:d] = begins, begins + 1, begins + 1
         row_slots[:d] = draw_slots[:d] = [row.slot for row in batch.decodes]
-        starts[: n + 1], samples[:d] = self._counting[: n + 1], self._counting[:d]
-        drawn, longest = n, int(begins.max(initial=-1)) + 1
-        for r, row in enumerate(batch.chunks, n):
+        starts[:d], starts[d : places + 1], samples[:d] = self._counting[:d], d, self._counting[:d]
+        n, drawn, longest = d, places, int(begins.max(initial=-1)) + 1
+        for r, row in enumerate(batch.chunks, places):
             end = row.end
             stop = n + end - row.start
             token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
@@ -240,7 +264,7 @@ class MixedBuffers:
                 drawn += 1
             n, longest = stop, max(longest, end)
         if shape.padded:
-            starts[shape.n_decodes + len(batch.chunks) + 1 :] = n
+            starts[places + len(batch.chunks) + 1 :] = n
             starts[-1], contexts[-1] = shape.n_tokens, shape.n_tokens - n
             token_ids[n:], positions[n:] = 0, self._counting[: shape.n_tokens - n]
         return longest

@@ -1,7 +1,7 @@
 """A model on a CUDA device and everything around it: kernels, sampler, runner, and how the memory is split."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class GpuEngine:
     def open(cls, model: Model, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
         """`limits` of the model; the cache may bound its context further."""
         weights = torch.cuda.memory_allocated(device)
-        n_rows = limits.max_running + CHUNK_ROWS[-1]
+        n_rows = limits.max_running + CHUNK_ROWS
         quantised = any(isinstance(matrix, QuantisedMatrix) for matrix in model.matrices)
         n_tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
         sizes = Sizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantised)
@@ -51,6 +51,19 @@ class GpuEngine:
 
     def runner(self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True) -> GpuRunner:
         return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs)
+
+    def chores(self, runner: GpuRunner) -> Callable[[], bool]:
+        """What can be done ahead of requests, a little with every call: captures, libraries' plans. False: no more."""
+        plans = self.model.kernels.rehearse(self.model.attentions)
+
+        def chore() -> bool:
+            with torch.inference_mode():
+                more = runner.prepare() or next(plans, False)
+            if not more:
+                _log.info("every common step is prepared", extra={"graphs": runner.n_graphs})
+            return more
+
+        return chore
 
 
 class _Kernels:

@@ -31,6 +31,13 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    @property
+    def wants_more(self) -> bool:
+        return self._enabled and len(self._captured) < MAX_GRAPHS
+
     def run(self, key: Hashable, body: Callable[[], Tensor]) -> Tensor:
         """Do what body does. The first time it runs as it is, and is captured while the device is busy with it."""
         captured = self._captured.get(key)
@@ -39,7 +46,7 @@ class Graphs:
             captured.graph.replay()
             return captured.result
         result = body()
-        if self._enabled and key not in self._captured and len(self._captured) < MAX_GRAPHS:
+        if self.wants_more and key not in self._captured:
             self._captured[key] = self._capture(key, body)
         return result
 

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, TILE
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, table_width
 from emberline.engine.limits import Limits
-from emberline.kv.budget import blocks_of
 from emberline.protocol.errors import BadInput
 
 RESERVE_BYTES = 448 << 20  # captured graphs, the libraries' own workspaces, small tensors that come and go
@@ -33,8 +32,8 @@ class MemoryBudget:
 
 def state_bytes(limits: Limits, n_groups: int) -> int:
     """What the runner keeps by slot: tables (of slots, of a decode step's rows, of a mixed one's), packets, outputs."""
-    n_rows = limits.max_running + CHUNK_ROWS[-1]
-    tables = 3 * n_groups * n_rows * blocks_of(max(limits.context_len, TILE)) * 4
+    n_rows = limits.max_running + CHUNK_ROWS
+    tables = 3 * n_groups * n_rows * table_width(limits.context_len) * 4
     tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
     return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 

@@ -5,9 +5,10 @@ sample:  what of this had to wait for masks; then tokens -> pinned host memory -
 result:  sleeps until the mark
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,17 +18,19 @@ from emberline.engine import shared_prefix
 from emberline.engine.gpu_batch import Batch, DecodeBuffers, Draws, MixedBuffers, MixedShape
 from emberline.engine.gpu_graphs import Graphs
 from emberline.engine.gpu_outputs import Draw, Outputs, drawn_on
-from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, TILE, decode_rows
+from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS, all_decode_rows, decode_rows, table_width
 from emberline.engine.gpu_slots import SamplerTable, Slots
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
 from emberline.engine.plan import DeviceLost, Masks, StepPlan
 from emberline.engine.runner import Model, allocate_pool
 from emberline.kernels.inputs import DecodeInputs, SlotState
-from emberline.kv.budget import blocks_of
+from emberline.kv.pool import NULL_BLOCK
 from emberline.models.step import StepInputs
 
+MIN_SHARING = 4  # rows, for a look at what they share to be worth it
 MAX_IN_FLIGHT = 3  # steps whose outputs are kept apart
+_log = logging.getLogger(__name__)
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
@@ -46,6 +49,14 @@ class _Launched:
     work: Work | None  # None: its time is not worth knowing
     n_decodes: int  # places that rows that decode have among the draws, some perhaps nobody's
     draw: Callable[[], None] | None  # still to be done, when the masks are there
+
+
+class StepKind(NamedTuple):
+    """What a captured step depends on."""
+
+    shape: int | MixedShape  # an int: rows of a step that only decodes
+    cascade: bool = False  # a prefix that rows share is read once
+    draws: bool = True  # else it waits for masks
 
 
 class GpuStep:
@@ -92,22 +103,64 @@ class GpuRunner:
         self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
         self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
         rows, groups = limits.max_running, len(self._kv)
-        width = blocks_of(max(limits.context_len, TILE))  # tokens that fill a step up have a context, too
+        width = table_width(limits.context_len)
         self._max_rows = rows
         self._slots = Slots(rows, groups, width, sampler, self._device)
         self._decode = DecodeBuffers(rows, groups, width, self._device)
         self._mixed = MixedBuffers(limits.token_budget, rows, width, self._device)
-        self._drawn = drawn_on(rows + CHUNK_ROWS[-1], self._device)
-        self._outputs = [Outputs(rows + CHUNK_ROWS[-1], self._device) for _ in range(MAX_IN_FLIGHT)]
+        self._drawn = drawn_on(rows + CHUNK_ROWS, self._device)
+        self._outputs = [Outputs(rows + CHUNK_ROWS, self._device) for _ in range(MAX_IN_FLIGHT)]
         self._n_launched = 0
         self._graphs = Graphs(self._device, graphs)
         self._pads = graphs
+        self._to_prepare = self._common_steps() if graphs and self._device.type == "cuda" else []
         self._sharing: tuple[bytes, int] | None = None  # the rows that were last looked at, and when
         self._shared: shared_prefix.SharedPrefix | None = None
 
     @property
     def n_graphs(self) -> int:
         return len(self._graphs)
+
+    # --- ahead of requests ------------------------------------------------------------------------------------------
+
+    def _common_steps(self) -> list[StepKind]:
+        """What is worth capturing before it is asked for, the most common last."""
+        decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows)
+        sharing = [n for n in decodes if n >= MIN_SHARING] if self._block_bytes else []
+        beside = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
+        plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, a reply, all else
+        shared: list[int | MixedShape] = [*sharing, *beside]
+        return [*map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)][::-1]
+
+    def prepare(self) -> bool:
+        """Run and capture one more step, of nobody's rows; call it when there is nothing else to do. False: all done.
+
+        It reads weights and writes to the null block, no more; so it may be called before the weights are there.
+        """
+        while self._to_prepare and self._graphs.wants_more:
+            kind = self._to_prepare.pop()
+            if kind in self._graphs:
+                continue
+            try:
+                self._rehearse(kind)
+            except Exception as error:  # then it is captured when somebody needs it, or not
+                if isinstance(lost := fatal(error), DeviceLost):
+                    raise lost from error
+                _log.warning("a step of shape %s could not be prepared: %s", kind, error)
+            return True
+        return False
+
+    @torch.inference_mode()
+    def _rehearse(self, kind: StepKind) -> None:
+        if isinstance(kind.shape, int):
+            self._decode.send([], kind.shape)
+        else:
+            self._mixed.send(Batch(), kind.shape, self._slots.spare)
+        self._run(kind)
+        for pool in self._kv:  # without weights, what it left there may not even be numbers
+            pool[NULL_BLOCK].zero_()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> GpuStep:
         try:
@@ -161,11 +214,21 @@ class GpuRunner:
     def _launch_decode(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
         n_rows = decode_rows(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
         self._decode.send(batch.decodes, n_rows)
-        cascade = self._look_for_shared(batch)
-        draws = not batch.masked
-        key = ("decode", n_rows, cascade, draws)
-        logits = self._graphs.run(key, lambda: self._decode_body(n_rows, cascade, draws))
-        return len(batch.decodes), None if draws else lambda: self._draw_decode(logits)
+        kind = StepKind(n_rows, self._look_for_shared(batch), not batch.masked)
+        logits = self._run(kind)
+        return len(batch.decodes), None if kind.draws else lambda: self._draw_decode(logits)
+
+    def _run(self, kind: StepKind) -> Tensor:
+        """From what was sent: as it was captured, or will be."""
+        return self._graphs.run(kind, lambda: self._body(kind))
+
+    def _body(self, kind: StepKind) -> Tensor:
+        shape, cascade, draws = kind
+        if isinstance(shape, int):
+            return self._decode_body(shape, cascade, draws)
+        shared = self._decode.shared(shape.n_decodes) if cascade else None
+        inputs = self._mixed.inputs(shape, self._slots.state, None, 0, shared)
+        return self._mixed_body(inputs, self._mixed.draws(shape, None), draws)
 
     def _decode_body(self, n_rows: int, cascade: bool, draws: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
@@ -180,7 +243,7 @@ class GpuRunner:
 
     def _look_for_shared(self, batch: Batch) -> bool:
         """Whether enough is shared to be read once; looked at anew only when other rows decode."""
-        if not self._block_bytes or len(batch.decodes) < 4:
+        if not self._block_bytes or len(batch.decodes) < MIN_SHARING:
             return False
         slots = np.array([row.slot for row in batch.decodes])
         key = slots.tobytes(), self._slots.n_admitted
@@ -200,19 +263,13 @@ class GpuRunner:
     def _launch_mixed(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
         shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
         longest = self._mixed.send(batch, shape, self._slots.spare)
-        draws = bool(batch.n_draws) and not batch.masked
+        who = self._mixed.draws(shape, None if shape.padded else batch)
         if shape.padded:
-            who, cascade = self._mixed.draws(shape, None), self._look_for_shared(batch)
-            shared = self._decode.shared(shape.n_decodes) if cascade else None
-            logits = self._graphs.run(
-                (shape, cascade, draws),
-                lambda: self._mixed_body(self._mixed.inputs(shape, self._slots.state, None, 0, shared), who, draws),
-            )
+            logits = self._run(StepKind(shape, self._look_for_shared(batch), not batch.masked))
         else:
-            who = self._mixed.draws(shape, batch)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
-            logits = self._mixed_body(inputs, who, draws)
-        return shape.n_decodes, None if draws or not batch.n_draws else lambda: self._draw(logits, *who)
+            logits = self._mixed_body(inputs, who, bool(batch.n_draws) and not batch.masked)
+        return shape.n_decodes, (lambda: self._draw(logits, *who)) if batch.masked else None
 
     def _mixed_body(self, inputs: StepInputs, who: Draws, draws: bool) -> Tensor:
         logits = self._model.forward(inputs, self._kv)

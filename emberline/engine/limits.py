@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from emberline.protocol.blockhash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, ContextExceeded
+from emberline.protocol.layout import BLOCK_TOKENS
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
 
 
@@ -33,8 +35,32 @@ class Limits:
         if (largest := int(np.frombuffer(request.prompt_ids, "<u4").max())) >= self.vocab_size:
             raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="prompt")
         self._check_sampling(request.sampling)
+        self._check_reply(request)
+        if request.keys and len(request.keys) != n_prompt // BLOCK_TOKENS * DIGEST_BYTES:
+            raise BadInput(
+                f"{n_prompt // BLOCK_TOKENS} keys of {DIGEST_BYTES} bytes belong to a prompt of {n_prompt} tokens,"
+                f" not {len(request.keys)} bytes",
+                param="keys",
+            )
         if (limit := request.thinking_limit) is not None:
             self._check_thinking(limit)
+
+    def room(self, request: EngineRequest) -> int:
+        """Most tokens of the reply, those that it begins with included."""
+        room = self.context_len - len(request.prompt_ids) // 4
+        most = request.sampling.max_tokens
+        return room if most is None else min(room, most)
+
+    def _check_reply(self, request: EngineRequest) -> None:
+        n_given, ragged = divmod(len(request.output_ids), 4)
+        if not n_given and not ragged:
+            return
+        if ragged:
+            raise BadInput("a reply that goes on must be whole token ids of 4 bytes", param="output_ids")
+        if (largest := int(np.frombuffer(request.output_ids, "<u4").max())) >= self.vocab_size:
+            raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="output_ids")
+        if n_given >= self.room(request):
+            raise BadInput(f"a reply of {n_given} tokens has no room left to go on", param="output_ids")
 
     def _check_thinking(self, limit: ThinkingLimit) -> None:
         if limit.most < 0 or not limit.ids or len(limit.ids) % 4:

@@ -1,18 +1,20 @@
 """How many prompt tokens a step may take so that running streams keep their pace, learned from the steps that ran."""
 
 from dataclasses import dataclass
-from itertools import takewhile
 from math import inf
 
-from emberline.engine.gpu_shapes import TILE, rows_beside_chunks, tokens
+from emberline.engine.gpu_shapes import MAX_CAPTURED_TOKENS, ROUND, TILE, tokens
 
-TARGET_S = 0.0145  # of a step that streams wait for: their p99 stays below 20 ms, and a chunk is still efficient
+TARGET_S = 0.019  # of a step that streams wait for: their p99 stays below 20 ms, and a chunk is still efficient
 SHARE = 2.0  # or so many times what the streams' own step takes, where a card cannot do that
+OVERLOAD = 4.0
 FIRST_CHUNK = 512  # tokens, before anything was measured
+MANY = 2048  # tokens of a step that is as efficient as any
 _GAIN = 0.5  # how fast what was learned gives way to what is measured
 _LITTLE = 1.25
-_SPARE = 0.93  # of the target: with no more than this a step may try one tile more
-_DOUBT = 0.99  # what was too long is believed a little less with every step, and so tried again some day
+_ODD = 1.3
+_KEPT = 0.9  # of what earlier steps of a size count for, with every new one
+_STALE = 2000  # steps after which a size that was too long may be tried again
 
 
 @dataclass(slots=True)
@@ -34,29 +36,55 @@ class Work:
     @property
     def tiles(self) -> int:
         """Whole ones that a step with chunks is rounded up to."""
-        return tokens(rows_beside_chunks(self.n_decodes) + self.n_tokens) // TILE
+        return tokens(self.n_decodes + self.n_tokens) // TILE
 
     @property
     def context(self) -> int:
         return self.reach // max(1, self.n_tokens)
 
 
-Key = tuple[int, int]  # powers of two: of the streams, of the context
+class Line:
+    """Seconds of steps of one size by the context that their chunks begin at: a straight line through what was seen."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "seen")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._xx = self._y = self._xy = 0.0
+        self.seen = 0  # the last time
+
+    def add(self, context: float, seconds: float) -> None:
+        if self._n:  # a kernel may have been compiled in the middle of a step
+            seconds = min(seconds, 1.5 * self.at(context))
+        self._n = self._n * _KEPT + 1
+        self._x = self._x * _KEPT + context
+        self._xx = self._xx * _KEPT + context * context
+        self._y = self._y * _KEPT + seconds
+        self._xy = self._xy * _KEPT + context * seconds
+
+    def at(self, context: float) -> float:
+        mean, height = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean * mean
+        rise = self._xy / self._n - mean * height
+        slope = max(0.0, rise / spread) if spread > TILE * TILE else 0.0
+        return max(height / 2, height + slope * (context - mean))
 
 
 class Pace:
-    """For so many streams and so long a context, what a step of each number of tiles takes; the largest that fits.
+    """For so many streams (powers of two), what a step of each number of tiles takes; the largest that fits.
 
-    No formula: kernels are as slow for a short chunk as for one that fills the device, so what was measured at one size
-    says little of another. A size nobody has measured is tried when the one below leaves time to spare, or the one
-    above took too long. Where not even the smallest fits, one that takes little longer is as good.
+    No formula over sizes: kernels are as slow for a short chunk as for one that fills the device, so what was measured
+    at one size says little of another. A size nobody has measured is thought to cost in proportion, and is tried where
+    that fits. Where not even the smallest fits, one that takes little longer is as good.
     """
 
     def __init__(self, target_s: float = TARGET_S) -> None:  # inf: streams wait as long as it takes
         self._target_s = target_s
-        self._steps: dict[Key, dict[int, float]] = {}  # seconds by tiles
+        self._steps: dict[int, dict[int, Line]] = {}  # by power of two of the streams, by tiles
         self._decode_s: dict[int, float] = {}  # of steps without chunks, by power of two of the streams
         self._token_s: dict[int, float] = {}  # of a prompt's token in large steps, by that of the context
+        self._alone_s: dict[int, float] = {}  # the same where nothing decodes beside it; one number
+        self._beside_s: dict[int, float] = {}  # like _decode_s, from steps with chunks
+        self._n_seen = 0
 
     def observe(self, work: Work, seconds: float) -> None:
         if not work.n_tokens:
@@ -64,23 +92,42 @@ class Pace:
             return
         if work.n_tokens >= TILE // 2:
             _learn(self._token_s, _octave(work.context), seconds / work.n_tokens, 2.0)
+        if not work.n_decodes and work.n_tokens >= MANY:
+            _learn(self._alone_s, 0, seconds / work.n_tokens, 2.0)
         if not work.n_decodes or self._target_s == inf:
             return  # nobody waits, or nobody minds
-        target_s = self._target(work.n_decodes)
-        steps = self._steps.setdefault(_key(work.n_decodes, work.begins), {})
-        _learn(steps, work.tiles, seconds)
-        for tiles, known_s in steps.items():
-            if known_s > target_s:  # never more than in proportion: that was a step in which a kernel was compiled
-                steps[tiles] = min(known_s * _DOUBT, seconds * max(1.0, tiles / work.tiles))
+        streams = work.n_decodes.bit_length()
+        if self._alone_s and streams not in self._decode_s:  # streams that never decoded alone: what was theirs of it
+            self._beside_s[streams] = seconds - work.n_tokens * self._alone_s[0]
+        self._n_seen += 1
+        lines = self._steps.setdefault(streams, {})
+        line = lines.setdefault(work.tiles, Line())
+        line.add(work.begins, seconds)
+        line.seen = self._n_seen
+        for tiles in [tiles for tiles, line in lines.items() if self._n_seen - line.seen > _STALE]:
+            del lines[tiles]
 
-    def chunk(self, work: Work, context: int, most: int) -> int:
-        """Tokens of a prompt that may join the work, up to `most`; they begin at `context`."""
-        if not work.n_decodes or self._target_s == inf:
+    def chunk(self, work: Work, context: int, most: int, slack: float = 1.0) -> int:
+        """Tokens of a prompt that may join the work, up to `most`; they begin at `context`.
+
+        slack: how many times the target a step may take; beyond OVERLOAD, as long as it takes.
+        """
+        if not work.n_decodes or self._target_s == inf or slack >= OVERLOAD:
             return most
-        beside = rows_beside_chunks(work.n_decodes) + work.n_tokens
-        tiles = self._tiles(work.n_decodes, context)
+        beside = work.n_decodes + work.n_tokens
+        tiles = self._tiles(work.n_decodes, context, self._target(work.n_decodes, slack))
+        tiles = min(tiles, MAX_CAPTURED_TOKENS // TILE)
         least = beside // TILE + 1 if not work.n_tokens else 0  # prompts come forward whatever the streams cost
         return min(most, max(0, max(tiles, least) * TILE - beside))
+
+    def room(self, wanted: int, most: int) -> int:
+        """Tokens of a step without streams: as many as it holds, or no more than can be captured."""
+        return most if wanted >= most or self._target_s == inf else min(most, MAX_CAPTURED_TOKENS)
+
+    def cut(self, work: Work, start: int, n: int) -> int:
+        """How many of the next n tokens to take of a prompt that has more."""
+        end = (start + n) // ROUND * ROUND
+        return n if work.n_decodes or self._target_s == inf or end <= start else end - start
 
     def within(self, limit_s: float, work: Work, context: int, most: int) -> int:
         """Tokens of a prompt, up to `most`, with which the step lasts about so long; a first chunk has a tile."""
@@ -88,35 +135,33 @@ class Pace:
         n = TILE if near is None else max(TILE, int(limit_s / self._token_s[near]))
         return min(most, n - work.n_tokens)
 
-    def _tiles(self, n_decodes: int, context: int) -> int:
-        key = _key(n_decodes, context)
-        near = min(self._steps, key=lambda k: abs(k[0] - key[0]) + abs(k[1] - key[1]), default=None)
+    def _tiles(self, n_decodes: int, context: int, target_s: float) -> int:
+        near = min(self._steps, key=lambda streams: abs(streams - n_decodes.bit_length()), default=None)
         if near is None:
             return FIRST_CHUNK // TILE
-        steps, target_s = self._steps[near], self._target(n_decodes)
-        limit_s = max(target_s, _LITTLE * min(steps.values()))
-        sizes = sorted(steps)
-        best = [sizes[0], *takewhile(lambda tiles: steps[tiles] <= limit_s, sizes)][-1]
-        if steps[best] > target_s:
-            less = max(1, min(best - 1, int(best * target_s / steps[best])))
-            return less if less not in steps else best
-        more = best * 2 if steps[best] < target_s / 2 else best + 1
-        return more if steps[best] < _SPARE * target_s and more not in steps else best
+        known: dict[int, float] = {}
+        for tiles, line in sorted(self._steps[near].items()):  # much more than in proportion: that step was an odd one
+            known[tiles] = min([line.at(context), *(_ODD * s * tiles / less for less, s in known.items())])
+        limit_s = max(target_s, _LITTLE * min(known.values()))
+        fitting = [tiles for tiles, seconds in known.items() if seconds <= limit_s]
+        best = fitting[-1]
+        if known[best] > target_s:
+            less = max(1, min(best - 1, int(best * target_s / known[best])))
+            return less if less not in known else best
+        more = min(int(best * target_s / known[best]), 2 * best)
+        beyond = min((tiles for tiles in known if tiles > best), default=more + 1)  # those took too long
+        return max(best, min(more, beyond - 1))
 
-    def _target(self, n_decodes: int) -> float:
+    def _target(self, n_decodes: int, slack: float) -> float:
         streams = n_decodes.bit_length()
-        known = [seconds for n, seconds in self._decode_s.items() if n <= streams]
-        return max(self._target_s, SHARE * max(known, default=0.0))
+        known = [seconds for n, seconds in (self._beside_s | self._decode_s).items() if n <= streams]
+        return max(slack * self._target_s, SHARE * max(known, default=0.0))
 
 
-def _learn(known: dict[int, float], key: int, measured: float, most: float = 1e9) -> None:
+def _learn(known: dict[int, float], key: int, measured: float, most: float) -> None:
     """`most`: times what is known; a kernel may have been compiled in the middle of a step."""
     before = known.get(key, measured)
     known[key] = before + _GAIN * (min(measured, most * before) - before)
-
-
-def _key(n_decodes: int, context: int) -> Key:
-    return n_decodes.bit_length(), _octave(context)
 
 
 def _octave(context: int) -> int:

@@ -10,10 +10,13 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from emberline.engine.server import Server
+from emberline.kv.transfer import shared_memory
+from emberline.kv.transfer.hub import Hub
 from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.frames import Role
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame names its own limit
@@ -26,9 +29,20 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
     parser.add_argument("--name", default="", help="the model's name, as clients call it")
+    parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")
+    parser.add_argument("--role", choices=get_args(Role), default="both", help="prompts, replies or both")
+    parser.add_argument("--cores", type=cores, metavar="N,N", help="the only cores to run on")
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences computed at once")
     parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="tokens computed in a step")
     return parser
+
+
+def cores(text: str) -> list[int]:
+    """Binds the process to them as soon as they are read: threads that start later inherit it."""
+    numbers = [int(word) for word in text.split(",")]
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, numbers)
+    return numbers
 
 
 def join_token(address: str) -> str:
@@ -37,6 +51,13 @@ def join_token(address: str) -> str:
     if not token and address.startswith("tcp:"):
         raise BadInput(f"an engine on a TCP port needs a token to join in {TOKEN_VARIABLE}")
     return token
+
+
+def transfers(hub: Hub | None, args: argparse.Namespace) -> tuple[str, ...]:
+    """Ways in which other engines may push KV to this one. Who prefills pushes to others."""
+    if hub is None or args.role == "prefill":
+        return ()
+    return tuple(way for way in hub.takes_by if way != shared_memory.NAME or not args.socket.startswith("tcp:"))
 
 
 @contextlib.contextmanager

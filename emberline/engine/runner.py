@@ -1,11 +1,8 @@
 """Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
 
-import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, prod
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +14,11 @@ from emberline.engine.pace import Pace, Work
 from emberline.engine.plan import Admission, Masks, Row, Sampled, StepPlan
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.budget import blocks_of
+from emberline.kv.pages import Pages, private_pages, shared_pages
 from emberline.kv.pool import NULL_BLOCK
+from emberline.kv.transfer.memory import HostMemory
 from emberline.models.step import StepInputs
 from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
-
-MAX_HUGE_PAGE_BYTES = 4 << 20  # kernels with pages of 64 KB have huge ones of 512 MB: a block would cost one
 
 
 class Model(Protocol):
@@ -70,12 +67,30 @@ class TorchRunner:
     """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
 
     def __init__(
-        self, model: Model, n_blocks: Sequence[int], limits: Limits, device: str = "cpu", pace: Pace | None = None
+        self,
+        model: Model,
+        n_blocks: Sequence[int],
+        limits: Limits,
+        device: str = "cpu",
+        pace: Pace | None = None,
+        shared: bool = False,
     ) -> None:
         self._model = model
         self._pace = pace
         self._device = torch.device(device)
-        self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
+        self.memory: HostMemory | None = (
+            None  # the pools' bytes, where they are the host's; `shared`: others write them
+        )
+        if self._device.type == "cpu":
+            pages = [host_pages(layout, n, shared) for layout, n in zip(model.kv_groups, n_blocks)]
+            self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, model.kv_groups, n_blocks)]
+            self.memory = HostMemory(
+                [memoryview(each.buffer) for each in pages],
+                [layout.block_bytes for layout in model.kv_groups],
+                [each.descriptor for each in pages if shared],
+            )
+        else:
+            self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
         rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
         self._slots: list[_Slot | None] = [None] * rows
         self._tables = [np.zeros((rows, width), np.int32) for _ in self._kv]  # by slot
@@ -199,18 +214,19 @@ def _work(plan: StepPlan) -> Work:
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:
     """Zeroed blocks, one contiguous after the other. On the CPU a block costs memory once it is written."""
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    shape = (n_blocks, len(layout.layers), 2, layout.kv_heads, BLOCK_TOKENS, layout.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if _huge_page_bytes() <= MAX_HUGE_PAGE_BYTES:
-        pages.madvise(mmap.MADV_HUGEPAGE)  # blocks lie far apart: on small pages most reads of the cache miss the TLB
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    if device.type == "cpu":
+        return pool_in(host_pages(layout, n_blocks, shared=False), layout, n_blocks)
+    return torch.zeros(pool_shape(layout, n_blocks), dtype=getattr(torch, layout.dtype), device=device)
 
 
-def _huge_page_bytes() -> float:
-    try:
-        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
-    except (OSError, ValueError):  # this kernel has none
-        return inf
+def host_pages(layout: KVGroup, n_blocks: int, shared: bool) -> Pages:
+    n_bytes = n_blocks * layout.block_bytes
+    return shared_pages(n_bytes) if shared else private_pages(n_bytes)
+
+
+def pool_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
+    return torch.frombuffer(pages.buffer, dtype=getattr(torch, layout.dtype)).view(pool_shape(layout, n_blocks))
+
+
+def pool_shape(layout: KVGroup, n_blocks: int) -> tuple[int, ...]:
+    return n_blocks, len(layout.layers), 2, layout.kv_heads, BLOCK_TOKENS, layout.head_dim

@@ -1,7 +1,6 @@
 """Who computes what in the next step. Pure Python: no torch, no I/O, no clock of its own."""
 
 import logging
-import secrets
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import islice
@@ -11,29 +10,33 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.engine import drawing
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
-from emberline.engine.plan import Admission, Guide, Guides, Masks, Row, Sampled, StepPlan
+from emberline.engine.plan import Admission, Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
+from emberline.engine.traffic import Traffic
 from emberline.kv.cache import KVCache
+from emberline.kv.transfer.notices import Transfers
 from emberline.protocol import blockhash
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal, Unavailable
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.layout import BLOCK_TOKENS
 from emberline.protocol.request import EngineRequest, Priority
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.tokens import pack
 
 POLITE_S = 0.04  # of a step with nothing but queued work in it: what a request that arrives now may have to wait for
 QUIET_STEPS = 512  # without another's request: then queued work need not be polite
 PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
 STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
 
+LONG_QUEUE = 32_768  # waiting tokens, beyond which streams give some of their pace for throughput
+
 GRAMMAR_FAILED = "the engine could not follow this request's grammar"
 
 _log = logging.getLogger(__name__)
 _by_rank = attrgetter("rank")
-_U64 = (1 << 64) - 1
 
 
 class Scheduler:
@@ -51,11 +54,13 @@ class Scheduler:
         fingerprint: str,
         grammars: Guides | None = None,
         pace: Pace | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         assert limits.context_len <= cache.capacity, "a lone sequence must be able to reach the end of its context"
         self.limits = limits
         self._cache = cache
         self._fingerprint = fingerprint
+        self._traffic = None if transfers is None else Traffic(cache, transfers, fingerprint)
         self._grammars = grammars  # None: grammars are ignored
         self._pending: list[Sequence] = []  # those whose grammars are being compiled; they wait, too
         self._running: list[Sequence] = []  # by rank
@@ -73,20 +78,38 @@ class Scheduler:
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
 
     @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
+    def n_arrived(self) -> int:
+        """Requests so far."""
+        return self._n_arrived
+
+    @property
     def busy(self) -> bool:
-        return bool(self._by_number)
+        return bool(self._by_number) or (self._traffic is not None and self._traffic.busy)
 
     @property
     def held_up(self) -> bool:
-        """Nothing can be computed before a grammar is compiled."""
-        return bool(self._pending) and len(self._pending) == len(self._by_number)
+        """Nothing can be computed before a grammar is compiled, or KV has come or gone."""
+        return self.busy and not self._running and len(self._waiting) == sum(not seq.away for seq in self._pending)
+
+    @property
+    def next_s(self) -> float:
+        """When something is to be done even if nobody brings news; while a grammar is compiled, now."""
+        if self._pending:
+            return 0.0
+        return min(self._next_deadline_s, float("inf") if self._traffic is None else self._traffic.next_s)
 
     def load(self) -> EngineLoad:
         load = msgspec.structs.replace(self._totals)
         load.running, load.waiting = len(self._running), len(self._waiting)
         load.waiting_batch = len(self._waiting) - bisect_left(self._waiting, (Priority.BATCH, -1), key=_by_rank)
-        load.waiting_tokens += sum(seq.n_due - 1 for seq in self._running)  # decoding ones: none
+        load.waiting_tokens += sum(seq.n_prefill for seq in self._running)  # decoding ones: none
         load.kv_used_blocks = self._cache.n_used
+        if self._traffic is not None:
+            self._traffic.report(load)
         return load
 
     # --- requests come and go ---------------------------------------------------------------------------------------
@@ -96,31 +119,65 @@ class Scheduler:
         if request.id in self._by_id:
             raise BadInput(f"request id {request.id!r} is in use", param="id")
         self.limits.check(request)
-        pending = self._grammars.request(request.grammar) if request.grammar and self._grammars else None
-        sampling = request.sampling
-        n_prompt = len(request.prompt_ids) // 4
-        room = self.limits.context_len - n_prompt
-        seq = Sequence(
-            request=request,
-            number=self._n_arrived,
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64,
-            root=blockhash.root(self._fingerprint, request.salt),
-            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
-            stop_ids=frozenset(sampling.stop_ids + (() if sampling.ignore_eos else self.limits.eos_ids)),
-            deadline_s=None if request.deadline_s is None else now_s + request.deadline_s,
-            n_prompt=n_prompt,
-            ids=bytearray(request.prompt_ids),
-            table=self._cache.table(),
-            pending=pending,
-            thinks=request.thinking_limit is not None,
-        )
+        travels = request.push is not None or bool(request.awaits)
+        if travels:
+            self._check_transfer(request)
+        grammars = self._grammars if request.push is None else None
+        pending = grammars.request(request.grammar) if request.grammar and grammars else None
+        seq = Sequence(request, self._n_arrived, self.limits, self._fingerprint, self._cache.table(), now_s, pending)
+        seq.thinks = drawing.still_thinks(seq)
         self._n_arrived += 1
         self._by_id[request.id] = self._by_number[seq.number] = seq
         if seq.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, seq.deadline_s)
-        self._enqueue(seq)
         if pending is not None:
             self._pending.append(seq)
+        if travels and self._traffic is not None:
+            self._traffic.begin(seq, now_s)
+        if not seq.away:
+            self._enqueue(seq)
+
+    def _check_transfer(self, request: EngineRequest) -> None:
+        if self._traffic is None:
+            raise Unavailable("this engine moves no KV to or from others", param="transfer")
+        if request.push is not None and request.awaits:
+            raise BadInput("a request pushes its KV or awaits it, not both", param="awaits")
+        if request.awaits:
+            self._traffic.arrivals.check(request.awaits)
+
+    def hear(self, now_s: float) -> list[TokenDelta]:
+        """What became of KV that travels."""
+        if self._traffic is None:
+            return []
+        deltas = []
+        turn = self._traffic.hear(now_s)
+        for seq, error in turn.end:
+            if seq.number in self._by_number:
+                info = None if error is None else error.info()
+                deltas.append(self._end(seq, "stop" if error is None else "error", error=info))
+        for seq in turn.advance:
+            if seq.slot != WAITING:
+                self._traffic.pushes.hand_over(seq, seq.table.n_published)
+        self._make_room(self._traffic, now_s)
+        for seq in turn.queue + self._traffic.ready():
+            if seq.away and seq.number in self._by_number:
+                self._come_back(seq)
+        return deltas
+
+    def _come_back(self, seq: Sequence) -> None:
+        seq.away = False
+        seq.n_arrived = 0 if seq.pushes else BLOCK_TOKENS * seq.n_pushable
+        self._enqueue(seq)
+
+    def _make_room(self, traffic: Traffic, now_s: float) -> None:
+        """Reserve blocks for prompts that others offer, by rank; not before one that waits here and goes first."""
+        for seq in traffic.arrivals.waiting_for_room():
+            first = self._waiting[0] if self._waiting else None
+            if first is not None and first.rank < seq.rank and self._refused == (first.number, self._cache.n_releases):
+                return
+            blockhash.extend(seq.keys, seq.root, seq.ids)
+            if not traffic.grant(seq, [n + 1 for n in self._spare()], now_s):
+                return
 
     def learn(self, vocabulary: Vocabulary) -> None:
         if self._grammars is not None:
@@ -134,8 +191,7 @@ class Scheduler:
         for seq in [seq for seq in self._pending if seq.pending is not None and seq.pending.ready]:
             assert seq.pending is not None
             try:
-                seq.guide = seq.pending.guide()
-                seq.closes = seq.guide.fits(seq.max_tokens)
+                drawing.bind(seq, seq.pending.guide())
             except EmberlineError as error:
                 deltas.append(self._end(seq, "error", error=error.info()))
             except Exception:
@@ -179,6 +235,8 @@ class Scheduler:
         for seq in tuple(self._running):
             if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
                 continue  # made room for one before it, or lets prompts of others pass
+            if not seq.n_due:
+                continue  # all of it is planned, and nothing is drawn
             if seq.n_due > 1:
                 prefills.append(seq)
             elif not seq.n_drawing or self._may_follow(seq):
@@ -213,21 +271,12 @@ class Scheduler:
         return Masks(places, bits)
 
     def _fill(self, bits: NDArray[np.uint32], seq: Sequence) -> None:
-        guide = seq.guide
-        assert guide is not None
         try:
-            guide.fill(bits[: guide.n_words])
+            drawing.allow(bits, seq, self.limits.eos_ids)
         except Exception as error:
             self._guide_failed(seq, error)
             bits[:] = ~np.uint32(0)  # something is drawn, and ignored
             return
-        ends: Iterable[int] = ()
-        if guide.finished:
-            ends = seq.stop_ids or self.limits.eos_ids
-        elif guide.complete and seq.n_output >= seq.request.sampling.min_tokens:
-            ends = seq.stop_ids
-        for token_id in ends:
-            bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if not bits.any():
             self._guide_failed(seq, None)
             bits[:] = ~np.uint32(0)
@@ -265,7 +314,19 @@ class Scheduler:
             self._publish(seq, row.end)
             if drawn is not None:
                 deltas.append(self._draw(seq, drawn))
+            elif seq.pushes:
+                deltas += self._push(seq, row.end)
         return deltas
+
+    def _push(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
+        """Hand over what is computed; with the last of it the sequence gives up its slot."""
+        assert self._traffic is not None
+        pushes = self._traffic.pushes
+        pushes.hand_over(seq, seq.table.n_published)
+        if n_computed == seq.n_tokens:
+            self._leave_slot(seq)
+            seq.n_computed, seq.away = 0, True
+        return [TokenDelta(seq.id, usage=seq.usage())] if pushes.first_news(seq) else []
 
     def fail(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its requests end with the error, all others go on."""
@@ -319,27 +380,43 @@ class Scheduler:
             prefills = sorted([*prefills, *islice(able, 2 * self.limits.max_running)], key=_by_rank)
         computing = self._computing[id(plan)] = set()
         work = Work(len(plan.rows))
+        room = self._room(plan, prefills)
         for seq in prefills:
-            left = self._left(plan, work, seq)
+            left = self._left(room - plan.n_tokens, work, seq)
             if left <= 0:
                 return
             if seq.slot == WAITING:
                 full = full or bool(plan.n_preempted) or not self._try_admit(plan, seq)
                 if seq.slot == WAITING:
                     continue
-            start, n = seq.n_computed, min(left, seq.n_tokens - seq.n_computed)
+            start, n = seq.n_computed, seq.n_tokens - seq.n_computed
+            if n > left:
+                n = left if self._pace is None else self._pace.cut(work, start, left)
             if self._add_row(plan, seq, n):
                 work.add(n, seq.n_computed)
                 computing.update(seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS])
 
-    def _left(self, plan: StepPlan, work: Work, seq: Sequence) -> int:
-        """Tokens that the step may still take of the sequence's prompt."""
-        left = self.limits.token_budget - plan.n_tokens
-        if self._pace is None or not left:
+    def _room(self, plan: StepPlan, prefills: list[Sequence]) -> int:
+        """Tokens that the step may have in all."""
+        budget = self.limits.token_budget
+        if self._pace is None or plan.rows:
+            return budget
+        wanted = 0
+        for seq in prefills:
+            known = self._match(seq) * BLOCK_TOKENS if seq.slot == WAITING else seq.n_computed
+            wanted += seq.n_tokens - known
+            if wanted >= budget:
+                break
+        return self._pace.room(wanted, budget)
+
+    def _left(self, left: int, work: Work, seq: Sequence) -> int:
+        """Tokens that the step may still take of the sequence's prompt, of those that it has left."""
+        if self._pace is None or left <= 0:
             return left
         if seq.urgency == Priority.BATCH and self._totals.steps - self._asked_step < QUIET_STEPS:
             left = self._pace.within(POLITE_S, work, seq.n_computed, left)
-        return self._pace.chunk(work, seq.n_computed, left) if left else 0
+        slack = max(1.0, self._totals.waiting_tokens / LONG_QUEUE)
+        return self._pace.chunk(work, seq.n_computed, left, slack) if left > 0 else 0
 
     def _may_follow(self, seq: Sequence) -> bool:
         """Whether its next token can be computed before the one in front of it was looked at.
@@ -353,39 +430,71 @@ class Scheduler:
         """Give a waiting sequence a slot and its cached prefix. False: no room, so nobody behind it may pass either."""
         if not self._free_slots or self._refused == (seq.number, self._cache.n_releases):
             return False
+        if self._gives_way(seq):
+            return False
         n_hit = self._match(seq)
-        if n_hit < _most_cached(seq) and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
+        if n_hit < seq.most_cached and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
             return True  # its next block is being computed for another: one step later it is a hit
         if not self._fits(seq, n_hit):
             self._refused = (seq.number, self._cache.n_releases)
             return False
         self._dequeue(seq)
+        self._take_hit(seq, n_hit)
+        if seq.away:
+            return True
         insort(self._running, seq, key=_by_rank)
         seq.slot = self._free_slots.pop()
         seq.admission = self._n_admitted
         self._n_admitted += 1
-        self._cache.take_hit(seq.table, seq.keys, n_hit)
-        seq.n_computed = n_hit * BLOCK_TOKENS
-        if seq.cached_by_tier is None:
-            seq.cached_by_tier = {"device": seq.n_computed}
-            self._totals.cached_tokens += seq.n_computed
         output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
         blocks = [list(held.blocks) for held in seq.table.groups]
         plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
         return True
 
+    def _gives_way(self, seq: Sequence) -> bool:
+        """Whether one that is offered KV and finds no room for it goes before this one."""
+        if self._traffic is None:
+            return False
+        return any(other.rank < seq.rank for other in self._traffic.arrivals.waiting_for_room())
+
+    def _take_hit(self, seq: Sequence, n_hit: int) -> None:
+        """Give a sequence its cached prefix. One that pushes and has all of it needs no slot: it is away again."""
+        self._cache.take_hit(seq.table, seq.keys, n_hit)
+        seq.n_computed = n_hit * BLOCK_TOKENS
+        if seq.cached_by_tier is None:
+            came = 0
+            if seq.n_arrived and self._traffic is not None:
+                came = min(BLOCK_TOKENS * self._traffic.arrivals.n_landed(seq), seq.n_computed)
+            own = min(seq.n_computed, seq.n_prompt) - came
+            seq.cached_by_tier = {"device": own, "pushed": came} if came else {"device": own}
+            self._totals.cached_tokens += own
+        if self._traffic is None:
+            return
+        if seq.n_arrived:
+            self._traffic.arrivals.leave(seq)  # its own table holds what came
+            seq.n_arrived = 0
+        if seq.pushes:
+            self._traffic.pushes.offer(seq)
+            self._traffic.pushes.hand_over(seq, n_hit)
+            if n_hit == seq.n_pushable:
+                self._cache.release(seq.table)
+                seq.n_computed, seq.away = 0, True
+
     def _match(self, seq: Sequence) -> int:
         blockhash.extend(seq.keys, seq.root, seq.ids)
-        return self._cache.match(seq.keys, _most_cached(seq))
+        return self._cache.match(seq.keys, seq.most_cached)
 
     def _fits(self, seq: Sequence, n_hit: int) -> bool:
         """Beside what running sequences still need for the tokens they have, and one block more for each."""
-        spare = [len(self._running)] * len(seq.table.groups)
+        return self._cache.fits(seq.keys, n_hit, seq.n_tokens, self._spare())
+
+    def _spare(self) -> list[int]:
+        spare = [len(self._running)] * len(self._cache.groups)
         for other in self._running:
             if other.n_tokens - other.n_computed > 1:
                 owed = self._cache.owed(other.table, other.n_tokens)
                 spare = [n + more for n, more in zip(spare, owed)]
-        return self._cache.fits(seq.keys, n_hit, seq.n_tokens, spare)
+        return spare
 
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int) -> bool:
         """Plan the next n tokens of a running sequence. False: it had to give way itself."""
@@ -399,7 +508,7 @@ class Scheduler:
             if victim is seq:
                 return False
         grown = len(groups[0].blocks) > n_blocks
-        samples = n == seq.n_due
+        samples = n == seq.n_due and not seq.pushes
         plan.rows.append(
             Row(
                 number=seq.number,
@@ -443,59 +552,18 @@ class Scheduler:
             self._cache.publish(seq.table, seq.keys, n_blocks)
 
     def _draw(self, seq: Sequence, drawn: Sampled) -> TokenDelta:
-        """Take in the token that was drawn, or what takes its place, and what must follow it."""
         logprob = drawn.logprob if drawn.logprob is not None else 0.0
         entry = TokenLogprobs(drawn.token_id, logprob, drawn.top)
-        if seq.guide is not None:
-            try:
-                return self._draw_guided(seq, seq.guide, entry)
-            except Exception as error:
-                failure = self._guide_failed(seq, error)
-                return self._end(seq, "error", error=failure.info())
-        if drawn.token_id in seq.stop_ids:
-            return self._append(seq, [entry], "stop")
-        entries = [entry, *self._thought(seq, drawn.token_id)]
-        return self._append(seq, entries, "length" if len(entries) >= seq.room else None)
-
-    def _draw_guided(self, seq: Sequence, guide: Guide, entry: TokenLogprobs) -> TokenDelta:
-        token_id, room = entry.token_id, seq.room
-        ends = token_id in seq.stop_ids or (guide.finished and token_id in self.limits.eos_ids)
-        if ends and guide.complete:
-            return self._append(seq, [entry], "stop")
-        if not guide.accept(token_id):
-            raise ValueError(f"token {token_id} was allowed, and is not accepted")
-        if seq.closes and not guide.fits(room - 1):
-            guide.rollback(1)
-            path = guide.closing()
-            return self._append(seq, _forced(path), "stop" if path or guide.finished else "length")
-        entries = [entry, *self._thought(seq, token_id)]
-        if guide.finished:
-            return self._append(seq, entries, "stop")
-        return self._append(seq, entries, "length" if len(entries) >= room else None)
-
-    def _thought(self, seq: Sequence, token_id: int) -> list[TokenLogprobs]:
-        """What ends the thinking when its limit is reached with this token; mostly nothing."""
-        limit = seq.request.thinking_limit
-        if not seq.thinks or limit is None:
-            return []
-        n_output = seq.n_output + 1
-        if token_id in limit.end_ids:
-            seq.thinks = False
-        if not seq.thinks or n_output < limit.most:
-            return []
-        ids = unpack(limit.ids)
-        room = seq.max_tokens - n_output - len(ids)
-        if room < 0:
-            seq.thinks = False
-            return []
-        if seq.guide is not None and not _accepts(seq.guide, ids, room if seq.closes else None):
-            return []  # within a character, say: it is tried again behind the next token
-        seq.thinks = False
-        return _forced(ids)
+        try:
+            return self._append(seq, *drawing.draw(seq, entry, self.limits.eos_ids))
+        except Exception as error:
+            if seq.guide is None:
+                raise
+            return self._end(seq, "error", error=self._guide_failed(seq, error).info())
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
         packed = pack([entry.token_id for entry in entries])
-        first = not seq.n_output
+        first = seq.n_output == seq.n_given
         seq.ids += packed
         self._totals.output_tokens += len(entries)
         logprobs = entries if seq.request.sampling.logprobs is not None and entries else None
@@ -517,10 +585,12 @@ class Scheduler:
             self._asked_step = self._totals.steps
         if seq.pending is not None:
             self._pending.remove(seq)
-        if seq.slot == WAITING:
-            self._dequeue(seq)
-        else:
+        if seq.slot != WAITING:
             self._leave_slot(seq)
+        elif not seq.away:
+            self._dequeue(seq)
+        if self._traffic is not None:
+            self._traffic.leave(seq)
         return TokenDelta(seq.request.id, token_ids, finish, seq.usage(), logprobs, error)
 
     def _leave_slot(self, seq: Sequence) -> None:
@@ -533,29 +603,8 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         insort(self._waiting, seq, key=_by_rank)
         seq.waits_since = self._totals.steps
-        self._totals.waiting_tokens += seq.n_tokens
+        self._totals.waiting_tokens += seq.n_tokens - seq.n_arrived
 
     def _dequeue(self, seq: Sequence) -> None:
         self._waiting.remove(seq)
-        self._totals.waiting_tokens -= seq.n_tokens
-
-
-def _most_cached(seq: Sequence) -> int:
-    """Blocks that a hit may have: at least one token must be computed, for its logits."""
-    return (seq.n_tokens - 1) // BLOCK_TOKENS
-
-
-def _forced(ids: list[int]) -> list[TokenLogprobs]:
-    """Tokens that were not drawn: nothing else could have come."""
-    return [TokenLogprobs(token_id, 0.0) for token_id in ids]
-
-
-def _accepts(guide: Guide, ids: list[int], room: int | None) -> bool:
-    """Let a guide accept tokens that were not drawn, and leave it able to close; or change nothing."""
-    n = 0
-    while n < len(ids) and guide.accept(ids[n]):
-        n += 1
-    if n == len(ids) and (room is None or guide.fits(room)):
-        return True
-    guide.rollback(n)
-    return False
+        self._totals.waiting_tokens -= seq.n_tokens - seq.n_arrived

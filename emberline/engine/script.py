@@ -20,6 +20,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     say: str = "echo"  # "echo" (the prompt without end tokens, then one), "count" (0, 1, 2, ...), or ids: "17.4/9.1"
     ttft_ms: float = 0.0  # a step with a first token takes this long,
     itl_ms: float = 0.0  # any other step this long
+    chunk_ms: float = 0.0  # and one that computes a prompt without drawing, this long
+    die_at: int = -1  # the process ends when so many tokens of the prompt are computed
     error_after: int = -1  # the request fails, as if its logits were not numbers
     drop_after: int = -1  # the connection is closed
     hang_after: int = -1  # the process stops answering

@@ -6,6 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import msgspec
@@ -15,7 +16,18 @@ from emberline.engine.loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Step, Submit, Vocabulary, Welcome
+from emberline.protocol.frames import (
+    Abort,
+    Drain,
+    EngineInfo,
+    Hello,
+    Refused,
+    Step,
+    Submit,
+    Vocabulary,
+    WatchKV,
+    Welcome,
+)
 from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
@@ -40,6 +52,8 @@ class Server:
         self._owners: dict[str, Connection] = {}  # of the requests that the engine has accepted
         self._drain_until_s: float | None = None
         self.watch(listener, self._accept)
+        if engine.hub is not None:
+            self.watch(engine.hub.wake, engine.hub.swallow)  # the next step hears what there is
 
     def watch(self, source: Any, when_readable: Callable[[], None]) -> None:
         """Wake up for something beside the sockets of clients: a signal, the parent's death."""
@@ -60,12 +74,16 @@ class Server:
         for connection in self._connections:
             connection.sock.close()
         self._listener.close()
+        if self._engine.hub is not None:
+            self._engine.hub.close()
 
     def turn(self) -> None:
         """A look at the sockets, a step, and what came of it; without work, a sleep until a client brings some."""
         self._poll()
         if self._engine.busy:
             self._route(self._engine.step(time.monotonic()))
+        elif self._engine.has_chores:
+            self._engine.do_chore()
         self._flush()
 
     def drop(self, request_id: str) -> None:
@@ -85,12 +103,17 @@ class Server:
 
     def _patience_s(self) -> float | None:
         """How long to sleep at most: not at all with work to do, for ever when only clients can bring some."""
-        if self._engine.busy:
-            return HELD_UP_S if self._engine.held_up else 0
+        if self._engine.busy and not self._engine.held_up:
+            return 0
+        if not self._engine.busy and self._engine.has_chores:
+            return 0
         limits = [c.opened_s + HELLO_LIMIT_S for c in self._connections if not c.greeted]
+        if self._engine.busy:
+            limits.append(max(self._engine.next_s, time.monotonic() + HELD_UP_S))
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
-        return max(0.0, min(limits) - time.monotonic()) if limits else None
+        soonest_s = min(limits, default=inf)
+        return None if soonest_s == inf else max(0.0, soonest_s - time.monotonic())
 
     def _forget_strangers(self) -> None:
         strangers = [c for c in self._connections if not c.greeted]
@@ -145,9 +168,18 @@ class Server:
                     self._route([delta])
         elif isinstance(message, Vocabulary):
             self._learn(connection, message)
+        elif isinstance(message, WatchKV):
+            self._watch_cache(connection)
         else:
             assert isinstance(message, Drain)
             self.drain(message.limit_s)
+
+    def _watch_cache(self, connection: Connection) -> None:
+        """The others hear what is new first: a snapshot has it all."""
+        self._tell_watchers()
+        for message in self._engine.watch_cache():
+            self._send(connection, frames.encode(message))
+        connection.watches = True
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         if connection.greeted:
@@ -157,13 +189,26 @@ class Server:
             refusal = Unauthorized("this engine does not know that token")
         elif hello.version != frames.VERSION:
             refusal = BadInput(f"this engine speaks version {frames.VERSION} of the protocol, not {hello.version}")
+        elif hello.peer and (self._engine.hub is None or not self._info.transfers):
+            refusal = BadInput("this engine takes no KV from others")
         if refusal is None:
             connection.greeted = True
             self._send(connection, frames.encode(Welcome(self._info, self._engine.load)))
+            if hello.peer:
+                self._hand_over(connection, hello.peer)
         else:
             _log.warning("refused a client: %s", refusal.message)
             connection.closing = True
             self._send(connection, frames.encode(Refused(refusal.info())))
+
+    def _hand_over(self, connection: Connection, peer: str) -> None:
+        """What follows on this connection is KV: the transfers' threads read it."""
+        if connection.has_backlog or connection.has_unread:
+            raise ConnectionLost("an engine that pushes KV is to wait for its welcome")
+        assert self._engine.hub is not None
+        self._connections.remove(connection)
+        self._selector.unregister(connection.sock)
+        self._engine.hub.adopt(connection.sock, peer)
 
     def _submit(self, connection: Connection, request: EngineRequest) -> None:
         try:
@@ -201,6 +246,8 @@ class Server:
             self._engine.abort(request_id)
         _log.info("connection closed: %s", why, extra={"aborted": len(connection.request_ids)})
         connection.request_ids.clear()
+        if connection.watches and not any(c.watches for c in self._connections):
+            self._engine.unwatch_cache()
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -215,8 +262,20 @@ class Server:
                 connection.request_ids.remove(delta.id)
                 _log_end(delta)
 
+    def _tell_watchers(self) -> None:
+        watchers = [c for c in self._connections if c.watches]
+        if not watchers or not (events := self._engine.cache_events()):
+            return
+        told = b"".join(frames.encode(message) for message in events)
+        for connection in watchers:
+            try:
+                self._send(connection, told)
+            except ConnectionLost as error:
+                self._close(connection, str(error))
+
     def _flush(self) -> None:
         """One Step frame per connection with news. An empty one says that steps were made, if not for that client."""
+        self._tell_watchers()
         now_s = time.monotonic()
         for connection in [c for c in self._connections if c.deltas or c.waits(now_s, HEARTBEAT_S)]:
             load = self._engine.load

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+import msgspec
+
 from emberline import log
 from emberline.engine import process, script
 from emberline.engine.limits import Limits
@@ -20,8 +22,13 @@ from emberline.engine.plan import Masks, Row, Sampled, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.script import Script
 from emberline.engine.server import Server
+from emberline.engine.stamps import Stamps, WrongKV
 from emberline.kv.budget import blocks_of
 from emberline.kv.cache import KVCache
+from emberline.kv.pages import shared_pages
+from emberline.kv.transfer.host import host_hub
+from emberline.kv.transfer.hub import Hub
+from emberline.kv.transfer.memory import HostMemory
 from emberline.protocol import tokens
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import EngineInfo
@@ -49,40 +56,62 @@ class _Part:
 
 
 class _Spoken:
-    def __init__(self, sampled: Sequence[Sampled]) -> None:
+    def __init__(self, sampled: Sequence[Sampled], error: WrongKV | None = None) -> None:
         self._sampled = sampled
+        self._error = error
 
     def sample(self, masks: Masks | None = None) -> None:
         """Scripts know no grammar: they say what they were told to."""
 
     def result(self) -> Sequence[Sampled]:
+        if self._error is not None:
+            raise self._error
         return self._sampled
 
 
 class ScriptedRunner:
     """Draws each row's token from its request's script. A step lasts as long as its slowest row says."""
 
-    def __init__(self, limits: Limits, base: Script, hang_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, limits: Limits, base: Script, hang_up: Callable[[str], None], stamps: Stamps | None = None
+    ) -> None:
         self._limits = limits
         self._base = base
         self._hang_up = hang_up
+        self._stamps = stamps  # None: nobody looks at its KV
         self._parts: dict[int, _Part] = {}  # by slot
         self._turns: dict[str, dict[str, int]] = {}  # by session: which of its requests each is
 
     def launch(self, plan: StepPlan) -> _Spoken:
         for admission in plan.admissions:
             self._parts[admission.slot] = self._part(admission.request)
+            if self._stamps is not None:
+                self._stamps.admit(admission)
         delay_ms = 0.0
         sampled = []
+        error: WrongKV | None = None
         for row in plan.rows:
+            part = self._parts[row.slot]
             if row.samples:
-                part = self._parts[row.slot]
                 n_output = row.end - part.n_prompt
                 delay_ms = max(delay_ms, part.script.itl_ms if n_output else part.script.ttft_ms)
                 sampled.append(self._draw(row, part, n_output))
+            else:
+                delay_ms = max(delay_ms, part.script.chunk_ms)
+                if row.end >= part.script.die_at >= 0:
+                    os._exit(1)
+            error = self._stamp(row) or error
         if delay_ms:
             time.sleep(delay_ms / 1000)
-        return _Spoken(sampled)
+        return _Spoken(sampled, error)
+
+    def _stamp(self, row: Row) -> WrongKV | None:
+        try:
+            if self._stamps is not None:
+                self._stamps.compute(row)
+        except WrongKV as error:
+            return error
+        return None
 
     def _draw(self, row: Row, part: _Part, n_output: int) -> Scripted:
         line = part.script
@@ -128,9 +157,14 @@ class StandinLoop(StepLoop):
     """Refuses what the script says; everything else is the real loop."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ScriptedRunner, base: Script, journal: TextIO | None = None
+        self,
+        scheduler: Scheduler,
+        runner: ScriptedRunner,
+        base: Script,
+        journal: TextIO | None = None,
+        hub: Hub | None = None,
     ) -> None:
-        super().__init__(scheduler, runner)
+        super().__init__(scheduler, runner, hub=hub)
         self._base = base
         self._journal = journal
 
@@ -145,7 +179,8 @@ class StandinLoop(StepLoop):
 
 def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
     n_blocks = blocks_of(args.kv_tokens) + 1
-    cache = KVCache([LAYOUT], [n_blocks], chunk=args.token_budget)
+    layout = msgspec.structs.replace(LAYOUT, head_dim=args.head_dim)
+    cache = KVCache([layout], [n_blocks], chunk=args.token_budget)
     limits = Limits(
         context_len=min(args.context_len, cache.capacity),
         vocab_size=args.vocab_size,
@@ -153,21 +188,30 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
         max_running=min(args.max_running, args.token_budget),
         token_budget=args.token_budget,
     )
+    hub, stamps = None, None
+    if args.role != "both":
+        pages = shared_pages(n_blocks * layout.block_bytes)
+        memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
+        hub = host_hub(args.id or args.socket, args.fingerprint, [layout], memory)
+        stamps = Stamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",
         fingerprint=args.fingerprint,
         context_len=limits.context_len,
         vocab_size=limits.vocab_size,
         eos_ids=limits.eos_ids,
-        kv_groups=(LAYOUT,),
+        kv_groups=(layout,),
         kv_tokens=cache.n_tokens,
         backend="standin",
         max_running=limits.max_running,
+        role=args.role,
+        transfers=process.transfers(hub, args),
     )
     base = script.parse(args.script)
-    runner = ScriptedRunner(limits, base, hang_up)
+    runner = ScriptedRunner(limits, base, hang_up, stamps)
     journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115 as long as we live
-    return StandinLoop(Scheduler(cache, limits, info.fingerprint), runner, base, journal), info
+    scheduler = Scheduler(cache, limits, info.fingerprint, transfers=hub)
+    return StandinLoop(scheduler, runner, base, journal, hub), info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,6 +240,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")
     parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
     parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
+    parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="times 64 bytes a block")
     return parser.parse_args(argv)
 
 

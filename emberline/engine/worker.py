@@ -4,6 +4,7 @@ import argparse
 import logging
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.pace import Pace
-from emberline.engine.plan import Runner
 from emberline.engine.scheduler import Scheduler
 from emberline.engine.server import Server
 from emberline.kernels.cpu.build import cache_dir
 from emberline.kv.budget import split_bytes
 from emberline.kv.cache import KVCache
+from emberline.kv.transfer.host import host_hub
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
@@ -29,7 +30,8 @@ from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
-GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
+GPU_DEFAULTS = {"max_running": 512, "token_budget": 4096}
+PREPARE_S = 2.5  # spent at a start on steps that would else be captured while somebody waits
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
     import torch  # takes a second or more: not for a start that fails
 
-    from emberline.models import load
+    from emberline.models import begin
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _set_defaults(args, device)
@@ -71,15 +73,17 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         from emberline.engine.gpu_libraries import load_attention
 
         load_attention(device)
-    model = load(checkpoint, device=device, deterministic=args.deterministic, threads=args.threads, ahead=ahead)
+    model, weights = begin(checkpoint, device, args.deterministic, args.threads, ahead)
     if model.backend == "native":
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
     elif args.threads is not None:
         torch.set_num_threads(args.threads)
     fingerprint = checkpoint.fingerprint
+    loop, cache, limits = _engine(model, fingerprint, device, args)
+    if weights is not None:
+        _wait(weights, loop)
     checkpoint.close()
 
-    loop, cache, limits = _engine(model, fingerprint, device, args)
     info = EngineInfo(
         model=args.name or args.model.stem,
         fingerprint=fingerprint,
@@ -91,10 +95,27 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         device=device,
         backend=model.backend,
         max_running=limits.max_running,
+        role=args.role,
+        transfers=process.transfers(loop.hub, args),
     )
-    facts = {name: getattr(info, name) for name in ("model", "device", "backend", "context_len", "kv_tokens")}
+    facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
+
+
+def _wait(weights: Any, loop: StepLoop) -> None:
+    """For the weights; what can be done without them is done meanwhile, and a little more of it behind them."""
+    before, began_s, n_chores = sys.getswitchinterval(), time.monotonic(), 0
+    sys.setswitchinterval(0.0005)  # the threads that read need the interpreter often, and never for long
+    while loop.has_chores and (not weights.done or time.monotonic() < began_s + PREPARE_S):
+        loop.do_chore()
+        n_chores += 1
+    waited_s = time.monotonic() - began_s
+    weights.finish()
+    sys.setswitchinterval(before)
+    _log.info(
+        "prepared %d steps in %.1f s; weights are there after %.1f s", n_chores, waited_s, time.monotonic() - began_s
+    )
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
@@ -120,20 +141,22 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
         cache = KVCache(model.kv_groups, n_blocks, chunk=args.token_budget)
         return n_blocks, cache, _limits(model.config, cache, args)
 
-    runner: Runner
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
         pace = Pace(target_s=math.inf)  # only queued work is held to one here
-        runner = TorchRunner(model, n_blocks, limits, device, pace)
-        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace)
-        return StepLoop(scheduler, runner), cache, limits
+        runner = TorchRunner(model, n_blocks, limits, device, pace, shared=args.role == "decode")
+        hub = None
+        if runner.memory is not None:
+            hub = host_hub(args.id or args.socket, fingerprint, model.kv_groups, runner.memory)
+        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace, hub)
+        return StepLoop(scheduler, runner, hub=hub), cache, limits
     from emberline.engine.gpu_engine import GpuEngine
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
     n_blocks, cache, limits = caches(engine.memory.kv)
-    runner = engine.runner(n_blocks, limits)
+    on_gpu = engine.runner(n_blocks, limits)
     scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.pace)
-    return StepLoop(scheduler, runner, GPU_STEPS_IN_FLIGHT), cache, limits
+    return StepLoop(scheduler, on_gpu, GPU_STEPS_IN_FLIGHT, engine.chores(on_gpu)), cache, limits
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:

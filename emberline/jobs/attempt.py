@@ -12,6 +12,7 @@ import msgspec
 from emberline.accounts.usage import UsageRow
 from emberline.jobs.line import Lease
 from emberline.jobs.queue import Queue
+from emberline.jobs.scribe import Scribe
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import (
     DeadlineExceeded,
@@ -82,15 +83,21 @@ class Attempt:
     async def run(self, service: Runs, principal: Principal) -> None:
         assert self._grant is not None
         try:
-            errand = Errand(self._grant.engine, self._rows.append)
-            events = service.generate(self._request(), principal, errand)
-            self._running = asyncio.create_task(gather(events, self.lease.request.n))
+            self._running = asyncio.create_task(self._answer(service, principal, self._grant.engine))
             if self.why is not None:
                 self._running.cancel()
             await asyncio.wait([self._running])
         finally:
             self._free()
         await self._tell(self._running)
+
+    async def _answer(self, service: Runs, principal: Principal, engine: str) -> Answer:
+        n = self.lease.request.n
+        if self.lease.kind != "response" or n > 1:
+            return await gather(service.generate(self._request(), principal, Errand(engine, self._rows.append)), n)
+        scribe = Scribe(self._queue.transcripts, self.lease, lambda: self.stop(Why.LOST))
+        errand = Errand(engine, self._rows.append, await scribe.open(), scribe.heard)
+        return await gather(scribe.follow(service.generate(self._request(), principal, errand)), n)
 
     def _request(self) -> GenerateRequest:
         left_s = (self.lease.deadline_us - self._queue.now_us()) / 1e6

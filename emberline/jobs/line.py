@@ -96,6 +96,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     n_bytes: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
     usage: UsageRow | None = None
 
 

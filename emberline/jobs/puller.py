@@ -72,12 +72,15 @@ class Puller:
         self._emptying: set[str] = set()  # models of which an engine is being emptied, for a line alone
         self._beat_now = asyncio.Event()
         self._beating: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
 
     @property
     def n_running(self) -> int:
         return len(self._running)
 
-    def start(self) -> None:
+    def start(self, stop: asyncio.Event | None = None) -> None:
+        """Once `stop` is set no more is claimed: the server drains, and what runs may finish."""
+        self._stop = stop or self._stop
         loops = [self._pull, self._listen, self._hear_cancels, self._look]
         self._loops = [asyncio.create_task(_forever(loop)) for loop in loops]
         self._beating = asyncio.create_task(_forever(self._beat))
@@ -104,7 +107,7 @@ class Puller:
         await self._bury_dead()
         while True:
             for model in self._models:
-                if model not in self._dry:
+                if model not in self._dry and not self._stop.is_set():
                     await self._fill(model)
             await _first(self._grants.stirred(), timeout_s=ROOM_S * random.uniform(0.5, 1.5))
 
@@ -193,7 +196,7 @@ class Puller:
             for model in self._emptying - suspects:
                 self._emptying.discard(model)
                 self._grants.call_off(model)
-            soon = [await self._run_alone(model) for model in suspects]
+            soon = [await self._run_alone(model) for model in suspects if not self._stop.is_set()]
             await asyncio.sleep((ROOM_S if any(soon) else LOOK_S) * random.uniform(0.75, 1.25))
 
     async def _run_alone(self, model: str) -> bool:

@@ -5,6 +5,7 @@ so any number of processes may have one over the same store.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -28,8 +29,9 @@ from emberline.jobs.places import Place, place
 from emberline.jobs.replaying import replay
 from emberline.jobs.settling import settle
 from emberline.jobs.shelf import Depth, Shelf
-from emberline.jobs.stopping import stop_line
+from emberline.jobs.stopping import stop
 from emberline.jobs.sweeping import Sweeper, backoff_us, killed
+from emberline.jobs.transcript import Transcripts
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
 from emberline.protocol.request import GenerateRequest
@@ -55,6 +57,7 @@ class Queue:
         self.limits = limits
         self.files = Files(store, blobs, limits)
         self.keys = IdempotencyKeys(store, limits)
+        self.transcripts = Transcripts(store)
         self._store = store
         self._shelf = Shelf(store, blobs)
         self._sweeper = Sweeper(store, blobs, self.files, limits)
@@ -171,6 +174,8 @@ class Queue:
             n_bytes=size,
             input_tokens=answer.usage.prompt_tokens,
             output_tokens=answer.usage.completion_tokens,
+            cached_tokens=answer.usage.cached_tokens,
+            reasoning_tokens=answer.usage.reasoning_tokens,
             usage=usage,
         )
 
@@ -201,7 +206,7 @@ class Queue:
         rows = await self._store.read(sql.LEASED_BY, (owner,))
         keys = [((str(row[0]), int(row[1] or 0)), int(row[2] or 0)) for row in rows]
         await asyncio.gather(*(self._put_back(key, epoch, owner) for key, epoch in keys))
-        await self._store.write("DELETE FROM workers WHERE owner = ?", (owner,))
+        await self._store.write(sql.FORGET_WORKER, (owner,))
         await self._store.notify("lines")
 
     def wait_ready(self, poll_s: float = 1.0) -> AsyncIterator[str]:
@@ -218,8 +223,7 @@ class Queue:
 
     async def bury(self, owner: str) -> None:
         """The worker is known to be dead: what it held goes back now, not when its lease ends."""
-        await self._store.write("DELETE FROM workers WHERE owner = ?", (owner,))
-        await self._sweeper.reclaim()
+        await self._sweeper.bury(owner)
 
     def now_us(self) -> int:
         """By the clock of leases and deadlines."""
@@ -266,10 +270,9 @@ class Queue:
                 if payload in ("", batch_id):
                     return
 
-        try:
-            await asyncio.wait_for(heard(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await heard()
 
     async def cancel(self, account: str, batch_id: str) -> Batch:
         """What waits ends at once, what runs with its worker's next heartbeat. Cancelling twice is fine."""
@@ -285,7 +288,7 @@ class Queue:
     async def cancel_line(self, account: str, batch_id: str, number: int) -> Line:
         batch = await self.batch(account, batch_id)
         now_us = self._store.now_us()
-        await self._store.run(lambda: stop_line(batch, number, now_us, self.limits))
+        await self._store.run(lambda: stop(batch, number, number + 1, "cancelled", now_us, self.limits))
         await self._changed(batch_id)
         return await self.line(batch_id, number)
 

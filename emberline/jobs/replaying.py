@@ -15,5 +15,5 @@ def replay(batch: Batch, numbers: list[int], deadline_us: int) -> Work[int]:
             yield Step(sql.DROP_BODY, (batch.id, number))
     if revived:
         yield from enter_lanes(batch.account, revived)
-        yield Step(sql.COUNT, (0, -len(revived), 0, 0, 0, 0, 0, batch.id))
+        yield Step(sql.COUNT, (0, -len(revived), *[0] * 7, batch.id))
     return len(revived)

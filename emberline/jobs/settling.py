@@ -35,6 +35,9 @@ class Ended(msgspec.Struct, frozen=True):
     n_bytes: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    took_us: int = 0  # since it was claimed
 
 
 def settle(outcomes: Sequence[Outcome], now_us: int, limits: Limits) -> Work[dict[Key, str]]:
@@ -43,10 +46,11 @@ def settle(outcomes: Sequence[Outcome], now_us: int, limits: Limits) -> Work[dic
     rows = yield Many(sql.SETTLE, [_settle_row(by_key[key], now_us) for key in sorted(by_key)])
     states: dict[Key, str] = {}
     changes: list[Ended] = []
-    for batch_id, number, state, model, account, cost in rows:
+    for batch_id, number, state, model, account, cost, started_us in rows:
         key = (str(batch_id), int(number or 0))
         states[key] = str(state)
-        changes.append(_change(by_key[key], str(state), str(model), str(account), int(cost or 0)))
+        took_us = max(0, now_us - int(started_us or now_us))
+        changes.append(_change(by_key[key], str(state), str(model), str(account), int(cost or 0), took_us))
     yield from _write_results([by_key[key] for key in states])
     usage = [insert(by_key[key].usage) for key in states if by_key[key].usage is not None]  # type: ignore[arg-type]
     if usage:
@@ -56,12 +60,11 @@ def settle(outcomes: Sequence[Outcome], now_us: int, limits: Limits) -> Work[dic
 
 
 def _settle_row(outcome: Outcome, now_us: int) -> tuple[Value, ...]:
-    state = outcome.state
-    changed = (state, state, outcome.ready_us, outcome.attempts, outcome.kills, state, now_us)
+    changed = (outcome.state, outcome.ready_us, outcome.attempts, outcome.kills, now_us)
     return (*changed, *outcome.key, outcome.epoch, outcome.owner)
 
 
-def _change(outcome: Outcome, state: str, model: str, account: str, cost: int) -> Ended:
+def _change(outcome: Outcome, state: str, model: str, account: str, cost: int, took_us: int) -> Ended:
     return Ended(
         outcome.key[0],
         account,
@@ -72,6 +75,9 @@ def _change(outcome: Outcome, state: str, model: str, account: str, cost: int) -
         outcome.n_bytes,
         outcome.input_tokens,
         outcome.output_tokens,
+        outcome.cached_tokens,
+        outcome.reasoning_tokens,
+        took_us,
     )
 
 
@@ -84,9 +90,13 @@ def _write_results(outcomes: Sequence[Outcome]) -> Work[None]:
 def count(changes: Sequence[Ended], now_us: int, limits: Limits) -> Work[None]:
     """Lanes, paces, batches, holdings: always in this order, so that no two transactions wait for each other."""
     yield from _move_lanes(changes)
-    done = Counter(change.model for change in changes if change.after in ("succeeded", "failed"))
+    done, busy_us = Counter[str](), Counter[str]()
+    for change in changes:
+        if change.before == "leased" and change.after in ("succeeded", "failed"):
+            done[change.model] += 1
+            busy_us[change.model] += change.took_us
     for model in sorted(done):
-        yield Step(sql.PACE, (model, now_us // MINUTE_US, done[model]))
+        yield Step(sql.PACE, (model, now_us // MINUTE_US, done[model], busy_us[model]))
     finished = yield from _count_batches(changes)
     held: Counter[str] = Counter()
     for change in changes:
@@ -129,10 +139,13 @@ def _count_batches(changes: Sequence[Ended]) -> Work[list[tuple[str, str]]]:
         if change.after == "succeeded":
             batch["input"] += change.input_tokens
             batch["output"] += change.output_tokens
+            batch["cached"] += change.cached_tokens
+            batch["reasoning"] += change.reasoning_tokens
     finished: list[tuple[str, str]] = []
     for (batch_id, account), n in sorted(counted.items()):
-        ends = (n["completed"], n["failed"], n["cancelled"], n["expired"], n["bytes"], n["input"], n["output"])
-        rows = yield Step(sql.COUNT, (*ends, batch_id))
+        ends = (n["completed"], n["failed"], n["cancelled"], n["expired"], n["bytes"])
+        used = (n["input"], n["output"], n["cached"], n["reasoning"])
+        rows = yield Step(sql.COUNT, (*ends, *used, batch_id))
         if rows and rows[0] == (0, 0):
             finished.append((account, batch_id))
     return finished

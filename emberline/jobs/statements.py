@@ -68,7 +68,8 @@ REJECT = """
 """
 COUNT = f"""
     UPDATE batches SET completed = completed + ?, failed = failed + ?, cancelled = cancelled + ?,
-    expired = expired + ?, n_bytes = n_bytes + ?, input_tokens = input_tokens + ?, output_tokens = output_tokens + ?
+    expired = expired + ?, n_bytes = n_bytes + ?, input_tokens = input_tokens + ?, output_tokens = output_tokens + ?,
+    cached_tokens = cached_tokens + ?, reasoning_tokens = reasoning_tokens + ?
     WHERE id = ? RETURNING total - ({_ENDED_LINES}), ended
 """
 FINISH = """
@@ -92,22 +93,41 @@ DELETE_BATCH = "DELETE FROM batches WHERE id = ? AND ended = 2"
 
 # --- lines -----------------------------------------------------------------------------------------------------------
 
-INSERT_LINE = """
-    INSERT INTO lines (
-        batch_id, number, account, custom_id, model, state, epoch, owner, attempts, kills, stopping, ready_us,
-        deadline_us, prefix, cost, created_us, ended_us
-    ) VALUES (?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0, 0, ?, ?, ?, ?, ?)
-"""
-INSERT_BODY = """
-    INSERT INTO bodies (batch_id, number, kind, data, blob) VALUES (?, ?, ?, ?, ?)
-    ON CONFLICT (batch_id, number, kind) DO UPDATE SET data = excluded.data, blob = excluded.blob
-"""
+_LINE_COLUMNS_IN = (
+    "batch_id, number, account, custom_id, model, state, deadline_us, prefix, cost, created_us, ended_us, "
+    "epoch, owner, attempts, kills, stopping, ready_us"
+)
+INSERT_LINE = Sql(
+    f"INSERT INTO lines ({_LINE_COLUMNS_IN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0, 0)",
+    bulk=f"""
+    INSERT INTO lines ({_LINE_COLUMNS_IN}) SELECT *, 0, '', 0, 0, 0, 0 FROM unnest(
+        ?::text[], ?::bigint[], ?::text[], ?::text[], ?::text[], ?::text[], ?::bigint[], ?::bigint[], ?::bigint[],
+        ?::bigint[], ?::bigint[]
+    )
+    """,
+)
+_BODY_COLUMNS = "(batch_id, number, kind, data, blob)"
+_BODY_AGAIN = "ON CONFLICT (batch_id, number, kind) DO UPDATE SET data = excluded.data, blob = excluded.blob"
+INSERT_BODY = Sql(
+    f"INSERT INTO bodies {_BODY_COLUMNS} VALUES (?, ?, ?, ?, ?) {_BODY_AGAIN}",
+    bulk=f"""
+    INSERT INTO bodies {_BODY_COLUMNS}
+    SELECT * FROM unnest(?::text[], ?::bigint[], ?::bigint[], ?::bytea[], ?::text[]) {_BODY_AGAIN}
+    """,
+)
 DROP_BODY = "DELETE FROM bodies WHERE batch_id = ? AND number = ? AND kind = 1"
-REQUEST_OF = """
-    SELECT bodies.batch_id, bodies.number, bodies.data, bodies.blob, batches.key_id, batches.kind
-    FROM bodies JOIN batches ON batches.id = bodies.batch_id
+_REQUEST = "bodies.batch_id, bodies.number, bodies.data, bodies.blob, batches.key_id, batches.kind"
+REQUEST_OF = Sql(
+    f"""
+    SELECT {_REQUEST} FROM bodies JOIN batches ON batches.id = bodies.batch_id
     WHERE bodies.batch_id = ? AND bodies.number = ? AND bodies.kind = 0
-"""
+    """,
+    bulk=f"""
+    SELECT {_REQUEST} FROM unnest(?::text[], ?::bigint[]) AS wanted (batch_id, number)
+    JOIN bodies ON bodies.batch_id = wanted.batch_id AND bodies.number = wanted.number AND bodies.kind = 0
+    JOIN batches ON batches.id = bodies.batch_id
+    """,
+)
 RELEASE_LINES = """
     UPDATE lines SET state = 'queued' WHERE batch_id = ? AND number >= ? AND number < ? AND state = 'held'
     RETURNING model, cost
@@ -193,30 +213,41 @@ DEPTHS = Sql(_DEPTHS.format(hint=" INDEXED BY lines_suspect"), postgres=_DEPTHS.
 # --- what becomes of a line ------------------------------------------------------------------------------------------
 
 # A line that was told to stop does not go back to the queue. `owner` and `epoch` are the fence.
-SETTLE = """
+_SETTLED = "lines.batch_id, lines.number, lines.state, lines.model, lines.account, lines.cost, lines.started_us"
+SETTLE = Sql(
+    """
     UPDATE lines SET
-        state = CASE WHEN ? <> 'queued' OR stopping = 0 THEN ? WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
-        owner = '', ready_us = ?, attempts = attempts + ?, kills = kills + ?,
-        ended_us = CASE WHEN ? = 'queued' AND stopping = 0 THEN NULL ELSE CAST(? AS BIGINT) END
-    WHERE batch_id = ? AND number = ? AND epoch = ? AND owner = ? AND state = 'leased'
-    RETURNING batch_id, number, state, model, account, cost
-"""
-WAITING_LINES = """
-    SELECT number, state FROM lines WHERE batch_id = ? AND number > ? AND state IN ('held', 'queued')
-    ORDER BY number LIMIT ?
-"""
-STOP_LINE = """
-    UPDATE lines SET state = ?, ended_us = ? WHERE batch_id = ? AND number = ? AND state = ?
-    RETURNING number, model, account, cost
-"""
-MARK_LINE_STOPPING = """
-    UPDATE lines SET stopping = 1 WHERE state = 'leased' AND batch_id = ? AND number = ? RETURNING number
-"""
+        state = CASE WHEN ?1 <> 'queued' OR stopping = 0 THEN ?1 WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
+        owner = '', ready_us = ?2, attempts = attempts + ?3, kills = kills + ?4,
+        ended_us = CASE WHEN ?1 = 'queued' AND stopping = 0 THEN NULL ELSE ?5 END
+    WHERE batch_id = ?6 AND number = ?7 AND epoch = ?8 AND owner = ?9 AND state = 'leased'
+    RETURNING batch_id, number, state, model, account, cost, started_us
+    """,
+    # NOT DISTINCT is equality that no partial index answers: a line is found by its key, not among all that run.
+    bulk=f"""
+    UPDATE lines SET
+        state = CASE WHEN told.state <> 'queued' OR stopping = 0 THEN told.state
+            WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
+        owner = '', ready_us = told.ready_us, attempts = lines.attempts + told.attempts,
+        kills = lines.kills + told.kills,
+        ended_us = CASE WHEN told.state = 'queued' AND stopping = 0 THEN NULL ELSE told.now_us END
+    FROM unnest(
+        ?::text[], ?::bigint[], ?::bigint[], ?::bigint[], ?::bigint[], ?::text[], ?::bigint[], ?::bigint[], ?::text[]
+    ) AS told (state, ready_us, attempts, kills, now_us, batch_id, number, epoch, owner)
+    WHERE lines.batch_id = told.batch_id AND lines.number = told.number AND lines.epoch = told.epoch
+    AND lines.owner = told.owner AND lines.state IS NOT DISTINCT FROM 'leased'
+    RETURNING {_SETTLED}
+    """,
+)
+_SOME = "batch_id = ? AND number >= ? AND number < ?"
+_OPEN = f"SELECT 1 FROM lines WHERE {_SOME} AND state IN ('held', 'queued', 'leased')"
+LOCK_OPEN = Sql(_OPEN, postgres=f"{_OPEN} ORDER BY number FOR UPDATE")
+STOP_LINES = f"UPDATE lines SET state = ?, ended_us = ? WHERE {_SOME} AND state = ? RETURNING model, account, cost"
+MARK_STOPPING = f"UPDATE lines SET stopping = ? WHERE {_SOME} AND state = 'leased' AND stopping = 0"
 REPLAY_LINE = """
     UPDATE lines SET state = 'queued', kills = 0, attempts = 0, ready_us = 0, deadline_us = ?, ended_us = NULL
     WHERE batch_id = ? AND number = ? AND state = 'dead' RETURNING model, account, cost
 """
-MARK_STOPPING = "UPDATE lines SET stopping = ? WHERE state = 'leased' AND batch_id = ? AND stopping = 0"
 LEASED_BY = "SELECT batch_id, number, epoch, stopping, started_us FROM lines WHERE state = 'leased' AND owner = ?"
 STOPPING_OF = "SELECT 1 FROM lines WHERE state = 'leased' AND owner = ? AND stopping <> 0 LIMIT 1"
 COUNT_DEAD = "SELECT COUNT(*) FROM lines WHERE state = 'dead'"
@@ -240,8 +271,8 @@ MOVE_LANE = """
     served = served + ? WHERE model = ? AND account = ?
 """
 PACE = """
-    INSERT INTO paces (model, minute, n) VALUES (?, ?, ?)
-    ON CONFLICT (model, minute) DO UPDATE SET n = paces.n + excluded.n
+    INSERT INTO paces (model, minute, n, busy_us) VALUES (?, ?, ?, ?)
+    ON CONFLICT (model, minute) DO UPDATE SET n = paces.n + excluded.n, busy_us = paces.busy_us + excluded.busy_us
 """
 HOLD = """
     INSERT INTO holdings (account, n_bytes) VALUES (?, ?)
@@ -259,6 +290,7 @@ OWNERS_GONE = """
     AND owner NOT IN (SELECT owner FROM workers WHERE until_us >= ?)
 """
 BURY = "DELETE FROM workers WHERE owner = ? AND until_us < ?"
+FORGET_WORKER = "DELETE FROM workers WHERE owner = ?"
 LIVES = "SELECT owner FROM workers WHERE owner = ?"
 # A lease that ends later than any can was given before the clock was set back: it has one whole term from now.
 CUT_LEASES = "UPDATE workers SET until_us = ? WHERE until_us > ?"

@@ -15,13 +15,13 @@ from emberline.jobs.batch import Batch, from_row
 from emberline.jobs.blobs import Blobs
 from emberline.jobs.ending import reject
 from emberline.jobs.files import Files
-from emberline.jobs.limits import CHUNK, Limits
+from emberline.jobs.limits import CHUNK, RELEASE, Limits
 from emberline.jobs.line import Outcome, State
 from emberline.jobs.loading import release
 from emberline.jobs.settling import MINUTE_US, settle
-from emberline.jobs.stopping import CANCEL, EXPIRE, stop_waiting
+from emberline.jobs.stopping import stop
 from emberline.protocol.errors import Conflict, ErrorInfo
-from emberline.store import Database, Step, Value, Work
+from emberline.store import Database, Rows, Step, Value, Work
 
 _DAY_MINUTES = 24 * 60
 _RARELY_S = 600.0  # between two looks for what is old
@@ -63,10 +63,19 @@ class Sweeper:
         now_us = self._store.now_us()
         await self._cut_leases(now_us)
         for (owner,) in await self._store.read(sql.OWNERS_GONE, (now_us,)):
-            while await self._store.run(lambda owner=str(owner): _bury(owner, now_us, self._limits)):  # type: ignore[misc]
-                pass
-            await self._store.notify("lines")
-            await self._store.notify("events")
+            await self._take_back(lambda owner=str(owner): _reclaim(owner, now_us, self._limits))  # type: ignore[misc]
+
+    async def bury(self, owner: str) -> None:
+        """Lines of a worker that is known to be dead go back, whatever sign of life was still under way."""
+        now_us = self._store.now_us()
+        await self._take_back(lambda: _bury(owner, now_us, self._limits))
+
+    async def _take_back(self, some: Callable[[], Work[bool]]) -> None:
+        """Until there are no more."""
+        while await self._store.run(some):
+            pass
+        await self._store.notify("lines")
+        await self._store.notify("events")
 
     async def _cut_leases(self, now_us: int) -> None:
         latest_us = now_us + 2 * self._limits.lease_us
@@ -91,18 +100,12 @@ class Sweeper:
 
     async def stop_all(self, batch_id: str, state: State) -> None:
         """End the batch's waiting lines, a few thousand at a time; tell the workers of those that run."""
-        batch = await self._batch(batch_id)
-        after: int | None = -1
-        while after is not None:
-            after = await self._store.run(self._stopping(batch, after, state))
-        why = CANCEL if state == "cancelled" else EXPIRE
-        await self._store.write(sql.MARK_STOPPING, (why, batch_id))
+        batch, now_us = await self._batch(batch_id), self._store.now_us()
+        for first in range(0, batch.counts.total, RELEASE):
+            some = lambda at=first: stop(batch, at, at + RELEASE, state, now_us, self._limits)  # noqa: E731
+            await self._store.run(some)
         await self._store.notify("batches", batch_id)
         await self._store.notify("events")
-
-    def _stopping(self, batch: Batch, after: int, state: State) -> Callable[[], Work[int | None]]:
-        now_us = self._store.now_us()
-        return lambda: stop_waiting(batch, after, state, now_us, self._limits)
 
     # --- what was left half done -------------------------------------------------------------------------------------
 
@@ -185,12 +188,24 @@ def killed(row: tuple[Value, ...], owner: str, now_us: int, limits: Limits) -> O
     return Outcome(key=key, epoch=epoch, owner=owner, state="queued", kills=1, ready_us=ready_us)
 
 
-def _bury(owner: str, now_us: int, limits: Limits) -> Work[bool]:
+def _reclaim(owner: str, now_us: int, limits: Limits) -> Work[bool]:
     """Lines first, then whether the worker lives: one that claims this moment is seen with its sign of life."""
     rows = yield Step(sql.HELD_BY, (owner, CHUNK))
     yield Step(sql.BURY, (owner, now_us))
     if not rows or (yield Step(sql.LIVES, (owner,))):
         return False
+    return (yield from _take_from_dead(rows, owner, now_us, limits))
+
+
+def _bury(owner: str, now_us: int, limits: Limits) -> Work[bool]:
+    """No question whether it lives: a sign of life that it sent before it died may arrive at any moment."""
+    rows = yield Step(sql.HELD_BY, (owner, CHUNK))
+    yield Step(sql.FORGET_WORKER, (owner,))
+    return (yield from _take_from_dead(rows, owner, now_us, limits))
+
+
+def _take_from_dead(rows: Rows, owner: str, now_us: int, limits: Limits) -> Work[bool]:
+    """Whether there may be more."""
     yield from settle([killed(row, owner, now_us, limits) for row in rows], now_us, limits)
     return len(rows) == CHUNK
 

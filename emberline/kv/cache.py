@@ -60,7 +60,13 @@ class KVCache:
         self.capacity = min(capacity(g.layout, g.pool.n_total, chunk) for g in self.groups)  # tokens of one sequence
         self.n_tokens = max(group.pool.n_total for group in self.groups) * BLOCK_TOKENS  # of all sequences together
         self._chunk = chunk
-        self._listener = listener
+        self._listeners: tuple[KVListener, ...] = () if listener is None else (listener,)
+
+    def listen(self, listener: KVListener) -> None:
+        self._listeners += (listener,)
+
+    def unlisten(self, listener: KVListener) -> None:
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     @property
     def n_used(self) -> int:
@@ -140,14 +146,71 @@ class KVCache:
         """The first n_blocks of the table are computed and full: let others find them."""
         for group, held in zip(self.groups, table.groups):
             for j in range(max(table.n_published, held.n_passed), n_blocks):
-                if group.index.put(keys[j], held.blocks[j]) and self._listener:
-                    self._listener.stored(group.layout, keys[j], held.blocks[j])
+                self._index(group, keys[j], held.blocks[j])
         table.n_published = n_blocks
+
+    def reserve(self, keys: Sequence[bytes], n_blocks: int, spare: Sequence[int]) -> BlockTable | None:
+        """A table of what a token behind n_blocks can see: what is here is held, room is taken for the rest.
+
+        None when that does not fit beside `spare` blocks of each group.
+        """
+        for group, n_spare in zip(self.groups, spare):
+            first = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
+            known = [group.index.block(key) for key in keys[first:n_blocks] if key in group.index]
+            n_taken = n_blocks - first - len(known) + sum(group.pool.refs[block] == 0 for block in known)
+            if n_taken + n_spare > group.pool.n_free:
+                return None
+        table = self.table()
+        for group, held in zip(self.groups, table.groups):
+            held.n_passed = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
+            held.blocks = [NULL_BLOCK] * n_blocks
+            wanted = range(held.n_passed, n_blocks)
+            for j in wanted:  # hold first: what is taken may be what is known
+                if keys[j] in group.index:
+                    held.blocks[j] = group.index.block(keys[j])
+                    group.pool.hold(held.blocks[j])
+            for j in wanted:
+                if held.blocks[j] == NULL_BLOCK:
+                    held.blocks[j] = self._take(group)
+        return table
+
+    def lacking(self, table: BlockTable) -> list[dict[int, int]]:
+        """Per group: the blocks of a reserved table whose content is still to come, by their place in it."""
+        return [
+            {j: block for j, block in enumerate(held.blocks) if block != NULL_BLOCK and group.index.key(block) is None}
+            for group, held in zip(self.groups, table.groups)
+        ]
+
+    def land(self, table: BlockTable, keys: Sequence[bytes], group_number: int, j: int) -> None:
+        """The content of one reserved block has come: let others find it."""
+        group, held = self.groups[group_number], table.groups[group_number]
+        if self._index(group, keys[j], held.blocks[j]):
+            return
+        known = group.index.block(keys[j])  # somebody computed it meanwhile: one of the two is enough
+        group.pool.hold(known)
+        group.pool.drop(held.blocks[j], worth_keeping=False)
+        held.blocks[j] = known
+
+    def withdraw(self, table: BlockTable, group_number: int, j: int) -> int:
+        """Take a block out of a table without giving it back; `unpin` will."""
+        held = table.groups[group_number]
+        block, held.blocks[j] = held.blocks[j], NULL_BLOCK
+        return block
+
+    def pin(self, group_number: int, block: int) -> None:
+        """One more reference to a block that some table holds."""
+        self.groups[group_number].pool.hold(block)
+
+    def unpin(self, group_number: int, block: int) -> None:
+        group = self.groups[group_number]
+        group.pool.drop(block, worth_keeping=group.index.key(block) is not None)
 
     def release(self, table: BlockTable) -> None:
         """Give everything back, last blocks first, so that the ends of prefixes are evicted before their beginnings."""
         for group, held in zip(self.groups, table.groups):
             for block in reversed(held.blocks[held.n_passed :]):
+                if block == NULL_BLOCK:  # withdrawn
+                    continue
                 group.pool.drop(block, worth_keeping=group.index.key(block) is not None)
             held.blocks, held.n_passed = [], 0
         table.n_published = 0
@@ -173,5 +236,14 @@ class KVCache:
 
     def _forget(self, group: _Group, block: int) -> None:
         key = group.index.forget(block)
-        if key is not None and self._listener:
-            self._listener.evicted(group.layout, key, block)
+        if key is not None:
+            for listener in self._listeners:
+                listener.evicted(group.layout, key, block)
+
+    def _index(self, group: _Group, key: bytes, block: int) -> bool:
+        """False when the content was known already."""
+        new = group.index.put(key, block)
+        if new:
+            for listener in self._listeners:
+                listener.stored(group.layout, key, block)
+        return new

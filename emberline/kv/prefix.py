@@ -1,6 +1,6 @@
 """Which block holds which content: the prefix index of one KV group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from emberline.protocol.layout import BLOCK_TOKENS
 
@@ -22,6 +22,9 @@ class PrefixIndex:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
 
     def block(self, key: bytes) -> int:
         return self._blocks[key]

@@ -1,6 +1,7 @@
 """Model architectures. `load` picks one, and the backend that runs it best on the device."""
 
 import logging
+from typing import TYPE_CHECKING
 
 from emberline.kernels.backend import Backend
 from emberline.models.decoder import Decoder, LayerTable, Source
@@ -8,6 +9,9 @@ from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2, QWEN3
 from emberline.weights.readahead import ReadAhead
+
+if TYPE_CHECKING:
+    from emberline.weights.loader import Loader
 
 ARCHITECTURES: dict[str, LayerTable] = {
     "llama": LLAMA,
@@ -21,24 +25,35 @@ Model = Decoder
 _log = logging.getLogger("emberline.models")
 
 
-def load(
+def load(source: Source, device: str = "cpu", deterministic: bool = False, threads: int | None = None) -> Model:
+    """The checkpoint's model on `device`, weights in the form its backend wants."""
+    model, weights = begin(source, device, deterministic, threads)
+    if weights is not None:
+        weights.finish()
+    return model
+
+
+def begin(
     source: Source,
     device: str = "cpu",
     deterministic: bool = False,
     threads: int | None = None,
     ahead: ReadAhead | None = None,
-) -> Model:
-    """The checkpoint's model on `device`, weights in the form its backend wants. `ahead`: what was read of them."""
+) -> tuple[Model, "Loader | None"]:
+    """For an accelerator the model comes at once, and with it who reads its weights meanwhile and must be waited for.
+
+    `ahead`: what was read of them already.
+    """
     table = ARCHITECTURES[source.config.architecture]
     backend = _backend(source, device, deterministic, threads)
     if not device.startswith("cuda"):
-        return Decoder(source, backend, table)
+        return Decoder(source, backend, table), None
     from emberline.weights.loader import Deferred, Loader
 
     loader = Loader(device, ahead)
     model = Decoder(Deferred(source, loader), backend, table)  # places first, bytes then
-    loader.finish()
-    return model
+    loader.start()
+    return model, loader
 
 
 def _backend(source: Source, device: str, deterministic: bool, threads: int | None) -> Backend:

@@ -64,6 +64,10 @@ class Decoder:
         return [self._embedding, self._head, *(matrix for layer in inner for matrix in layer)]
 
     @property
+    def attentions(self) -> list[Attention]:
+        return [layer.attention for layer in self._layers]
+
+    @property
     def kernels(self) -> Any:
         """The backend itself, for what only an accelerator's has: a workspace to be taken in time."""
         return self._backend

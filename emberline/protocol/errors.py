@@ -104,6 +104,10 @@ class Unavailable(EmberlineError):
 class EngineLost(Unavailable):
     """The engine died with the request on it. To a client it is as unavailable as any other."""
 
+    def __init__(self, engine: str, what: str = "went away") -> None:
+        super().__init__(f"engine {engine} {what}", retry_after_s=1)
+        self.engine = engine
+
 
 class DeadlineExceeded(EmberlineError):
     kind = "deadline_exceeded"

@@ -1,10 +1,13 @@
 """Frames between a front door and an engine: a u32 little-endian length, then one msgpack message.
 
 A connection begins with Hello and is answered by Welcome (or Refused, and closed). After that the client sends Submit
-and Abort as it likes, and the engine sends one Step per step that concerns the client.
+and Abort as it likes, and the engine sends one Step per step that concerns the client. Who asked with WatchKV is also
+told what the engine's cache gains and loses. An engine that names itself in its Hello comes to push KV: what follows on
+that connection is the transfer's business.
 """
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -13,9 +16,12 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.layout import KVGroup
 from emberline.protocol.request import EngineRequest
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
+
+
+Role = Literal["prefill", "decode", "both"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +37,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     backend: str = ""
     max_running: int = 0
-    role: str = "both"
+    role: Role = "both"
+    transfers: tuple[str, ...] = ()  # ways in which others may push KV to it, best first
 
 
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -49,11 +56,19 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     preemptions: int = 0
     waiting_batch: int = 0  # of `waiting`, those of the batch class
     utilisation: float | None = None  # of the accelerator, 0 to 1, where it is known
+    prefill_rate: float = 0.0  # prompt tokens a second in steps that had enough of them; 0: not measured yet
+    awaiting: int = 0  # requests whose KV comes from elsewhere and is not all there; not among `waiting`
+    awaiting_tokens: int = 0  # that are to come so
+    pushing: int = 0  # requests whose KV goes elsewhere; while computed they run or wait, too
+    blocks_pushed: int = 0  # total
+    blocks_received: int = 0
+    quarantined: int = 0  # blocks that a writer who was told to stop may still write
 
 
 class Hello(msgspec.Struct, tag="hello"):
     token: str  # the secret to join
     version: int = VERSION
+    peer: str = ""  # another engine's name: it comes to push KV
 
 
 class Vocabulary(msgspec.Struct, tag="vocabulary"):
@@ -77,6 +92,10 @@ class Drain(msgspec.Struct, tag="drain"):
     limit_s: float
 
 
+class WatchKV(msgspec.Struct, tag="watch_kv"):
+    """Tell this connection what the cache holds, and from then on what it gains and loses."""
+
+
 class Welcome(msgspec.Struct, tag="welcome"):
     info: EngineInfo
     load: EngineLoad
@@ -91,8 +110,16 @@ class Step(msgspec.Struct, tag="step"):
     load: EngineLoad
 
 
-ToEngine = Hello | Vocabulary | Submit | Abort | Drain
-FromEngine = Welcome | Refused | Step
+class KVEvents(msgspec.Struct, tag="kv_events", omit_defaults=True):
+    """What the prefix cache gained and lost, content keys end to end. In order; the first of a connection is whole."""
+
+    stored: bytes = b""
+    removed: bytes = b""
+    whole: bool = False  # `stored` is all there is: forget what was known before
+
+
+ToEngine = Hello | Vocabulary | Submit | Abort | Drain | WatchKV
+FromEngine = Welcome | Refused | Step | KVEvents
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -114,6 +141,11 @@ class FrameBuffer:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+
+    @property
+    def has_rest(self) -> bool:
+        """Bytes of a frame that is not whole yet."""
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         self._buffer += data

@@ -111,6 +111,14 @@ class ThinkingLimit(msgspec.Struct, frozen=True):
     ids: bytes  # u32 little-endian
 
 
+class Push(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prefill engine pushes the prompt's KV: to the engine that awaits it under the same transfer's name."""
+
+    transfer: str
+    address: str  # of the decode engine, as its clients know it
+    token: str = ""  # to join there
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence for one engine: token ids in, token ids out."""
 
@@ -123,3 +131,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: float | None = None
     grammar: bytes = b""  # an encoded `grammar.Grammar` that the reply must match; empty: anything goes
     thinking_limit: ThinkingLimit | None = None
+    output_ids: bytes = b""  # u32 little-endian; what another engine had drawn before it was lost: the reply goes on
+    keys: bytes = b""  # content keys of the prompt's full blocks, end to end; empty: the engine computes them
+    push: Push | None = None  # compute the prompt's full blocks, push them, draw nothing
+    awaits: str = ""  # the transfer that brings the prompt's full blocks; only the rest is computed here

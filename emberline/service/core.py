@@ -3,7 +3,6 @@
 The pipeline sees it through `Core`. `LocalCore` is the thing itself; `remote_core` offers it to door processes.
 """
 
-import asyncio
 import logging
 import time
 from typing import Protocol
@@ -13,9 +12,12 @@ from prometheus_client.registry import Collector
 
 from emberline.accounts.ledger import Ledger
 from emberline.accounts.usage import UsageRow
+from emberline.balancer.ask import Ask
+from emberline.balancer.balancer import Outcome
 from emberline.balancer.fleet import Fleet, Member
+from emberline.balancer.gate import Gate
 from emberline.balancer.grants import Grants
-from emberline.protocol.errors import Unavailable
+from emberline.balancer.route import Route
 from emberline.service.health import Health, check
 from emberline.service.histogram import Counts
 from emberline.service.metrics import Metrics
@@ -23,28 +25,7 @@ from emberline.service.responses import Responses, ResponseStore
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import Entry, Known
 
-_POLL_S = 0.05
-
 log = logging.getLogger("emberline.core")
-
-
-class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request that wants an engine. Holds enough for a usage row, should its door die."""
-
-    id: str
-    account: str
-    key_id: str = ""
-    model: str
-    model_version: str
-    priority: str = "default"
-    input_tokens: int
-    created_us: int
-    affinity: str | None = None
-    n: int = 1
-    avoid: tuple[str, ...] = ()  # engines that just failed it
-    wait_s: float = 0.0  # how long to wait for an engine to come back
-    reject_if_busy: bool = False
-    engine: str = ""  # the one that queued work was granted
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +44,7 @@ class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
     gaps: Counts = msgspec.field(default_factory=Counts)
     memories: list[Memory] = []
     booked: bool = False  # whoever brought the request writes its usage row
+    lost: tuple[str, ...] = ()  # endpoints whose fault it was
 
 
 class Core(Protocol):
@@ -72,8 +54,11 @@ class Core(Protocol):
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         """The longest known beginning of the conversation whose messages have these digests."""
 
-    async def admit(self, ask: Ask) -> str:
-        """The name of the engine to use, in flight there until settled. Overloaded, Unavailable. Asking again moves."""
+    async def admit(self, ask: Ask) -> Route:
+        """Where to go, in flight there until settled. Overloaded, Unavailable. Asking again moves."""
+
+    def began(self, request_id: str, cached_tokens: int) -> None:
+        """The first token of a request is there."""
 
     async def settle(self, settlement: Settlement) -> None:
         """Give back the engine's room, remember the session, count; return once the usage row is durable."""
@@ -88,9 +73,16 @@ class Core(Protocol):
 
 class LocalCore:
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, sessions: Sessions, responses: Responses, grants: Grants | None = None
+        self,
+        fleet: Fleet,
+        gate: Gate,
+        ledger: Ledger,
+        sessions: Sessions,
+        responses: Responses,
+        grants: Grants | None = None,
     ) -> None:
         self.fleet = fleet
+        self.gate = gate
         self.grants = grants or Grants(fleet)
         self.responses = responses
         self._ledger = ledger
@@ -102,28 +94,23 @@ class LocalCore:
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return self._sessions.find(account, model_version, digests)
 
-    async def admit(self, ask: Ask) -> str:
+    async def admit(self, ask: Ask) -> Route:
         if self._release(ask.id, took_s=None):
-            self._open[ask.id] = (ask, None, False)
-        if ask.engine:
-            self._open[ask.id] = (ask, self.fleet.place(ask.engine, ask.n), True)
-            return ask.engine
-        give_up_s = time.monotonic() + ask.wait_s
-        while True:
-            try:
-                member = self.fleet.choose(ask.model, ask.affinity, ask.n, ask.avoid, ask.reject_if_busy)
-                break
-            except Unavailable:
-                if time.monotonic() >= give_up_s:
-                    raise
-            await asyncio.sleep(_POLL_S)
-        self._open[ask.id] = (ask, member, member.batch_in_flight > 0)
-        return member.name
+            self._open[ask.id] = (ask, None, False)  # between two engines
+        route = await self.gate.admit(ask)
+        member = self.fleet[route.decode]
+        self._open[ask.id] = (ask, member, bool(ask.engine) or member.batch_in_flight > 0)
+        member.take(ask.n, batch=bool(ask.engine))
+        return route
+
+    def began(self, request_id: str, cached_tokens: int) -> None:
+        self.gate.began(request_id, cached_tokens)
 
     async def settle(self, settlement: Settlement) -> None:
         row = settlement.row
         self._learn(row)
         self._release(row.id, took_s=(row.finished_us - row.created_us) / 1e6)
+        self.gate.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
         for memory in settlement.memories:
             entry = memory.entry
             self._sessions.remember(
@@ -181,3 +168,9 @@ class LocalCore:
         _, member, mixed = self._open.get(row.id, (None, None, False))
         if member is not None and row.priority != "batch" and row.first_token_us is not None:
             self.grants.heard(member, (row.first_token_us - row.created_us) / 1e6, mixed)
+
+
+def _outcome(settlement: Settlement) -> Outcome:
+    if settlement.row.status == "failed":
+        return "engine_failed" if settlement.lost else "client_error"
+    return "finished" if settlement.row.status == "finished" else "cancelled"

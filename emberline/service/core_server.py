@@ -6,13 +6,16 @@ import os
 from collections.abc import Coroutine
 from pathlib import Path
 
+from emberline.balancer.ask import Ask
 from emberline.balancer.link import Link
+from emberline.balancer.route import Route
 from emberline.protocol.errors import EmberlineError, Internal
-from emberline.service.core import Ask, LocalCore
+from emberline.service.core import LocalCore
 from emberline.service.wire import (
     Admit,
     Answer,
     AskHealth,
+    Began,
     Call,
     Find,
     Forget,
@@ -69,6 +72,8 @@ class _DoorLink(Link):
         message = to_core_decoder.decode(payload)
         if isinstance(message, Notice):
             self._absorb(message)
+        elif isinstance(message, Began):
+            self._server.core.began(message.request_id, message.cached_tokens)
         elif isinstance(message, Admit):
             self._admissions[message.ask.id] = self._spawn(self._answer(message))
         else:
@@ -105,7 +110,7 @@ class _DoorLink(Link):
         if isinstance(call, Find):
             return Answer(call.seq, known=await core.find(call.account, call.model_version, call.digests))
         if isinstance(call, Admit):
-            return Answer(call.seq, engine=await self._admit(call.ask))
+            return Answer(call.seq, route=await self._admit(call.ask))
         if isinstance(call, Settle):
             self._close(call.settlement.row.id)
             await core.settle(call.settlement)
@@ -120,7 +125,7 @@ class _DoorLink(Link):
             return Answer(call.seq, health=await core.health())
         return Answer(call.seq, metrics=await core.metrics())
 
-    async def _admit(self, ask: Ask) -> str:
+    async def _admit(self, ask: Ask) -> Route:
         try:
             return await self._server.core.admit(ask)
         except EmberlineError:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from emberline.accounts.usage import UsageRow
+from emberline.protocol.events import TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,12 @@ class Errand:
 
     `book` gets its usage row when it ends. The queue writes it together with the result, so that an attempt whose
     result nobody sees costs nothing.
+
+    A reply that an attempt before had begun goes on behind `so_far`, whose events are not told again. `heard` gets all
+    that the engine gives, right before the events that are made of it.
     """
 
     engine: str
     book: Callable[[UsageRow], None]
+    so_far: TokenDelta | None = None
+    heard: Callable[[TokenDelta], None] | None = None

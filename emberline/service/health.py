@@ -35,6 +35,7 @@ def _describe(member: Member) -> dict[str, Any]:
     if (info := client.info) is not None:
         described |= {
             "fingerprint": info.fingerprint,
+            "role": info.role,
             "device": info.device,
             "backend": info.backend,
             "context_len": info.context_len,

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emberline.accounts.ledger import Ledger
+from emberline.balancer.balancer import Balancer
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.fleet import MAX_WAITING, Fleet
+from emberline.balancer.gate import Gate
 from emberline.balancer.grants import SHARE, Grants
+from emberline.balancer.settings import Settings
 from emberline.protocol.frames import Vocabulary
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
@@ -44,10 +47,14 @@ async def open_service(
     assert store is not None
     responses = Responses(store, retention_days)
     await responses.open()
-    fleet = Fleet(by_model, max_waiting)
-    core = LocalCore(fleet, Ledger(store), Sessions(), responses, Grants(fleet, queue_share))
+    fleet = Fleet(by_model)
+    gate = Gate(Balancer(Settings(max_waiting=max_waiting)))
+    for member in fleet:
+        gate.watch(member.client, [member.model])
+    core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, queue_share))
 
     async def close_core() -> None:
+        gate.close()
         await responses.close()
         if own is not None:
             await own.close()

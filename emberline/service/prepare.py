@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.card import ModelCard
+from emberline.protocol import blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.principal import Principal
@@ -60,6 +61,7 @@ class Prepared:
     thinking: bool | None = False  # whether the prompt has begun reasoning; None: the reply may
     thinking_limit: ThinkingLimit | None = None
     grammar: bytes = b""  # encoded; empty: anything goes
+    keys: bytes = b""  # content keys of the prompt's full blocks
 
     @property
     def parsed(self) -> bool:
@@ -104,7 +106,11 @@ class Preparer:
             prompt, grammar, _ = await asyncio.gather(tokenising, compiling, self.spell(served.text))
         sampling = _fit(sampling, prompt.n_ids, info.context_len, _prompt_field(request))
         limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
-        return Prepared(request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar)
+        root = blockhash.root(info.fingerprint, principal.salt)
+        keys = await self._run(request, lambda: blockhash.chain(root, prompt.ids))
+        return Prepared(
+            request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar, keys
+        )
 
     async def count(self, request: GenerateRequest, served: Served) -> int:
         validate_prompt(request, served.text.vocab_size)

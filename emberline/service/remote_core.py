@@ -8,18 +8,21 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from emberline.balancer.ask import Ask
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.link import Link, dial, retry_delays
+from emberline.balancer.route import Route
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.record import Record
-from emberline.service.core import Ask, Settlement
+from emberline.service.core import Settlement
 from emberline.service.health import Health
 from emberline.service.wire import (
     Admit,
     Answer,
     AskHealth,
     AskMetrics,
+    Began,
     Call,
     Find,
     Forget,
@@ -61,8 +64,14 @@ class RemoteCore:
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
 
-    async def admit(self, ask: Ask) -> str:
-        return (await self._call(lambda seq: Admit(seq, ask))).engine
+    async def admit(self, ask: Ask) -> Route:
+        route = (await self._call(lambda seq: Admit(seq, ask))).route
+        assert route is not None
+        return route
+
+    def began(self, request_id: str, cached_tokens: int) -> None:
+        if self._link is not None:
+            self._link.send(Began(request_id, cached_tokens))
 
     async def settle(self, settlement: Settlement) -> None:
         await self._call(lambda seq: Settle(seq, settlement))

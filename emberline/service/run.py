@@ -1,50 +1,77 @@
 """One accepted request, from the engine it was given to its last token."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
 from emberline.accounts.usage import Status, UsageRow
+from emberline.balancer.ask import Ask
 from emberline.balancer.engine_client import EngineClient
+from emberline.balancer.handover import Prefill, hand_over
 from emberline.balancer.stream import Stream
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, ErrorInfo, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice import Choice
-from emberline.service.core import Ask
 from emberline.service.errand import Errand
 from emberline.service.histogram import GAP_BOUNDS_S, Histogram
 from emberline.service.parsed_choice import ParsedChoice
 from emberline.service.prepare import Prepared
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
-RESTART_WAIT_S = 15.0  # for an engine to come back, when a request has lost its first one
+RESTART_WAIT_S = 15.0  # for an engine to come back, when a request has lost one
 DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; this catches an engine that does not answer
+MOST_MOVES = 3  # in a row, no token in between: a request that loses more engines may be what kills them
 
-# Asks the core for an engine; the request holds room there until it is settled.
-Admit = Callable[[Ask], Awaitable[EngineClient]]
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The engines that a request was given."""
+
+    decode: EngineClient
+    prefill: EngineClient | None = None  # None: decode computes the prompt, too
+
+
+# Asks the core for engines; the request holds room there until it is settled.
+Admit = Callable[[Ask], Awaitable[Placed]]
+
+# Tells the core that the engines have brought a first token, and how much of the prompt they found in their caches.
+Began = Callable[[str, int], None]
+
+log = logging.getLogger("emberline.request")
 
 
 class Run:
     """Owns the request's stream and choices. The pipeline steps it until it is done."""
 
-    def __init__(self, prepared: Prepared, admit: Admit, errand: Errand | None = None) -> None:
+    def __init__(self, prepared: Prepared, admit: Admit, began: Began, errand: Errand | None = None) -> None:
         self.prepared = prepared
         self.errand = errand  # of queued work
         self.gaps = Histogram(GAP_BOUNDS_S)
         kind = ParsedChoice if prepared.parsed else Choice
         self.choices: list[Choice] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
-        self.engine: EngineClient | None = None
-        self.lost_engine: EngineClient | None = None  # the one that died before the first token
+        self.placed: Placed | None = None
         self.first_token_us: int | None = None
         self.settling: asyncio.Task[None] | None = None  # the service's, once the request has ended
         self._n_open = len(self.choices)
         self._cached_by_tier: dict[str, int] = {}
         self._admit = admit
+        self._began = began
+        self._told = False  # the core, of the engines that it has now
+        self._n_moves = 0  # in all; ids are made of it
+        self._n_stuck = 0  # since the last token
+        self._avoid: list[str] = []  # engines that it was on when it had to move
+        self._lost: tuple[str, ...] = ()  # the one whose fault it was
+        self._failed: Unavailable | None = None  # of a sequence, to be dealt with once the events before it are told
+        self._prefill: Prefill | None = None
         self._by_id: dict[str, Choice] = {}
         self._stream: Stream | None = None
         self._timer: asyncio.TimerHandle | None = None
+        if errand is not None and errand.so_far is not None:
+            self._take_up(errand.so_far)
 
     @property
     def done(self) -> bool:
@@ -65,22 +92,24 @@ class Run:
         return [(choice.message, bytes(choice.output_ids)) for choice in self.choices]
 
     async def admit(self) -> None:
-        """Get an engine; Overloaded or Unavailable when there is none for us."""
-        self.engine = await self._admit(self._ask())
+        """Get engines; Overloaded or Unavailable when there are none for us."""
+        self.placed = await self._admit(self._ask())
 
     async def step(self) -> list[TextEvent]:
-        """Wait for tokens and turn all that are there into events; move once if the engine dies before the first."""
+        """Wait for tokens and turn all that are there into events. A lost engine's work goes on at another."""
         try:
+            if self._failed is not None:
+                raise self._failed
             if self._stream is None:
                 self._stream = await self._open()
-            return self._absorb(await self._stream.next())
-        except Unavailable:
-            assert self.engine is not None
-            if self.first_token_us is not None or self.lost_engine is not None or self.engine.closing or self.errand:
+            deltas = await self._stream.next()
+            if self.first_token_us is None and self._prefill is not None:
+                self._cached_by_tier = await self._prefill.cached_by_tier()
+            return self._absorb(deltas)
+        except Unavailable as error:
+            if not self._may_move:
                 raise
-        self.close()
-        self.lost_engine = self.engine
-        self.choices[0].output_ids.clear()  # all that it drew, unseen, is drawn again
+            self._leave(error)
         await self.admit()
         return []
 
@@ -89,6 +118,9 @@ class Run:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        if self._prefill is not None:
+            self._prefill.close()
+            self._prefill = None
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,9 +143,34 @@ class Run:
             finished_us=prepared.clock.now_us(),
         )
 
+    @property
+    def _may_move(self) -> bool:
+        """Queued work goes back to its queue instead: an engine that dies under it is to be noticed there."""
+        assert self.placed is not None
+        return self._n_stuck < MOST_MOVES and not self.placed.decode.closing and self.errand is None
+
+    def _leave(self, error: Unavailable) -> None:
+        """Give up the engines. What clients have seen is kept: the reply goes on behind it, under new ids."""
+        assert self.placed is not None
+        self.close()
+        self._failed = None
+        self._told = False
+        self._n_moves += 1
+        self._n_stuck += 1
+        for engine in (self.placed.decode, self.placed.prefill):
+            if engine is not None and engine.name not in self._avoid:
+                self._avoid.append(engine.name)
+        # A lost connection is seen by the core, too; who fails to push its KV is not.
+        blamed = self.placed.prefill if error.param == "transfer" else None
+        self._lost = () if blamed is None else (blamed.name,)
+        log.warning(
+            "moving: %s",
+            error.message,
+            extra={"request_id": self.prepared.request.id, "tokens": sum(choice.n_tokens for choice in self.choices)},
+        )
+
     def _ask(self) -> Ask:
         request, principal = self.prepared.request, self.prepared.principal
-        lost = self.lost_engine
         return Ask(
             id=request.id,
             account=principal.account,
@@ -125,17 +182,31 @@ class Run:
             created_us=self.prepared.clock.created_us,
             affinity=None if request.session is None else f"{principal.account}/{request.session}",
             n=request.n,
-            avoid=() if lost is None else (lost.name,),
-            wait_s=0.0 if lost is None else min(RESTART_WAIT_S, self._time_left_s() or RESTART_WAIT_S),
-            reject_if_busy=request.reject_if_busy and lost is None,
+            keys=self.prepared.keys,
+            max_tokens=self.prepared.sampling.max_tokens or 0,
+            deadline_s=self._time_left_s(),
+            avoid=tuple(self._avoid),
+            lost=self._lost,
+            wait_s=min(RESTART_WAIT_S, self._time_left_s() or RESTART_WAIT_S) if self._n_moves else 0.0,
+            reject_if_busy=request.reject_if_busy and not self._n_moves,
             engine="" if self.errand is None else self.errand.engine,
         )
 
     async def _open(self) -> Stream:
-        assert self.engine is not None
-        await self.engine.wait_connected(CONNECT_WAIT_S if self.lost_engine is None else RESTART_WAIT_S)
+        assert self.placed is not None
+        decode, prefill = self.placed.decode, self.placed.prefill
+        for engine in (decode, prefill):
+            if engine is not None:
+                await engine.wait_connected(RESTART_WAIT_S if self._n_moves else CONNECT_WAIT_S)
         left_s = self._time_left_s()
-        stream = self.engine.stream(self._sequences(self.choices[:1], left_s))
+        begun = self.choices[:1] if self.first_token_us is None else self.choices
+        first, *others = self._sequences([choice for choice in begun if choice.done is None], left_s)
+        if prefill is None:
+            stream = decode.stream([first, *others])
+        else:
+            stream, self._prefill = hand_over(prefill, decode, first)
+            if others:
+                stream.submit(others)
         if left_s is not None:
             late = DeadlineExceeded(f"not finished within {self.prepared.request.deadline_s:g} s")
             self._timer = asyncio.get_running_loop().call_later(left_s + DEADLINE_GRACE_S, stream.fail, late)
@@ -152,13 +223,13 @@ class Run:
 
     def _sequences(self, choices: Iterable[Choice], left_s: float | None) -> list[EngineRequest]:
         prepared, request = self.prepared, self.prepared.request
-        retried = "" if self.lost_engine is None else "-again"
+        moved = f"-m{self._n_moves}" if self._n_moves else ""
         made: list[EngineRequest] = []
         for choice in choices:
             sampling = prepared.sampling
             if choice.index and sampling.seed is not None:
                 sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + choice.index) % (1 << 64))
-            sequence_id = request.id + (f"-{choice.index}" if choice.index else "") + retried
+            sequence_id = request.id + (f"-{choice.index}" if choice.index else "") + moved
             self._by_id[sequence_id] = choice
             made.append(
                 EngineRequest(
@@ -171,6 +242,8 @@ class Run:
                     deadline_s=left_s,
                     grammar=prepared.grammar,
                     thinking_limit=prepared.thinking_limit,
+                    output_ids=bytes(choice.output_ids),
+                    keys=prepared.keys,
                 )
             )
         return made
@@ -181,10 +254,16 @@ class Run:
         for delta in deltas if len(deltas) == 1 else _merged(deltas):
             choice = self._by_id[delta.id]
             if delta.finish == "error" or delta.finish == "cancelled":
-                choice.output_ids += delta.token_ids  # computed, so counted
-                raise self._failure(delta.error)
+                self._fail(choice, delta)
+                continue
             if self.first_token_us is None:
                 events.append(self._start(delta))
+            if not self._told:
+                self._told = True
+                self._began(self.prepared.request.id, sum(self._cached_by_tier.values()))
+            if self.errand is not None and self.errand.heard is not None:
+                self.errand.heard(delta)
+            self._n_stuck = 0
             events += choice.push(delta)
             if choice.done is not None:
                 self._n_open -= 1
@@ -192,7 +271,22 @@ class Run:
                     self._stream.abort(delta.id)
         return events
 
-    def _failure(self, info: ErrorInfo | None) -> EmberlineError:
+    def _take_up(self, delta: TokenDelta) -> None:
+        """Go on behind what another attempt drew and told."""
+        (choice,) = self.choices
+        choice.push(delta)
+        self._n_open -= choice.done is not None
+
+    def _fail(self, choice: Choice, delta: TokenDelta) -> None:
+        """A sequence ended without its reply. What can go on elsewhere does, once the other events are told."""
+        error = self._error(delta.error)
+        if isinstance(error, Unavailable) and self._may_move:
+            self._failed = error
+            return
+        choice.output_ids += delta.token_ids  # computed, so counted
+        raise error
+
+    def _error(self, info: ErrorInfo | None) -> EmberlineError:
         if info is None:
             return Unavailable("the engine gave the request up")
         error = from_info(info)
@@ -204,10 +298,13 @@ class Run:
         """The first token is there, so the prompt's KV is too: the other choices find it in the cache."""
         assert self._stream is not None
         self.first_token_us = self.prepared.clock.now_us()
-        if delta.usage is not None:
+        if delta.usage is not None and self._prefill is None:
             self._cached_by_tier = delta.usage.cached_by_tier
         if len(self.choices) > 1:
-            self._stream.submit(self._sequences(self.choices[1:], self._time_left_s()))
+            try:
+                self._stream.submit(self._sequences(self.choices[1:], self._time_left_s()))
+            except Unavailable as error:
+                self._failed = error
         return Started(self.usage)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from emberline.accounts.usage import Status, UsageRow
+from emberline.balancer.ask import Ask
 from emberline.balancer.engine_client import EngineClient
 from emberline.catalog.card import ModelCard
 from emberline.protocol.errors import EmberlineError, Internal, MalformedModelId, ModelNotFound, Unavailable
@@ -14,12 +15,13 @@ from emberline.protocol.frames import EngineInfo
 from emberline.protocol.principal import Principal
 from emberline.protocol.request import GenerateRequest
 from emberline.service.clock import Clock
-from emberline.service.core import Ask, Core, Memory, Settlement
+from emberline.service.core import Core, Memory, Settlement
 from emberline.service.errand import Errand
 from emberline.service.health import Health
 from emberline.service.prepare import Prepared, Preparer, Served
+from emberline.service.relay.relay import Relay
 from emberline.service.responses import ResponseStore
-from emberline.service.run import Run
+from emberline.service.run import Placed, Run
 from emberline.text.grammar.compiler import GrammarCompiler
 
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
@@ -39,8 +41,10 @@ class Service:
         engines: Mapping[str, EngineClient],
         close_core: Callable[[], Awaitable[None]],
         grammars: GrammarCompiler,
+        relay: Relay | None = None,
     ) -> None:
         self.core = core
+        self.relay = relay  # of models on other people's servers
         self._served = {item.card.id: item for item in served}
         self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
         self._engines = engines  # by endpoint name
@@ -58,14 +62,23 @@ class Service:
     # --- what doors ask ----------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelCard]:
-        return [item.card for item in self._served.values()]
+        elsewhere = self.relay.models() if self.relay is not None else ()
+        return [*(item.card for item in self._served.values()), *elsewhere]
+
+    def relayed(self, model_id: str) -> ModelCard | None:
+        """The card of a model that other people's servers compute; of two with one name, ours counts."""
+        if self.relay is None or model_id.lower() in self._names:
+            return None
+        return self.relay.find(model_id)
 
     def resolve(self, model_id: str) -> ModelCard:
         """The card of a model by id or alias, in any case of letters."""
-        return self._resolve(model_id).card
+        return self.relayed(model_id) or self._resolve(model_id).card
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
-        """Tokens of the prompt as `generate` would build it; no engine is asked."""
+        """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
+        if self.relay is not None and self.relayed(request.model):
+            return await self.relay.count_tokens(request)
         return await self._preparer.count(request, self._resolve(request.model))
 
     @property
@@ -99,6 +112,8 @@ class Service:
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; return when those that run have ended, or after `limit_s`."""
         self._draining = True
+        if self.relay is not None:
+            await self.relay.drain(limit_s)
         try:
             await asyncio.wait_for(self._idle.wait(), limit_s)
         except TimeoutError:
@@ -107,6 +122,8 @@ class Service:
     async def close(self) -> None:
         """Cut the connections to the engines, settle what that ends, then close the core."""
         self._draining = True
+        if self.relay is not None:
+            await self.relay.close()
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await self.drain(CLOSE_WAIT_S)
         for run in tuple(self._running):  # whose consumers read nothing: they cannot end by themselves
@@ -119,7 +136,7 @@ class Service:
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
@@ -127,6 +144,13 @@ class Service:
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
         Queued work comes with an errand, whose owner books the row.
         """
+        if self.relay is not None and self.relayed(request.model):
+            return self.relay.generate(request, principal, errand)
+        return self._generate(request, principal, errand)
+
+    async def _generate(
+        self, request: GenerateRequest, principal: Principal, errand: Errand | None
+    ) -> AsyncGenerator[TextEvent, None]:
         run = await self._accept(request, principal, errand)
         try:
             while not run.done:
@@ -150,7 +174,7 @@ class Service:
     async def _accept(self, request: GenerateRequest, principal: Principal, errand: Errand | None) -> Run:
         try:
             prepared = await self._prepare(request, principal)
-            return await self._admitted(Run(prepared, self._admit, errand))
+            return await self._admitted(Run(prepared, self._admit, self.core.began, errand))
         except EmberlineError as error:
             self.core.refused(error.kind)
             log.info("refused: %s", error.message, extra={"request_id": request.id, "error": error.kind})
@@ -177,8 +201,9 @@ class Service:
             raise
         return run
 
-    async def _admit(self, ask: Ask) -> EngineClient:
-        return self._engines[await self.core.admit(ask)]
+    async def _admit(self, ask: Ask) -> Placed:
+        route = await self.core.admit(ask)
+        return Placed(self._engines[route.decode], self._engines[route.prefill] if route.prefill else None)
 
     def _resolve(self, model_id: str) -> Served:
         served = self._names.get(model_id.lower())
@@ -244,7 +269,7 @@ def _log_end(run: Run, row: UsageRow, error: Exception | None, settling: "asynci
             "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
             "account": row.account,
             "model": row.model,
-            "engine": run.engine.name if run.engine is not None else "",
+            "engine": run.placed.decode.name if run.placed is not None else "",
             "prompt_tokens": row.input_tokens,
             "cached_tokens": row.cached_tokens,
             "completion_tokens": row.output_tokens,

@@ -2,10 +2,12 @@
 
 import msgspec
 
+from emberline.balancer.ask import Ask
+from emberline.balancer.route import Route
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.record import Record
-from emberline.service.core import Ask, Settlement
+from emberline.service.core import Settlement
 from emberline.service.health import Health
 from emberline.text.prompt import Known
 
@@ -68,13 +70,20 @@ class Notice(msgspec.Struct, tag="notice"):
     refused: dict[str, int]
 
 
+class Began(msgspec.Struct, tag="began"):
+    """The first token of a request is there; not answered."""
+
+    request_id: str
+    cached_tokens: int
+
+
 class Answer(msgspec.Struct, omit_defaults=True):
     """The result of a call, in the field its kind uses, or an error. All empty: done, or nothing found."""
 
     seq: int
     error: ErrorInfo | None = None
     known: Known | None = None
-    engine: str = ""
+    route: Route | None = None
     health: Health | None = None
     metrics: bytes = b""
     records: list[Record] = []
@@ -82,5 +91,5 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 Call = Find | Admit | Settle | Keep | Recall | Forget | AskHealth | AskMetrics
-to_core_decoder = msgspec.msgpack.Decoder(Call | Notice)
+to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | Began)
 from_core_decoder = msgspec.msgpack.Decoder(Answer)

@@ -15,13 +15,18 @@ T = TypeVar("T")
 
 
 class Sql(str):
-    """A statement that the two databases must be told in different words."""
+    """A statement that PostgreSQL is told in words of its own.
+
+    bulk: its words for `Many`, with one array per parameter in place of many executions.
+    """
 
     postgres: str
+    bulk: str | None
 
-    def __new__(cls, sqlite: str, *, postgres: str) -> "Sql":
+    def __new__(cls, sqlite: str, *, postgres: str | None = None, bulk: str | None = None) -> "Sql":
         text = super().__new__(cls, sqlite)
-        text.postgres = postgres
+        text.postgres = postgres or sqlite
+        text.bulk = bulk
         return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from emberline.protocol.errors import Unavailable
 from emberline.store.database import Sql
 from emberline.store.event_tables import EVENT_TABLES
-from emberline.store.queue_tables import QUEUE_TABLES
+from emberline.store.queue_tables import QUEUE_DETAILS, QUEUE_TABLES
 
 # Step n (1-based) takes a database from version n - 1 to n. One text serves both databases: BLOB becomes BYTEA on
 # PostgreSQL, SERIAL_KEY a key that counts up by itself; `Sql` says it in two ways where that is not enough.
@@ -54,6 +54,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     QUEUE_TABLES,
     EVENT_TABLES,
+    QUEUE_DETAILS,
 )
 
 

@@ -2,6 +2,12 @@
 
 from emberline.store.database import Sql
 
+# What a batch's usage says beside the sums, and how long lines ran, for the estimate of a wait.
+QUEUE_DETAILS = (
+    "ALTER TABLE batches ADD COLUMN cached_tokens BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE paces ADD COLUMN busy_us BIGINT NOT NULL DEFAULT 0",
+)
 QUEUE_TABLES = (
     """
     CREATE TABLE batches (

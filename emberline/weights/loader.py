@@ -7,7 +7,7 @@ cache unless they are in it, or were read ahead. Others are converted on the hos
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +34,17 @@ class Piece(NamedTuple):
 
 
 class Loader:
-    """Notes what goes where; `finish` does it all, in the order of the files."""
+    """Notes what goes where; then reads it all, once, in the order of the files."""
 
     def __init__(self, device: torch.device | str, ahead: ReadAhead | None = None) -> None:
         self._device = torch.device(device)
         self._ahead = ahead
         self._pieces: list[Piece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._reading: list[Future[None]] = []
+        self._readers: list[_Reader] = []
+        self._n_bytes = 0
 
     def fill(self, weight: Weight, target: Tensor) -> None:
         """The weight's numbers belong into `target`, which must not be read before `finish`."""
@@ -55,29 +59,42 @@ class Loader:
             mapped = weight.raw.ctypes.data + start
             self._pieces.append(Piece(weight.place.path, weight.place.offset + start, mapped, piece))
 
-    def finish(self) -> int:
-        """Read everything; the number of bytes. Raises what went wrong."""
+    def start(self) -> None:
+        """Begin to read everything that was noted, on threads."""
         if self._ahead is not None:
             self._ahead.stop()
         pieces = sorted(self._pieces, key=lambda piece: (piece.path, piece.offset))
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
+        self._n_bytes = sum(piece.target.nbytes for piece in pieces)
+        self._pieces, self._conversions = [], []
         readers = threading.local()
-        opened: list[_Reader] = []
 
         def run(job: Callable[[_Reader], None]) -> None:
             if not hasattr(readers, "mine"):
                 readers.mine = _Reader(self._device, self._ahead)
-                opened.append(readers.mine)
+                self._readers.append(readers.mine)
             job(readers.mine)
 
-        with ThreadPoolExecutor(N_THREADS, "weights") as pool:
-            done = list(pool.map(run, jobs))
-        for reader in opened:
+        self._pool = ThreadPoolExecutor(N_THREADS, "weights")
+        self._reading = [self._pool.submit(run, job) for job in jobs]
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to wait for. (Or it went wrong: `finish` says.)"""
+        return all(job.done() for job in self._reading)
+
+    def finish(self) -> int:
+        """Wait until everything is read, which begins now at the latest; the bytes. Raises what went wrong."""
+        if self._pool is None:
+            self.start()
+        assert self._pool is not None
+        with self._pool:
+            for job in self._reading:
+                job.result()
+        for reader in self._readers:
             reader.close()
-        self._pieces, self._conversions = [], []
-        assert len(done) == len(jobs)
-        return sum(piece.target.nbytes for piece in pieces)
+        return self._n_bytes
 
 
 class _Reader:

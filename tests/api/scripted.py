@@ -135,6 +135,11 @@ class ScriptedService:
         finally:
             self.open -= 1
 
+    relay = None
+
+    def relayed(self, model_id: str) -> None:
+        return None
+
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         self.resolve(request.model)
         self.requests.append(request)

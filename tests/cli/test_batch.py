@@ -38,8 +38,7 @@ class Batches(ThreadingHTTPServer):
             "created_at": 1,
             "output_file_id": "file-out" if over else None,
             "error_file_id": None,
-            "position": 3,
-            "estimated_wait_s": 200.0,
+            "queue": {"position": 3, "estimated_wait_s": 200.0},
         }
 
 

@@ -74,9 +74,34 @@ def test_the_workers_command_line() -> None:
     spec = worker_spec(plan, EngineConfig(max_running=8, deterministic=True), Path("/run/w.sock"), "token")
     assert spec.arguments == (
         *("--model", "/m.gguf", "--name", "m", "--socket", "/run/w.sock", "--device", "cuda"),
-        *("--max-running", "8", "--deterministic"),
+        *("--max-running", "8", "--deterministic", "--role", "both", "--id", "m-0"),
     )
     assert spec.env == {"EMBERLINE_WORKER_TOKEN": "token", "CUDA_VISIBLE_DEVICES": "3"}
+
+
+@pytest.mark.usefixtures("cpu")
+def test_prompts_and_replies_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    plans = plan_workers(EngineConfig(prefill=1, decode=2), {"m": Path("/m")})
+    assert [(plan.name, plan.role) for plan in plans] == [
+        ("m-prefill0", "prefill"),
+        ("m-decode0", "decode"),
+        ("m-decode1", "decode"),
+    ]
+    assert [plan.cores for plan in plans] == [(0, 1), (2, 3), (4, 5)]
+    assert worker_spec(plans[1], EngineConfig(), Path("/w"), "t").arguments[-6:] == (
+        *("--role", "decode", "--id", "m-decode0", "--cores", "2,3"),
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert [plan.cores for plan in plan_workers(EngineConfig(prefill=1, decode=2), {"m": Path("/m")})] == [()] * 3
+
+
+@pytest.mark.parametrize("config", [EngineConfig(prefill=1), EngineConfig(decode=1)])
+def test_one_role_alone_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(BadInput, match="--prefill N and --decode M"):
+        plan_workers(config, MODELS)
+    with pytest.raises(BadInput, match="leave it out"):
+        plan_workers(EngineConfig(prefill=1, decode=1, replicas=2), MODELS)
 
 
 def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,27 @@ def test_cancelling_stops_what_runs(server: str) -> None:
     assert _load(server)["running"] == 0
 
 
+def test_a_background_response_is_watched_left_and_taken_up(server: str) -> None:
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+    ask: dict[str, Any] = {"model": MODEL, "input": "Tell a story.", "temperature": 0, "max_output_tokens": 64}
+    sync = client.responses.create(**ask)
+    seen: list[Any] = []
+    with client.responses.create(**ask, background=True, stream=True) as events:
+        for event in events:
+            seen.append(event)
+            if event.type == "response.output_text.delta":
+                break  # the connection is cut
+    response_id = seen[0].response.id
+    while seen[-1].type != "response.incomplete":
+        last = seen[-1].sequence_number
+        with client.responses.retrieve(response_id, stream=True, starting_after=last) as events:
+            seen += [event for event, _ in zip(events, range(9), strict=False)]
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    said = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+    assert said == sync.output_text == client.responses.retrieve(response_id).output_text
+    assert sum(event.type == "response.output_text.delta" for event in seen) > 1
+
+
 def test_the_numbers_tell_of_it(server: str) -> None:
     with urllib.request.urlopen(f"{server}/metrics") as answer:
         text = answer.read().decode()

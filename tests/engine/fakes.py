@@ -136,11 +136,13 @@ class FakeRunner:
         return self.blocks[g][table[position // 16]][position % 16]
 
 
-def scheduler_of(layouts=(FULL,), n_blocks=64, context_len=512, max_running=4, token_budget=32, listener=None):
+def scheduler_of(
+    layouts=(FULL,), n_blocks=64, context_len=512, max_running=4, token_budget=32, listener=None, transfers=None
+):
     sizes = [n_blocks] * len(layouts) if isinstance(n_blocks, int) else n_blocks
     cache = KVCache(layouts, sizes, chunk=token_budget, listener=listener)
     limits = Limits(min(context_len, cache.capacity), VOCAB, (EOS,), max_running, token_budget)
-    return Scheduler(cache, limits, "fake"), cache
+    return Scheduler(cache, limits, "fake", transfers=transfers), cache
 
 
 def request(id, prompt_ids, priority=1, salt=b"", deadline_s=None, session=None, **sampling):

@@ -2,7 +2,7 @@ from math import inf
 
 import pytest
 
-from emberline.engine.gpu_shapes import TILE, rows_beside_chunks
+from emberline.engine.gpu_shapes import MAX_CAPTURED_TOKENS, TILE
 from emberline.engine.pace import SHARE, TARGET_S, Pace, Work
 
 
@@ -104,7 +104,7 @@ def test_without_streams_a_prompt_takes_all():
 @pytest.mark.parametrize("n_decodes", [1, 32, 33, 100, 300])
 def test_steps_fill_whole_tiles_of_what_is_captured(n_decodes):
     n = Pace().chunk(Work(n_decodes), 0, 8192)
-    assert (rows_beside_chunks(n_decodes) + n) % 128 == 0
+    assert (n_decodes + n) % 128 == 0
 
 
 def test_prompts_come_forward_even_when_streams_take_all_the_time():
@@ -140,3 +140,50 @@ def test_without_a_target_only_queued_work_is_held_to_a_time():
         pace.observe(step, 0.5)
     assert pace.chunk(Work(3), 100, 511) == 511
     assert pace.within(0.25, Work(3), 100, 511) == pytest.approx(255, abs=5)
+
+
+def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
+    pace = Pace()
+    for _ in range(30):
+        pace.observe(Work(8), 0.001)
+        quick = Work(8)
+        quick.add(1016, 1016)
+        pace.observe(quick, 0.002)
+    assert pace.chunk(Work(8), 0, 8192, slack=3.0) == MAX_CAPTURED_TOKENS - 8
+
+
+def test_a_long_queue_lengthens_steps():
+    pace = Pace()
+    streams(pace, flat, 32)
+    for _ in range(6):
+        serve(pace, flat, 32, 8192)
+    assert pace.chunk(Work(32), 4096, 8192, slack=2.0) > pace.chunk(Work(32), 4096, 8192) + TILE
+
+
+def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
+    pace = Pace()
+    alone = Work(0)
+    alone.add(4096, 4096)
+    pace.observe(alone, 0.08)
+    for _ in range(8):
+        beside = Work(200)
+        beside.add(312, 312)
+        pace.observe(beside, 0.020 + 312 * 0.08 / 4096)
+    assert pace.chunk(Work(200), 0, 4096) > 312 + TILE
+
+
+def test_steps_without_streams_are_full_or_captured():
+    pace = Pace()
+    assert pace.room(5000, 4096) == pace.room(4096, 4096) == 4096
+    assert pace.room(4000, 4096) == MAX_CAPTURED_TOKENS
+    assert pace.room(4000, 512) == 512
+    assert Pace(inf).room(4000, 4096) == 4096
+
+
+def test_long_prompts_are_cut_at_round_places():
+    pace = Pace()
+    assert pace.cut(Work(0), 4112, 4096) == 8192 - 4112
+    assert pace.cut(Work(0), 4112, 1024) == 1024
+    assert pace.cut(Work(0), 8192, 4096) == 4096
+    assert pace.cut(Work(3), 4112, 4096) == 4096
+    assert Pace(inf).cut(Work(0), 4112, 4096) == 4096

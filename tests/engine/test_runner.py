@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from emberline.engine import runner as runner_module
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
 from emberline.engine.runner import TorchRunner, allocate_pool
 from emberline.engine.scheduler import Scheduler
+from emberline.kv import pages as pages_module
 from emberline.kv.cache import KVCache
 from emberline.protocol.layout import KVGroup
 from emberline.protocol.tokens import unpack
@@ -165,7 +165,7 @@ def test_sampling_parameters_reach_the_sampler(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("huge_page_bytes", [2 << 20, 512 << 20, inf])
 def test_a_pool_is_zero_contiguous_and_takes_no_memory_until_it_is_used(dtype, huge_page_bytes, monkeypatch):
-    monkeypatch.setattr(runner_module, "_huge_page_bytes", lambda: huge_page_bytes)
+    monkeypatch.setattr(pages_module, "_huge_page_bytes", lambda: huge_page_bytes)
     layout = KVGroup("full", tuple(range(8)), 4, 64, dtype)
     pool = allocate_pool(layout, 400, torch.device("cpu"))
     assert pool.shape == (400, 8, 2, 4, 16, 64)

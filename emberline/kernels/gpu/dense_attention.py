@@ -21,8 +21,8 @@ from emberline.kernels.backend import Attention
 from emberline.kernels.gpu.launch import INTERPRETED, options, power_of_two
 from emberline.protocol.layout import BLOCK_TOKENS
 
-MIN_TOKENS = 1024  # of a chunk: shorter ones are ours
-SEGMENT = 32_768  # tokens of context gathered at once
+MIN_TOKENS = 2048  # of a chunk: shorter ones are ours
+SEGMENT = 16_384  # tokens of context gathered at once
 ROUND_CHUNK, ROUND_CONTEXT = 2048, 4096  # multiples of these have plans of their own
 DIMS = (64, 128)
 
@@ -120,6 +120,20 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
         *batch, None, True, 0.0, causal, False, scale=scale
     )
     return results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
+
+
+def rehearse(q: Tensor, at: Attention, space: tuple[Tensor, Tensor]) -> Iterator[bool]:
+    """Make the plans that most prompts need, one at a time. q: [n, heads * dim] of the longest chunk."""
+    sizes = [size for size in (2048, 4096, 8192) if size <= len(q)]
+    plans = [(size, size, False) for size in sizes]
+    if is_round(len(q)):  # a long prompt is cut into chunks of this length
+        plans += [(len(q), context, True) for context in range(len(q), SEGMENT + 1, len(q))]
+        plans.append((len(q), len(q), True))
+    for place, (n, context, exact) in enumerate(plans):
+        keys, values = (room(half, context, at, exact) for half in space)
+        causal = not exact or place == len(plans) - 1
+        _cudnn(q[:n].view(n, at.heads, at.head_dim), keys, values, at.scale, causal)
+        yield True
 
 
 def attend(

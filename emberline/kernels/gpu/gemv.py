@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.activation import activated
+from emberline.kernels.gpu.epilogue import put
 from emberline.kernels.gpu.launch import (
     SM_COUNT,
     await_inputs,
@@ -38,7 +38,7 @@ def _gemv(
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATE: 0 none, 1 SiLU, 2 GELU; rows n .. 2n - 1 of the matrix are then what the gate multiplies."""
+    """With a gate (`epilogue.put`), rows n .. 2n - 1 of the matrix are what it multiplies."""
     release_next(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
@@ -74,18 +74,12 @@ def _gemv(
         if GATE:
             acc2 += here2.to(tl.float32) * v[None, :]
     release_late(PDL)
-    result = tl.sum(acc, 1)
-    scale = 1.0
+    result, other = tl.sum(acc, 1), tl.sum(acc2, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares) / k + eps)
         result *= scale
-    if BIAS:
-        result += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)
-    if GATE:
-        result = activated(result, GATE == 2) * (tl.sum(acc2, 1) * scale)
-    if ADD:
-        result += tl.load(out + row, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=ok)
+        other *= scale
+    put(result, other, bias + row, out + row, ok, ok, BIAS, GATE, ADD)
 
 
 def gemv(
@@ -159,13 +153,10 @@ def _whole_rows(
             second += stride.to(tl.int64) * k
             w2 = tl.load(second, mask=next_mask, other=0.0, eviction_policy="evict_first")
         result = tl.sum(here.to(tl.float32) * v[None, :], 1)
-        if BIAS:
-            result += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)
+        other = 0.0
         if GATE:
-            result = activated(result, GATE == 2) * tl.sum(here2.to(tl.float32) * v[None, :], 1)
-        if ADD:
-            result += tl.load(out + row, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out + row, result.to(out.dtype.element_ty), mask=ok)
+            other = tl.sum(here2.to(tl.float32) * v[None, :], 1)
+        put(result, other, bias + row, out + row, ok, ok, BIAS, GATE, ADD)
     release_late(PDL)
 
 

@@ -14,9 +14,10 @@ from emberline.kernels.gpu import quantised
 from emberline.kernels.gpu.activation import gate as apply_gate
 from emberline.kernels.gpu.fixed import fixed
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
-from emberline.kernels.gpu.launch import SM_COUNT, cdiv
+from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, power_of_two
 from emberline.kernels.gpu.norms import add_norm
-from emberline.kernels.gpu.quantised import QuantisedMatrix, QuantisedTile
+from emberline.kernels.gpu.quantised import QuantisedMatrix
+from emberline.kernels.gpu.quantised_matmul import MAX_WORDS, QuantisedTile, VectorTile, multiply, vector
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
 from emberline.kernels.gpu.workspace import DEQUANTISED, MLP_TOKENS, Workspace
 
@@ -56,6 +57,8 @@ def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | RowsTile | SkinnyT
 
 
 def _vector_tile(n: int, k: int, gated: bool) -> GemvTile | RowsTile:
+    if INTERPRETED:
+        return RowsTile(32, 1, 1)  # a step costs the interpreter the same, however many rows it takes
     if k <= MAX_WHOLE_ROW:
         if gated:
             return RowsTile(1, 8, 4)
@@ -123,8 +126,8 @@ class Multiplier:
     def _vector(
         self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, tile: GemvTile | RowsTile, overlapped: bool
     ) -> None:
-        multiply: Any = gemv if isinstance(tile, GemvTile) else whole_rows
-        multiply(
+        kernel: Any = gemv if isinstance(tile, GemvTile) else whole_rows
+        kernel(
             x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
             pdl=self._pdl and overlapped,
         )  # fmt: skip
@@ -164,28 +167,39 @@ class Multiplier:
             _cublas(x, weight, bias, out, add)
 
     def _quantised(self, x: Tensor, matrix: QuantisedMatrix, out: Tensor, job: Job) -> None:
-        m = len(x)
-        more: dict[str, Any] = dict(norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl)
+        m, words = len(x), matrix.codes.shape[1]
         if m > MAX_SKINNY or self._deterministic:
             self._separate(x, matrix, out, job)
-            return
-        tile = quantised_tile(m, out.shape[1], matrix.bits, bool(job.gate))
-        if m == 1:
-            quantised.gemv(x, matrix, out, tile, **more)
+        elif m == 1 and words <= MAX_WORDS:
+            tile = vector_tile(out.shape[1], words, bool(job.gate))
+            vector(
+                x, matrix, out, tile, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl
+            )  # fmt: skip
         else:
-            quantised.multiply(x, matrix, out, tile, self._space.matmul, self._space.counters, **more)
+            if job.norm is not None:
+                x = self._normed(x, job)
+            few = quantised_tile(m, out.shape[1], matrix.bits, bool(job.gate))
+            space = self._space
+            multiply(
+                x, matrix, out, few, space.matmul, space.counters, gate=job.gate, add=job.add, pdl=2 * self._pdl
+            )  # fmt: skip
+
+
+def vector_tile(n: int, words: int, gated: bool) -> VectorTile:
+    if INTERPRETED:
+        return VectorTile(32, 1, 1)
+    warps = min(16, max(1, power_of_two(words) // 128))  # a thread then holds 16 bytes of a row
+    rows = 2 if gated else 4
+    while rows > 1 and n // rows < 4 * SM_COUNT:
+        rows //= 2
+    return VectorTile(rows, warps, 16 // warps)
 
 
 def quantised_tile(m: int, n: int, bits: int, gated: bool) -> QuantisedTile:
-    if m == 1:
-        rows = 2 if gated else 4  # more do not fit in registers
-        while rows > 1 and n // rows < 2 * SM_COUNT:
-            rows //= 2
-        return QuantisedTile(rows, 512, 1, 1, 4)
     splits = 1
     while splits < 4 and cdiv(n, 64) * splits < SM_COUNT:
         splits *= 2
-    return QuantisedTile(64, 64 if bits == 4 else 128, splits, 3, 4)
+    return QuantisedTile(64, 32, splits, 3, 4)
 
 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:

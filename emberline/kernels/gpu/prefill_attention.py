@@ -5,6 +5,8 @@ A tile holds the query heads that share a KV head for a run of tokens, so that s
 walks the keys from the front in the same tiles, alone or in company, in whatever chunks: the result is the same.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +14,18 @@ from torch import Tensor
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    queries: int  # of one KV head: tokens times the query heads that share it
+    tokens: int  # of the cache
+    stages: int
+    warps: int
+
+
+def choose(head_dim: int) -> ChunkTile:
+    return ChunkTile(128, 128, 3, 8) if head_dim <= 128 else ChunkTile(64, 64, 2, 8)  # what shared memory holds
 
 
 @triton.jit
@@ -129,8 +143,7 @@ def chunks(
     first_row: int = 0,
     limit: int = 2**31 - 1,
     pdl: bool = False,
-    queries: int | None = None,
-    tile: int | None = None,
+    tile: ChunkTile | None = None,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
@@ -141,13 +154,13 @@ def chunks(
     if not tokens or not n_rows:
         return
     group = at.heads // at.kv_heads
-    size, stages = (128, 3) if at.head_dim <= 128 else (64, 2)  # what shared memory holds
-    queries, tile = max(queries or size, power_of_two(group)), tile or size
+    tile = tile or choose(at.head_dim)
+    queries = max(tile.queries, power_of_two(group))
     grid = (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
     _chunks[grid](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
         at.window or 0, pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim,
         PAD=power_of_two(at.head_dim), QUERIES=queries,
-        TILE=tile, WINDOWED=at.window is not None, ROWS=64, STAGES=stages, PDL=int(pdl),
-        **options(pdl, num_warps=8, num_stages=stages),
+        TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64, STAGES=tile.stages, PDL=int(pdl),
+        **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

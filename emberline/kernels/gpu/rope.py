@@ -51,28 +51,29 @@ def _rope_write(
         r = start + tl.arange(0, ROWS)
         starts = tl.load(query_starts + first_row + r, mask=r < n_rows, other=2147483647)
         row += tl.sum((starts <= token).to(tl.int32))
-    position = tl.load(positions + token)
-    block = tl.load(tables + row.to(tl.int64) * table_stride + position // 16).to(tl.int64)
-    width = (heads + 2 * kv_heads) * DIM
-    base = qkv + token.to(tl.int64) * width
-    cos, sin = cosine + token * (DIM // 2), sine + token * (DIM // 2)
-    for start in range(0, heads, HEADS):
-        h = start + tl.arange(0, HEADS)[:, None]
-        q = turned(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
-        place = q_out + token.to(tl.int64) * heads * DIM + h * DIM
-        tl.store(place + d[None, :], q, mask=(h < heads) & (d < DIM)[None, :])
-    slot = pool + block * block_stride + (position % 16) * DIM
-    for start in range(0, kv_heads, HEADS):
-        h = start + tl.arange(0, HEADS)[:, None]
-        ok = (h < kv_heads) & (d < DIM)[None, :]
-        k = turned(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
-        v = tl.load(base + (heads + kv_heads + h) * DIM + d[None, :], mask=ok, other=0.0)
-        tl.store(slot + h * (16 * DIM) + d[None, :], k.to(pool.dtype.element_ty), mask=ok)
-        tl.store(slot + (kv_heads + h) * (16 * DIM) + d[None, :], v.to(pool.dtype.element_ty), mask=ok)
-        if COPY:
-            to = (token - first_token).to(tl.int64) * copy_token + h * copy_head + d[None, :]
-            tl.store(k_out + to, k, mask=ok)
-            tl.store(v_out + to, v, mask=ok)
+    if row >= first_row:  # else its row decodes
+        position = tl.load(positions + token)
+        block = tl.load(tables + row.to(tl.int64) * table_stride + position // 16).to(tl.int64)
+        width = (heads + 2 * kv_heads) * DIM
+        base = qkv + token.to(tl.int64) * width
+        cos, sin = cosine + token * (DIM // 2), sine + token * (DIM // 2)
+        for start in range(0, heads, HEADS):
+            h = start + tl.arange(0, HEADS)[:, None]
+            q = turned(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
+            place = q_out + token.to(tl.int64) * heads * DIM + h * DIM
+            tl.store(place + d[None, :], q, mask=(h < heads) & (d < DIM)[None, :])
+        slot = pool + block * block_stride + (position % 16) * DIM
+        for start in range(0, kv_heads, HEADS):
+            h = start + tl.arange(0, HEADS)[:, None]
+            ok = (h < kv_heads) & (d < DIM)[None, :]
+            k = turned(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
+            v = tl.load(base + (heads + kv_heads + h) * DIM + d[None, :], mask=ok, other=0.0)
+            tl.store(slot + h * (16 * DIM) + d[None, :], k.to(pool.dtype.element_ty), mask=ok)
+            tl.store(slot + (kv_heads + h) * (16 * DIM) + d[None, :], v.to(pool.dtype.element_ty), mask=ok)
+            if COPY:
+                to = (token - first_token).to(tl.int64) * copy_token + h * copy_head + d[None, :]
+                tl.store(k_out + to, k, mask=ok)
+                tl.store(v_out + to, v, mask=ok)
 
 
 def rope_write(
@@ -90,6 +91,8 @@ def rope_write(
     pdl: bool = False,
 ) -> None:
     """Tokens from `first_token`, rows from `first_row`: q into q_out [tokens, heads * dim], k and v into their blocks.
+
+    Tokens of rows before `first_row` are left out.
 
     copy: k and v of these tokens go there too, each [n, kv_heads, dim] of any strides between tokens and heads.
 

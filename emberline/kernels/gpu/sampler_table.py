@@ -21,8 +21,11 @@ FIELDS = 16
 MAX_TOP = 20  # log-probabilities beside the chosen token's
 MAX_EDITS = 2048  # biased and banned tokens of one slot
 IN_PROMPT = 1 << 14  # in a slot's counts; below it, how often the token was drawn
-CANDIDATES = 4096  # tokens that a filter can tell apart without passes over the whole vocabulary
+CANDIDATES = 1024  # tokens that a filter can tell apart without passes over the whole vocabulary
+MAX_LISTED_K = 512  # up to this top_k, candidates are found by the highest logit of each SPAN of tokens
 CHUNK = 4096  # tokens one program looks at
+SPAN = 128
+FOUND = 16  # numbers that a draw keeps of each chunk
 SPARE_ROWS = 64  # a draw may have more rows than there are slots: padding
 
 
@@ -61,7 +64,9 @@ class SamplerTable:
         self.masks = self._zeros(n_slots, -(-vocab // 32), dtype=torch.int32)
         self.counts = self._zeros(n_slots, vocab, dtype=torch.int16)
         # Scratch of a draw: per row and chunk, then per row.
-        self.found = self._zeros(self.max_rows, self.chunks, 8, dtype=torch.float32)
+        self.found = self._zeros(self.max_rows, self.chunks, FOUND, dtype=torch.float32)
+        self.spans = self._zeros(self.max_rows, self.chunks, CHUNK // SPAN, dtype=torch.float32)
+        self.listed = self._zeros(self.max_rows, dtype=torch.int32)
         self.tops = self._zeros(self.max_rows, self.chunks, MAX_TOP, 2, dtype=torch.float32)
         self.candidate_ids = self._zeros(self.max_rows, CANDIDATES, dtype=torch.int32)
         self.candidates = self._zeros(self.max_rows, CANDIDATES, dtype=torch.float32)
@@ -70,7 +75,7 @@ class SamplerTable:
     def bytes(n_slots: int, vocab: int) -> int:
         """What it will take on the device."""
         per_slot = FIELDS + 2 * MAX_EDITS + -(-vocab // 32)
-        per_row = -(-vocab // CHUNK) * (8 + 2 * MAX_TOP) + 2 * CANDIDATES
+        per_row = -(-vocab // CHUNK) * (FOUND + CHUNK // SPAN + 2 * MAX_TOP) + 2 * CANDIDATES + 1
         return n_slots * (4 * per_slot + 2 * vocab) + (n_slots + SPARE_ROWS) * 4 * per_row
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:

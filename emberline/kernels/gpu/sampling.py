@@ -1,9 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,attr-defined"
-"""Tokens from logits in two launches: penalties, bias, bans and masks, then Gumbel-max under temperature and filters.
+"""Tokens from logits in three launches: penalties, bias, bans and masks, then Gumbel-max under temperature and filters.
 
-`_scan` looks at every logit once, in chunks, and finds each chunk's best with and without noise. `_finish` picks from
-those; a row with a filter first narrows its candidates by a distance from the best, gathers them, and finds the
-filter's cut among them by bisection. The noise is the plain sampler's: the same logits give the same tokens.
+`_scan` looks at every logit once, in chunks, and finds each chunk's best with and without noise: all that rows without
+a filter need. The tokens that filters keep are always the first ones in the order of likelihood (then of ids). So the
+row's draw from all tokens is right if its place in that order is among the kept, and else only what stands before it
+can be: `_narrow` finds, again in chunks, how many stand before it, what they weigh, and lists them. Under a top_k the
+list is of the tokens that can be among the k best. `_finish` decides; if there are too many for the list (a flat
+distribution, and a draw that was not kept), it goes on drawing from what stands before the last draw, pass by pass.
+The noise is the plain sampler's: the same logits give the same tokens.
 """
 
 import triton
@@ -11,7 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.gpu.launch import options, power_of_two
-from emberline.kernels.gpu.sampler_table import CANDIDATES, CHUNK, MAX_EDITS, MAX_TOP, Drawn, SamplerTable
+from emberline.kernels.gpu.sampler_table import (
+    CANDIDATES,
+    CHUNK,
+    FOUND,
+    MAX_EDITS,
+    MAX_LISTED_K,
+    MAX_TOP,
+    SPAN,
+    Drawn,
+    SamplerTable,
+)
 
 __all__ = ["Drawn", "SamplerTable", "draw"]
 
@@ -41,8 +55,9 @@ def _noise(state, position, ids):
 
 
 @triton.jit
-def _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, words, vocab, MAX_EDITS: tl.constexpr):
+def _adjusted(source, raw, ids, ok, state, slot, MAX_EDITS: tl.constexpr):
     """Penalties, bias and bans, then the mask: what may not be drawn is -inf."""
+    _, edit_ids, edit_values, masks, counts, words, vocab = source
     x = raw
     if tl.load(state + 8) != 0:
         count = tl.load(counts + slot.to(tl.int64) * vocab + ids, mask=ok, other=0).to(tl.int32)
@@ -61,6 +76,16 @@ def _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, w
 
 
 @triton.jit
+def _chunk(source, row, slot, state, start, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr):
+    """Ids, raw and adjusted logits of a chunk of a row."""
+    ids = start + tl.arange(0, CHUNK)
+    vocab = source[6]
+    ok = ids < vocab
+    raw = tl.load(source[0] + row.to(tl.int64) * vocab + ids, mask=ok, other=float("-inf")).to(tl.float32)
+    return ids, raw, _adjusted(source, raw, ids, ok, state, slot, MAX_EDITS)
+
+
+@triton.jit
 def _best(x, ids):
     """The greatest and, of equals, its lowest id."""
     top = tl.max(x, 0)
@@ -68,62 +93,63 @@ def _best(x, ids):
 
 
 @triton.jit
+def _value_of(x, ids, wanted):
+    return tl.max(tl.where(ids == wanted, x, float("-inf")), 0)
+
+
+@triton.jit
 def _has_filter(state):
-    return (tl.load(state + 6) > 0) | (_float(state, 1) < 1) | (_float(state, 2) > 0)
+    return (tl.load(state + 6) > 1) | (_float(state, 1) < 1) | (_float(state, 2) > 0)
 
 
 @triton.jit
-def _reach(state):
-    """How far below the best a token can be that the filters keep: no further than min_p, or NEGLIGIBLE, allows."""
-    min_p = _float(state, 2)
-    return tl.where(min_p > 0, tl.minimum(-tl.log(min_p) + 0.01, 30.0), 30.0)
+def _is_listed(state, MAX_LISTED_K: tl.constexpr):
+    """Whether the row's candidates are those that can be among its k best."""
+    top_k = tl.load(state + 6)
+    return (top_k > 1) & (top_k <= MAX_LISTED_K)
 
 
 @triton.jit
-def _first_distance(state):
-    return tl.minimum(_reach(state), 6.0)
-
-
-@triton.jit
-def _equals_before(equal):
-    """For each place, how many equals stand before it."""
-    return tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
+def _ahead(x, ids, pivot, pivot_id):
+    """What stands before the pivot in the order of likelihood."""
+    return (x > pivot) | ((x == pivot) & (ids < pivot_id))
 
 
 @triton.jit
 def _scan(
-    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, candidates, candidate_ids,
-    vocab, words, FIELDS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, ROOM: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
+    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, spans, listed,
+    vocab, words, FIELDS: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
         state = states + slot * FIELDS
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        ok = ids < vocab
-        raw = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ok, other=float("-inf")).to(tl.float32)
-        x = _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, words, vocab, MAX_EDITS)
+        source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
+        ids, raw, x = _chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
         bad = tl.sum((x != x).to(tl.int32), 0)
         top, top_id = _best(x, ids)
-        to = found + (row * tl.num_programs(1) + chunk) * 8
+        to = found + (row * tl.num_programs(1) + chunk) * FOUND
         tl.store(to, tl.where(bad > 0, float("nan"), top))
         tl.store(to + 1, top_id.to(tl.float32, bitcast=True))
         temperature = _float(state, 0)
-        if temperature > 0:
-            scaled = x * tl.math.div_rn(1.0, temperature)
-            drawn, drawn_id = _best(scaled + _noise(state, tl.load(positions + row), ids), ids)
-            tl.store(to + 2, drawn)
-            tl.store(to + 3, drawn_id.to(tl.float32, bitcast=True))
-            if _has_filter(state) & (top > float("-inf")):
-                peak = top * tl.math.div_rn(1.0, temperature)
-                near = scaled >= peak - _first_distance(state)
-                place = _equals_before(near)
-                fits = near & (place < ROOM)
-                tl.store(candidates + row * CANDIDATES + chunk * ROOM + place, scaled, mask=fits)
-                tl.store(candidate_ids + row * CANDIDATES + chunk * ROOM + place, ids, mask=fits)
-                tl.store(to + 6, tl.sum(near.to(tl.int32), 0).to(tl.float32, bitcast=True))
+        if (temperature > 0) & (tl.load(state + 6) != 1):
+            inverse = tl.math.div_rn(1.0, temperature)
+            scaled = x * inverse
+            if _has_filter(state):
+                peak = tl.where(top == float("-inf"), 0.0, top * inverse)
                 tl.store(to + 7, tl.sum(tl.exp(scaled - peak), 0))
+                if chunk == 0:
+                    tl.store(listed + row, 0)
+            if _is_listed(state, MAX_LISTED_K):
+                highest = tl.max(tl.reshape(scaled, [CHUNK // SPAN, SPAN]), 1)
+                place = (row * tl.num_programs(1) + chunk) * (CHUNK // SPAN) + tl.arange(0, CHUNK // SPAN)
+                tl.store(spans + place, highest)
+            else:
+                drawn, drawn_id = _best(scaled + _noise(state, tl.load(positions + row), ids), ids)
+                tl.store(to + 2, drawn)
+                tl.store(to + 3, drawn_id.to(tl.float32, bitcast=True))
+                tl.store(to + 6, _value_of(scaled, ids, drawn_id))
         n_top = tl.load(state + 7)
         if n_top >= 0:
             highest = tl.max(raw, 0)
@@ -140,236 +166,211 @@ def _scan(
 
 
 @triton.jit
-def _order(x):
-    """A float32's place among all floats, as an integer."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+def _drawn(at, real):
+    """A row's draw from all tokens: its id and its scaled logit. at: what the chunks found, [CHUNKS] pointers."""
+    values = tl.load(at + 2, mask=real, other=float("-inf"))
+    ids = tl.load(at + 3, mask=real, other=0.0).to(tl.int32, bitcast=True)
+    chosen = tl.min(tl.where(values == tl.max(values, 0), ids, 2147483647), 0)
+    return chosen, _value_of(tl.load(at + 6, mask=real, other=float("-inf")), ids, chosen)
 
 
 @triton.jit
-def _cut(values, real, best, mass, top_k, top_p, min_p):
-    """Which candidates the filters keep. They stand in the order of their ids; equals are kept in that order.
-
-    mass: what all tokens weigh, candidates or not; top_p is a share of it, or of what top_k keeps.
-    """
-    keys = tl.where(real, _order(values), -(1 << 40))
-    keep = real
-    low, high = tl.min(tl.where(real, keys, 1 << 40), 0), tl.max(keys, 0)
-    if (top_k > 0) & (tl.sum(real.to(tl.int32), 0) > top_k):
-        below, above = low, high + 1  # so many as top_k are >= below, fewer >= above
-        while above - below > 1:
-            middle = below + (above - below) // 2
-            enough = tl.sum((keys >= middle).to(tl.int32), 0) >= top_k
-            below = tl.where(enough, middle, below)
-            above = tl.where(enough, above, middle)
-        room = top_k - tl.sum((keys > below).to(tl.int32), 0)
-        equal = keys == below
-        keep = (keys > below) | (equal & (_equals_before(equal) < room))
-    likelihood = tl.where(keep, tl.exp(values.to(tl.float64) - best.to(tl.float64)), 0.0)
-    if top_p < 1:
-        goal = top_p.to(tl.float64) * tl.where(top_k > 0, tl.sum(likelihood, 0), mass)
-        under, over = low - 1, high  # what is > over weighs less than the goal, what is > under does not
-        while over - under > 1:
-            middle = under + (over - under) // 2
-            less = tl.sum(tl.where(keys > middle, likelihood, 0.0), 0) < goal
-            over = tl.where(less, middle, over)
-            under = tl.where(less, under, middle)
-        heavier = tl.sum(tl.where(keys > over, likelihood, 0.0), 0)
-        equal = keep & (keys == over)
-        before = heavier + _equals_before(equal).to(tl.float64) * likelihood
-        keep = keep & ((keys > over) | (equal & (before < goal)))
-    keep = keep & ((likelihood >= min_p.to(tl.float64)) | (keys == high) & (_equals_before(keys == high) == 0))
-    return keep
+def _bound(spans, row, chunks, best, top_k, CHUNKS: tl.constexpr, SPANS: tl.constexpr):
+    """A value that at least top_k tokens reach, and few more: so many stretches of the row have one that does."""
+    s = tl.arange(0, CHUNKS * SPANS)
+    highest = tl.load(spans + row * chunks * SPANS + s, mask=s < chunks * SPANS, other=float("-inf"))
+    low = best - 30.0  # NEGLIGIBLE
+    step = 30.0 / 32
+    for _ in tl.static_range(2):
+        pivots = low + step * tl.arange(0, 32).to(tl.float32)
+        enough = tl.sum((highest[None, :] >= pivots[:, None]).to(tl.int32), 1) >= top_k
+        low = tl.maximum(low, tl.max(tl.where(enough, pivots, float("-inf")), 0))
+        step = step / 32
+    return low
 
 
 @triton.jit
-def _gather(
-    logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, distance,
-    values_out, ids_out, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr,
+def _narrow(
+    logits, slots, states, edit_ids, edit_values, masks, counts, found, spans, listed, candidates, candidate_ids,
+    vocab, words, chunks, FIELDS: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Tokens within `distance` of the best, in the order of their ids: how many, what they weigh, and what all do."""
-    n = 0
-    weight = tl.zeros([], tl.float64)
-    total = tl.zeros([], tl.float64)
-    for start in range(0, vocab, CHUNK):
-        ids = start + tl.arange(0, CHUNK)
-        ok = ids < vocab
-        raw = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ok, other=float("-inf")).to(tl.float32)
-        x = _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, words, vocab, MAX_EDITS) * scale
-        counted = x >= best - 30.0  # NEGLIGIBLE
-        likelihood = tl.where(counted, tl.exp(x - best), 0.0)
-        total += tl.sum(likelihood, 0).to(tl.float64)
-        near = counted & (x >= best - distance)
-        inside = tl.sum(near.to(tl.int32), 0)
-        if inside > 0:
-            place = n + _equals_before(near)
-            fits = near & (place < CANDIDATES)
-            tl.store(values_out + place, x, mask=fits)
-            tl.store(ids_out + place, ids, mask=fits)
-            weight += tl.sum(tl.where(near, likelihood, 0.0), 0).to(tl.float64)
-            n += inside
-    return n, weight, total
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        state = states + slot * FIELDS
+        temperature = _float(state, 0)
+        if (temperature > 0) & _has_filter(state) & (tl.load(state + 6) != 1):
+            scale = tl.math.div_rn(1.0, temperature)
+            c = tl.arange(0, CHUNKS)
+            at = found + (row * chunks + c) * FOUND
+            best = tl.max(tl.load(at, mask=c < chunks, other=float("-inf")), 0) * scale
+            pivot, pivot_id = best, 2147483647
+            if _is_listed(state, MAX_LISTED_K):
+                pivot = _bound(spans, row, chunks, best, tl.load(state + 6), CHUNKS, CHUNK // SPAN)
+            else:
+                pivot_id, pivot = _drawn(at, c < chunks)
+            mine = found + (row * chunks + chunk) * FOUND
+            n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+            if tl.load(mine) * scale >= pivot:
+                source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
+                ids, _, x = _chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
+                x = x * scale
+                ahead = _ahead(x, ids, pivot, pivot_id)
+                n = tl.sum(ahead.to(tl.int32), 0)
+                if n > 0:
+                    weight = tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0)
+                    start = tl.atomic_add(listed + row, n)
+                    if start + n <= CANDIDATES:
+                        place = start + tl.cumsum(ahead.to(tl.int32), 0) - 1
+                        tl.store(candidates + row * CANDIDATES + place, x, mask=ahead)
+                        tl.store(candidate_ids + row * CANDIDATES + place, ids, mask=ahead)
+            tl.store(mine + 8, n.to(tl.float32, bitcast=True))
+            tl.store(mine + 9, weight)
 
 
 @triton.jit
-def _weigh(
-    logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, above, equal_to,
+def _from_list(values_at, ids_at, n, best, mass, top_k, top_p, min_p, state, position, CANDIDATES: tl.constexpr):
+    """The draw from the first n candidates, in any order: each one's place is found by comparing it with all.
+
+    mass: what all tokens weigh; top_p is a share of it, or of what top_k keeps.
+    """
+    c = tl.arange(0, CANDIDATES)
+    real = c < n
+    values = tl.load(values_at + c, mask=real, other=float("-inf"))
+    ids = tl.load(ids_at + c, mask=real, other=2147483647)
+    rank = tl.zeros([CANDIDATES], tl.int32)
+    before = tl.zeros([CANDIDATES], tl.float64)
+    for start in range(0, n, 32):
+        j = start + tl.arange(0, 32)
+        theirs = tl.load(values_at + j, mask=j < n, other=float("-inf"))
+        their_ids = tl.load(ids_at + j, mask=j < n, other=2147483647)
+        weights = tl.where((j < n) & (theirs >= best - 30.0), tl.exp(theirs - best), 0.0)
+        ahead = _ahead(theirs[:, None], their_ids[:, None], values[None, :], ids[None, :])
+        rank += tl.sum(ahead.to(tl.int32), 0)
+        before += tl.sum(tl.where(ahead, weights[:, None], 0.0), 0).to(tl.float64)
+    likelihood = tl.exp(values - best)
+    keep = real & (values >= best - 30.0)
+    if top_k > 0:
+        keep = keep & (rank < top_k)
+        mass = tl.sum(tl.where(keep, likelihood, 0.0).to(tl.float64), 0)
+    goal = tl.where(top_p < 1, top_p.to(tl.float64) * mass, float("inf"))
+    keep = (keep & (before < goal) & (likelihood >= min_p)) | (real & (rank == 0))
+    _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
+    return chosen
+
+
+@triton.jit
+def _pass(
+    source, row, slot, state, best, scale, pivot, pivot_id, position, NOISE: tl.constexpr,
     CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr,
 ):  # fmt: skip
-    """Over the whole row: how many tokens are > above, what they weigh, and how many equal `equal_to`."""
+    """Over a whole row, what stands before the pivot: how many, what they weigh, and the draw from them."""
     n = 0
-    same = 0
     weight = tl.zeros([], tl.float64)
-    for start in range(0, vocab, CHUNK):
-        ids = start + tl.arange(0, CHUNK)
-        ok = ids < vocab
-        raw = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ok, other=float("-inf")).to(tl.float32)
-        x = _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, words, vocab, MAX_EDITS) * scale
-        counted = x >= best - 30.0
-        keys = _order(x)
-        more = counted & (keys > above)
-        n += tl.sum(more.to(tl.int32), 0)
-        same += tl.sum((counted & (keys == equal_to)).to(tl.int32), 0)
-        weight += tl.sum(tl.where(more, tl.exp(x - best), 0.0), 0).to(tl.float64)
-    return n, weight, same
+    drawn, drawn_id, drawn_at = float("-inf"), 2147483647, float("-inf")
+    for start in range(0, source[6], CHUNK):
+        ids, _, x = _chunk(source, row, slot, state, start, CHUNK, MAX_EDITS)
+        x = x * scale
+        ahead = _ahead(x, ids, pivot, pivot_id) & (x >= best - 30.0)
+        here = tl.sum(ahead.to(tl.int32), 0)
+        if here > 0:
+            n += here
+            weight += tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0).to(tl.float64)
+            if NOISE:
+                value, value_id = _best(tl.where(ahead, x + _noise(state, position, ids), float("-inf")), ids)
+                if value > drawn:
+                    drawn, drawn_id, drawn_at = value, value_id, _value_of(x, ids, value_id)
+    return n, weight, drawn_id, drawn_at
 
 
 @triton.jit
-def _slow(
-    logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, position,
-    top_k, top_p, min_p, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr,
-):  # fmt: skip
-    """Filters that keep more candidates than fit: the same cuts by passes over the whole row."""
-    low, high = _order(best - 30.0) - 1, _order(best)
-    cut = low  # keep what is > cut, and the first `room` that equal it
-    room = 0
-    if top_k > 0:
-        below, above = low, high
-        while above - below > 1:
-            middle = below + (above - below) // 2
-            n, _w, _s = _weigh(logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, middle, middle, CHUNK, MAX_EDITS)  # noqa: E501  # fmt: skip
-            fewer = n < top_k
-            above = tl.where(fewer, middle, above)
-            below = tl.where(fewer, below, middle)
-        n, _w, _s = _weigh(logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, above, above, CHUNK, MAX_EDITS)  # noqa: E501  # fmt: skip
-        cut, room = above, tl.minimum(top_k - n, _s)
-    if top_p < 1:
-        n, weight, same = _weigh(logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, cut, cut, CHUNK, MAX_EDITS)  # noqa: E501  # fmt: skip
-        bits = tl.where(cut < 0, cut ^ 0x7FFFFFFF, cut).to(tl.int32)
-        each = tl.exp((bits.to(tl.float32, bitcast=True) - best).to(tl.float64))
-        goal = top_p.to(tl.float64) * (weight + room.to(tl.float64) * each)
-        under, over = cut - 1, high
-        while over - under > 1:
-            middle = under + (over - under) // 2
-            n, weight, same = _weigh(logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, middle, middle, CHUNK, MAX_EDITS)  # noqa: E501  # fmt: skip
-            less = weight < goal
-            over = tl.where(less, middle, over)
-            under = tl.where(less, under, middle)
-        n, weight, same = _weigh(logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, over, over, CHUNK, MAX_EDITS)  # noqa: E501  # fmt: skip
-        bits = tl.where(over < 0, over ^ 0x7FFFFFFF, over).to(tl.int32)
-        each = tl.exp((bits.to(tl.float32, bitcast=True) - best).to(tl.float64))
-        fits = tl.maximum(tl.ceil((goal - weight) / each), 1.0).to(tl.int32)  # the first to reach the goal is kept
-        room = tl.minimum(fits, tl.where(over == cut, room, same))
-        cut = over
-    drawn = float("-inf")
-    drawn_id = 2147483647
-    seen = 0
-    for start in range(0, vocab, CHUNK):
-        ids = start + tl.arange(0, CHUNK)
-        ok = ids < vocab
-        raw = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ok, other=float("-inf")).to(tl.float32)
-        x = _adjusted(raw, ids, ok, state, slot, edit_ids, edit_values, masks, counts, words, vocab, MAX_EDITS) * scale
-        keys = _order(x)
-        equal = (keys == cut) & ok
-        keep = (keys > cut) | (equal & (seen + _equals_before(equal) < room))
-        keep = keep & ((tl.exp((x - best).to(tl.float64)) >= min_p.to(tl.float64)) | (x == best)) & ok
-        seen += tl.sum(equal.to(tl.int32), 0)
-        value, value_id = _best(tl.where(keep, x + _noise(state, position, ids), float("-inf")), ids)
-        better = value > drawn
-        drawn_id = tl.where(better, value_id, drawn_id)
-        drawn = tl.where(better, value, drawn)
-    return drawn_id
+def _order(x):
+    """A float32's place among all floats, as an integer, and back."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unorder(place):
+    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr):
+    """What the k best weigh, by bisection: some thirty passes, for a large k or a crowd of equals."""
+    below, above = _order(best - 30.0) - 1, _order(best)  # more than `above` are fewer than top_k
+    n_above = tl.zeros([], tl.int32)
+    mass = tl.zeros([], tl.float64)
+    while above.to(tl.int64) - below.to(tl.int64) > 1:
+        middle = ((above.to(tl.int64) + below.to(tl.int64)) >> 1).to(tl.int32)
+        n, weight, _i, _x = _pass(
+            source, row, slot, state, best, scale, _unorder(middle), -1, 0, False, CHUNK, MAX_EDITS
+        )  # fmt: skip
+        if n < top_k:
+            above, n_above, mass = middle, n, weight
+        else:
+            below = middle
+    return mass + (top_k - n_above).to(tl.float64) * tl.exp(_unorder(above) - best).to(tl.float64)
 
 
 @triton.jit
 def _filtered(
-    logits, row, state, slot, edit_ids, edit_values, masks, counts, found, words, vocab, chunks, best, scale, position,
-    candidates, candidate_ids, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
-    ROOM: tl.constexpr, MAX_EDITS: tl.constexpr,
+    source, row, slot, state, at, real, n_listed, best, scale, position, values_at, ids_at,
+    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
+    """The draw of a row with a filter. at: what its chunks found; n_listed: how many were to be listed."""
     top_k, top_p, min_p = tl.load(state + 6), _float(state, 1), _float(state, 2)
-    values_at, ids_at = candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES
-    reach, distance = _reach(state), _first_distance(state)
-    # First what the chunks found, each within a distance of its own best: that holds all within it of the row's best.
-    chunk = tl.arange(0, CHUNKS)
-    at = found + (row * chunks + chunk) * 8
-    peaks = tl.load(at, mask=chunk < chunks, other=float("-inf")) * scale
-    near = peaks >= best - distance
-    n_near = tl.load(at + 6, mask=near, other=0.0).to(tl.int32, bitcast=True)
-    alive = peaks > float("-inf")
-    sums = tl.where(alive, tl.load(at + 7, mask=alive, other=0.0) * tl.exp(peaks - best), 0.0)
-    total = tl.sum(sums, 0)
-    c = tl.arange(0, CANDIDATES)
-    mine = found + (row * chunks + c // ROOM) * 8
-    here = (c // ROOM < chunks) & (c < CHUNKS * ROOM)
-    n_mine = tl.load(mine + 6, mask=here, other=0.0).to(tl.int32, bitcast=True)
-    real = here & (c % ROOM < n_mine) & (tl.load(mine, mask=here, other=float("-inf")) * scale >= best - distance)
-    values = tl.load(values_at + c, mask=real, other=float("-inf"))
-    real = real & (values >= best - distance)
-    n = tl.sum(real.to(tl.int32), 0)
-    weight = tl.sum(tl.where(real, tl.exp(values - best), 0.0), 0)
-    fits = tl.max(n_near, 0) <= ROOM
-    enough = (distance >= reach) | ((top_k > 0) & (n >= top_k)) | ((top_k == 0) & (weight > top_p * total * 1.0001))
-    found_all = fits & enough
-    low, high, tries = 0.0, reach, 0
-    low = tl.where(fits & ~enough, distance, low)
-    listed = 0
-    mass = total.to(tl.float64)
-    # Else passes over the row, until a distance holds enough and not too many.
-    while (tries < 8) & (~found_all) & (listed == 0):
-        distance = tl.where((low > 0) | (high < reach), 0.5 * (low + high), tl.minimum(4.0, reach))
-        distance = tl.where((low > 0) & (high >= reach), tl.minimum(2 * low, reach), distance)
-        n, weighed, whole = _gather(
-            logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, distance,
-            values_at, ids_at, CHUNK, CANDIDATES, MAX_EDITS,
-        )  # fmt: skip
-        good = (distance >= reach) | ((top_k > 0) & (n >= top_k))
-        good = good | ((top_k == 0) & (weighed > top_p * whole * 1.0001))
-        mass = whole
-        low = tl.where(good, low, distance)
-        high = tl.where(n > CANDIDATES, distance, high)
-        listed = tl.where(good & (n <= CANDIDATES), 1, 0)
-        tries = tl.where(good | (n <= CANDIDATES), tries + 1, 8)  # too few even of too many: no list will do
-    chosen = 0
-    if found_all | (listed == 1):
-        tl.debug_barrier()  # a list is read by other threads than wrote it
-        if listed == 1:
-            real = c < n
-            values = tl.load(values_at + c, mask=real, other=float("-inf"))
-        ids = tl.load(ids_at + c, mask=real, other=0)
-        keep = _cut(values, real, best, mass, top_k, top_p, min_p)
-        _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
-    else:
-        chosen = _slow(
-            logits, row, state, slot, edit_ids, edit_values, masks, counts, words, vocab, best, scale, position,
-            top_k, top_p, min_p, CHUNK, MAX_EDITS,
-        )  # fmt: skip
+    peaks = tl.load(at, mask=real, other=float("-inf")) * scale
+    sums = tl.load(at + 7, mask=real, other=0.0)
+    mass = tl.sum(tl.where(peaks > float("-inf"), sums * tl.exp(peaks - best), 0.0).to(tl.float64), 0)
+    listed = _is_listed(state, MAX_LISTED_K)
+    n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float64)
+    chosen = tl.full([], 2147483647, tl.int32)
+    value = tl.full([], float("-inf"), tl.float32)
+    if ~listed:
+        chosen, value = _drawn(at, real)
+        n = tl.sum(tl.load(at + 8, mask=real, other=0.0).to(tl.int32, bitcast=True), 0)
+        weight = tl.sum(tl.load(at + 9, mask=real, other=0.0).to(tl.float64), 0)
+    whole = (top_k > 0) & (top_p < 1)  # top_p is then a share of what top_k keeps
+    own = tl.exp(value - best)
+    goal = top_p.to(tl.float64) * tl.where(whole, weight + own.to(tl.float64), mass)  # at least, if not known
+    kept = ((top_k == 0) | (n < top_k)) & ((top_p >= 1) | (weight < goal)) & (own >= min_p)
+    kept = ((kept & (value >= best - 30.0)) | (n == 0)) & ~listed
+    fits = (n_listed <= CANDIDATES) & (listed | (n_listed >= top_k) | ~whole)
+    if ~kept:
+        if fits:
+            chosen = _from_list(
+                values_at, ids_at, n_listed, best, mass, top_k, top_p, min_p, state, position, CANDIDATES
+            )
+        else:
+            if whole:
+                mass = _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK, MAX_EDITS)
+            goal = top_p.to(tl.float64) * mass
+            while ~kept:
+                n, weight, next_id, next_value = _pass(
+                    source, row, slot, state, best, scale, value, chosen, position, True, CHUNK, MAX_EDITS
+                )
+                kept = ((top_k == 0) | (n < top_k)) & ((top_p >= 1) | (weight < goal))
+                kept = (kept & (tl.exp(value - best) >= min_p) & (value >= best - 30.0)) | (n == 0)
+                chosen = tl.where(kept, chosen, next_id)
+                value = tl.where(kept, value, next_value)
     return chosen
 
 
 @triton.jit
 def _finish(
-    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, candidates, candidate_ids,
-    token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
-    FIELDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
-    ROOM: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr,
+    logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, listed, candidates,
+    candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
+    FIELDS: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     if slot >= 0:
         state = states + slot * FIELDS
         c = tl.arange(0, CHUNKS)
-        at = found + (row * chunks + c) * 8
+        at = found + (row * chunks + c) * FOUND
         tops_of = tl.load(at, mask=c < chunks, other=float("-inf"))
         best, _ = _best(tops_of, c)
         bad = tl.sum((tops_of != tops_of).to(tl.int32), 0) > 0
@@ -378,19 +379,17 @@ def _finish(
         chosen = tl.min(tl.where(tops_of == best, ids, 2147483647), 0)
         if bad | (best == float("inf")) | (best == float("-inf")):
             chosen = -1
-        elif temperature > 0:
+        elif (temperature > 0) & (tl.load(state + 6) != 1):
             if _has_filter(state):
                 scale = tl.math.div_rn(1.0, temperature)
+                source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
                 chosen = _filtered(
-                    logits, row, state, slot, edit_ids, edit_values, masks, counts, found, words, vocab, chunks,
-                    best * scale, scale, tl.load(positions + row), candidates, candidate_ids,
-                    CHUNK, CHUNKS, CANDIDATES, ROOM, MAX_EDITS,
+                    source, row, slot, state, at, c < chunks, tl.load(listed + row), best * scale, scale,
+                    tl.load(positions + row), candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES,
+                    CHUNK, CANDIDATES, MAX_EDITS, MAX_LISTED_K,
                 )  # fmt: skip
             else:
-                drawn = tl.load(at + 2, mask=c < chunks, other=float("-inf"))
-                drawn_ids = tl.load(at + 3, mask=c < chunks, other=0.0).to(tl.int32, bitcast=True)
-                most, _ = _best(drawn, c)
-                chosen = tl.min(tl.where(drawn == most, drawn_ids, 2147483647), 0)
+                chosen, _value = _drawn(at, c < chunks)
         tl.store(token_ids + row, chosen)
         if (tl.load(state + 8) != 0) & (chosen >= 0):
             count = counts + slot.to(tl.int64) * vocab + tl.maximum(chosen, 0)
@@ -427,17 +426,22 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
     assert rows <= table.max_rows
     if not rows:
         return
-    shared = (logits, slots, positions, table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
-    scratch = (table.found, table.tops, table.candidates, table.candidate_ids)
     words, chunks = table.masks.shape[1], table.chunks
     wide = power_of_two(chunks)
-    fixed = dict(
-        FIELDS=table.state.shape[1], CHUNK=CHUNK, CANDIDATES=CANDIDATES, ROOM=CANDIDATES // wide, MAX_EDITS=MAX_EDITS,
-        MAX_TOP=MAX_TOP,
+    state = (table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
+    lists = (table.listed, table.candidates, table.candidate_ids)
+    fixed = dict(FIELDS=table.state.shape[1], FOUND=FOUND, CHUNK=CHUNK, MAX_EDITS=MAX_EDITS, MAX_LISTED_K=MAX_LISTED_K)
+    _scan[(rows, chunks)](
+        logits, slots, positions, *state, table.found, table.tops, table.spans, table.listed, vocab, words,
+        SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
-    _scan[(rows, chunks)](*shared, *scratch, vocab, words, **fixed, **options(False, num_warps=16, maxnreg=64))
-    outputs = (out.token_ids, out.logprob, out.top_ids, out.top_logprobs)
+    _narrow[(rows, chunks)](
+        logits, slots, *state, table.found, table.spans, *lists, vocab, words, chunks,
+        CHUNKS=wide, SPAN=SPAN, CANDIDATES=CANDIDATES, **fixed, **options(False, num_warps=16, maxnreg=64),
+    )  # fmt: skip
     _finish[(rows,)](
-        *shared, *scratch, *outputs, vocab, words, chunks, CHUNKS=wide, TOPS=power_of_two(chunks * MAX_TOP),
-        **fixed, **options(False, num_warps=8),
+        logits, slots, positions, *state, table.found, table.tops, *lists,
+        out.token_ids, out.logprob, out.top_ids, out.top_logprobs, vocab, words, chunks,
+        CHUNKS=wide, CANDIDATES=CANDIDATES, MAX_TOP=MAX_TOP, TOPS=power_of_two(chunks * MAX_TOP), **fixed,
+        **options(False, num_warps=16),
     )  # fmt: skip

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.activation import activated
+from emberline.kernels.gpu import epilogue
+from emberline.kernels.gpu.epilogue import join, put
 from emberline.kernels.gpu.launch import (
     await_inputs,
     cdiv,
@@ -35,8 +36,8 @@ class SkinnyTile:
 
 @triton.jit(do_not_specialize=["m"])
 def _skinny(
-    x, weight, bias, norm, out, partial, counters, m, n, k, eps,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr,
+    x, weight, bias, out, partial, counters, m, n, k,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +60,6 @@ def _skinny(
     source = x + t[:, None] * k + col[None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
     for start in tl.range(begin, end, COLS, num_stages=STAGES):
         if EVEN:
             w = tl.load(at + start, eviction_policy="evict_first")
@@ -68,10 +68,6 @@ def _skinny(
             inside = (start + col < k)[None, :]
             w = tl.load(at + start, mask=inside, other=0.0)
             v = tl.load(source + start, mask=there[:, None] & inside, other=0.0)
-        if NORM:
-            wide = v.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            v = (wide * tl.load(norm + start + col, mask=start + col < k, other=0.0)[None, :]).to(x.dtype.element_ty)
         acc = tl.dot(w, tl.trans(v), acc)
         if GATE:
             if EVEN:
@@ -82,49 +78,15 @@ def _skinny(
     release_late(PDL)
     last = True
     if SPLITS > 1:
-        PARTS: tl.constexpr = 2 if GATE else 1
-        place = tl.arange(0, ROWS)[:, None] * TOKENS + t[None, :]
-        mine = partial + (tile * SPLITS).to(tl.int64) * (PARTS * ROWS + 1) * TOKENS
-        part = mine + split * (PARTS * ROWS + 1) * TOKENS
-        tl.store(part + place, acc)
-        if GATE:
-            tl.store(part + ROWS * TOKENS + place, acc2)
-        if NORM:
-            tl.store(part + PARTS * ROWS * TOKENS + t, squares)
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            tl.store(counters + tile, 0)
-            acc = tl.zeros([ROWS, TOKENS], tl.float32)
-            acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
-            squares = tl.zeros([TOKENS], tl.float32)
-            for s in tl.static_range(SPLITS):
-                other = mine + s * (PARTS * ROWS + 1) * TOKENS
-                acc += tl.load(other + place, cache_modifier=".cg")
-                if GATE:
-                    acc2 += tl.load(other + ROWS * TOKENS + place, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(other + PARTS * ROWS * TOKENS + t, cache_modifier=".cg")
+        acc, acc2, last = join(acc, acc2, partial, counters, tile, split, GATE, SPLITS, ROWS, TOKENS)
     if last:
-        if NORM:
-            scale = tl.rsqrt(squares / k + eps)[None, :]
-            acc *= scale
-            acc2 *= scale
-        if BIAS:
-            acc += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)[:, None]
-        if GATE:
-            acc = activated(acc, GATE == 2) * acc2
         to = out + t.to(tl.int64)[None, :] * n + row[:, None]
-        mask = ok[:, None] & there[None, :]
-        if ADD:
-            acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-        tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
+        put(acc, acc2, bias + row[:, None], to, ok[:, None], ok[:, None] & there[None, :], BIAS, GATE, ADD)
 
 
 def partial_floats(n: int, m: int, tile: SkinnyTile, gated: bool) -> int:
     """Scratch for the split columns of a matrix with n output columns."""
-    tokens = max(16, power_of_two(m))
-    return 0 if tile.splits == 1 else cdiv(n, tile.rows) * tile.splits * ((1 + gated) * tile.rows + 1) * tokens
+    return epilogue.partial_floats(cdiv(n, tile.rows), tile.splits, tile.rows, max(16, power_of_two(m)), gated)
 
 
 def skinny(
@@ -136,8 +98,6 @@ def skinny(
     counters: Tensor,
     *,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     gate: int = 0,
     add: bool = False,
     pdl: int = 0,
@@ -147,8 +107,8 @@ def skinny(
     even = k % (tile.cols * tile.splits) == 0
     fetch = tile.fetch if pdl and even and tile.fetch <= k // tile.splits * weight.element_size() else 0
     _skinny[(cdiv(n, tile.rows), tile.splits)](
-        x, weight, weight if bias is None else bias, weight if norm is None else norm, out, partial, counters,
-        m, n, k, eps, NORM=norm is not None, BIAS=bias is not None, GATE=gate, ADD=add, SPLITS=tile.splits,
-        ROWS=tile.rows, COLS=tile.cols, TOKENS=max(16, power_of_two(m)), EVEN=even, STAGES=tile.stages,
-        FETCH=fetch, PDL=int(pdl), **options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
+        x, weight, weight if bias is None else bias, out, partial, counters, m, n, k,
+        BIAS=bias is not None, GATE=gate, ADD=add, SPLITS=tile.splits, ROWS=tile.rows, COLS=tile.cols,
+        TOKENS=max(16, power_of_two(m)), EVEN=even, STAGES=tile.stages, FETCH=fetch, PDL=int(pdl),
+        **options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -19,8 +19,8 @@ class Chunk:
 class StepShape:
     """Rows that add one token come first: row r of them is token r. Chunks follow.
 
-    A captured graph is replayed with other contexts: only `decode_rows` and `max_query` are baked into it.
-    Padding rows have a context of 0.
+    A captured graph is replayed with other contexts: only `decode_rows` and `max_query` are baked into it. The last of
+    the decode rows may be nobody's: their context is 0, and beside chunks they have no token.
     """
 
     decode_rows: int

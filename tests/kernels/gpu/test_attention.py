@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu import cascade, dense_attention, plan
 from emberline.kernels.gpu.decode_attention import decode
-from emberline.kernels.gpu.prefill_attention import chunks
+from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks
 from emberline.kernels.gpu.rope import rope_write_reference
 from emberline.kernels.reference import attend
 from tests.kernels.gpu.made import DEVICE, LIMIT, Batch, attention, batch, error, noise, rope
@@ -118,7 +118,7 @@ def test_chunks(heads: int, kv_heads: int, dim: int, window: int | None) -> None
             n = mine.stop - mine.start
             want[mine] = attend(q[mine].view(n, heads, dim), keys, values, at.scale, context - n, window)
     out = torch.full_like(q, torch.nan)
-    chunks(q, out, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, b.tokens, queries=32, tile=32)
+    chunks(q, out, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, b.tokens, tile=ChunkTile(32, 32, 2, 4))
     assert error(out, want.flatten(1)) < LIMIT
 
 

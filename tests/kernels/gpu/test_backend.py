@@ -23,7 +23,7 @@ from tests.models.steps import step
 
 LIMIT = 1e-4 if DEVICE == "cpu" else 3e-2
 CONFIG = ModelConfig(
-    architecture="llama", vocab_size=96, hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, mlp_size=96,
+    architecture="llama", vocab_size=64, hidden_size=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, mlp_size=64,
     context_len=512, norm_eps=1e-6, rope_theta=10000.0,
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def pools(model: Decoder, n: int) -> list[torch.Tensor]:
 
 
 TABLES = (torch.randperm(24, generator=torch.Generator().manual_seed(1)) + 1).view(4, 6)
-PROMPTS = [list(range(5, 5 + n)) for n in (19, 1, 9, 12)]
+PROMPTS = [list(range(5, 5 + n)) for n in (17, 1, 7, 3)]
 
 
 def to_device(s: StepInputs, shape: StepShape | None = None) -> StepInputs:
@@ -121,12 +121,12 @@ def run(model: Decoder, shaped: bool = False) -> list[torch.Tensor]:
     out = []
     first = step([(PROMPTS[0], 0), (PROMPTS[2][:4], 0)], TABLES[[0, 2]], groups)
     out.append(model.forward(to_device(first), kv).clone())
-    mixed = step([([7], 19), (PROMPTS[1], 0), (PROMPTS[2][4:], 4), (PROMPTS[3], 0)], TABLES, groups)
-    shape = StepShape(2, 12, chunks=[Chunk(2, 2, 5, 9), Chunk(3, 7, 12, 12)]) if shaped else None
+    mixed = step([([7], 17), (PROMPTS[1], 0), (PROMPTS[2][4:], 4), (PROMPTS[3], 0)], TABLES, groups)
+    shape = StepShape(2, 3, chunks=[Chunk(2, 2, 3, 7), Chunk(3, 5, 3, 3)]) if shaped else None
     out.append(model.forward(to_device(mixed, shape), kv).clone())
-    decodes = step([([3], 20), ([4], 1), ([5], 9), ([6], 12)], TABLES, groups)
+    decodes = step([([3], 18), ([4], 1), ([5], 7), ([6], 3)], TABLES, groups)
     out.append(model.forward(to_device(decodes, StepShape(4) if shaped else None), kv).clone())
-    alone = step([([9], 21)], TABLES[:1], groups)
+    alone = step([([9], 19)], TABLES[:1], groups)
     out.append(model.forward(to_device(alone), kv).clone())
     return out
 
@@ -169,20 +169,20 @@ def test_deterministic_results_do_not_depend_on_company_or_chunks() -> None:
         assert error(got, want) < LIMIT
     kv, ids = pools(model, 25), PROMPTS[2]
     alone = []
-    for start, stop in ((0, 3), (3, 4), (4, 9)):
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
         s = step([(ids[start:stop], start)], TABLES[2:3], 1)
         alone.append(model.forward(to_device(s), kv).clone())
-    assert torch.equal(torch.cat(alone)[4:], together[1][2:7])
+    assert torch.equal(torch.cat(alone)[4:], together[1][2:5])
 
 
 def test_a_prefix_shared_by_decodes() -> None:
     config = CONFIG
     model, plain = triton_model(config, LLAMA), plain_model(config, LLAMA)
     tables = TABLES.clone()
-    tables[1:3, :2] = tables[0, :2]
-    ids = list(range(5, 40))
-    prefill = [(ids, 0), (ids[32:], 32), (ids[32:34], 32), (ids[:3], 0)]
-    decodes = [([3], 35), ([4], 35), ([5], 34), ([6], 3)]
+    tables[1:3, :1] = tables[0, :1]
+    ids = list(range(5, 24))
+    prefill = [(ids, 0), (ids[16:], 16), (ids[16:18], 16), (ids[:3], 0)]
+    decodes = [([3], 19), ([4], 19), ([5], 18), ([6], 3)]
     out = []
     for m in (model, plain):
         kv = pools(m, 25)
@@ -190,8 +190,8 @@ def test_a_prefix_shared_by_decodes() -> None:
             m.forward(to_device(step(prefill[row : row + 1], tables[row : row + 1], 1)), kv)
         shape = None
         if m is model:
-            shared = torch.tensor([2, 32], dtype=torch.int32, device=DEVICE)
-            shares = torch.tensor([32, 32, 32, 0], dtype=torch.int32, device=DEVICE)
+            shared = torch.tensor([2, 16], dtype=torch.int32, device=DEVICE)
+            shares = torch.tensor([16, 16, 16, 0], dtype=torch.int32, device=DEVICE)
             shape = StepShape(4, shared=shared, shares=shares)
         out.append(m.forward(to_device(step(decodes, tables, 1), shape), kv).clone())
     assert error(out[0], out[1]) < LIMIT

@@ -11,6 +11,9 @@ from emberline.kernels.gpu.activation import gate_reference
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
 from emberline.kernels.gpu.quantised import QuantisedMatrix, pack
+from emberline.kernels.gpu.quantised_matmul import QuantisedTile, VectorTile
+from emberline.kernels.gpu.quantised_matmul import multiply as multiply_few
+from emberline.kernels.gpu.quantised_matmul import vector as multiply_one
 from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import rms_norm
@@ -24,6 +27,7 @@ CASES = [  # norm, bias, gate, add
     (False, False, 2, False),
     (False, False, 0, True),
 ]
+WITHOUT_NORM = [case[1:] for case in CASES]
 
 
 def expected(
@@ -49,18 +53,17 @@ def test_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> N
     assert error(out, want) < LIMIT
 
 
-@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+@pytest.mark.parametrize(("bias", "gate", "add"), WITHOUT_NORM)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 96), (17, 32, 80)])
-def test_skinny(m: int, n: int, k: int, splits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+def test_skinny(m: int, n: int, k: int, splits: int, bias: bool, gate: int, add: bool) -> None:
     x, w, out = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(m, n, seed=3)
-    weight = noise(k, seed=4).float() + 1 if norm else None
     more = noise(n, seed=5) if bias else None
-    want = expected(x, w, out, weight, more, gate, add)
+    want = expected(x, w, out, None, more, gate, add)
     tile = SkinnyTile(16, 32, splits, 2, 4)
     partial = torch.full((partial_floats(n, m, tile, bool(gate)),), torch.nan, device=DEVICE)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    skinny(x, w, out, tile, partial, counters, bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    skinny(x, w, out, tile, partial, counters, bias=more, gate=gate, add=add)
     assert error(out, want) < LIMIT
     assert not counters.any()
 
@@ -76,6 +79,46 @@ def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool
     assert error(out, want) < LIMIT
 
 
+def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[QuantisedMatrix, Tensor]:
+    """A matrix, and its weights as they are meant."""
+    rng = np.random.default_rng(bits)
+    scale = rng.uniform(0.5, 1, (n, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
+    offset = (-scale * rng.uniform(0, 2**bits, scale.shape)).astype(np.float16).astype(np.float32)
+    affine = Affine(rng.integers(0, 2**bits, (n, k), dtype=np.uint8), scale, offset, bits)
+    return pack([affine], bias, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(24, 96), (9, 256)])
+def test_one_token_times_quantised_weights(
+    n: int, k: int, norm: bool, bias: bool, gate: int, add: bool, bits: int
+) -> None:
+    more = noise(n, seed=5) if bias else None
+    matrix, w = quantised(n * (2 if gate else 1), k, bits, more)
+    x, out, weight = noise(1, k, seed=1), noise(1, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
+    want = expected(x, w, out, weight, more, gate, add)
+    multiply_one(x, matrix, out, VectorTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
+    assert error(out, want) < LIMIT
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bias", "gate", "add"), WITHOUT_NORM)
+@pytest.mark.parametrize(("m", "n", "k", "splits"), [(2, 40, 96, 1), (17, 24, 288, 3)])
+def test_few_tokens_times_quantised_weights(
+    m: int, n: int, k: int, splits: int, bias: bool, gate: int, add: bool, bits: int
+) -> None:
+    more = noise(n, seed=5) if bias else None
+    matrix, w = quantised(n * (2 if gate else 1), k, bits, more)
+    x, out = noise(m, k, seed=1), noise(m, n, seed=3)
+    want = expected(x, w, out, None, more, gate, add)
+    partial = torch.full((100_000,), torch.nan, device=DEVICE)
+    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    multiply_few(x, matrix, out, QuantisedTile(16, 16, splits, 2, 1), partial, counters, gate=gate, add=add)
+    assert error(out, want) < LIMIT
+    assert not counters.any()
+
+
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
 def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
@@ -87,11 +130,7 @@ def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: 
     matrix: Matrix | QuantisedMatrix = Matrix(noise(total, k, seed=2), more)
     w = noise(total, k, seed=2)
     if bits:
-        rng = np.random.default_rng(bits)
-        scale = rng.uniform(0.5, 1, (total, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
-        codes = rng.integers(0, 2**bits, (total, k), dtype=np.uint8)
-        affine = Affine(codes, scale, np.zeros_like(scale), bits)
-        matrix, w = pack([affine], more, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
+        matrix, w = quantised(total, k, bits, more)
     x, out = noise(m, k, seed=1), noise(m, n, seed=3)
     weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)

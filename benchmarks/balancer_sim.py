@@ -1,0 +1,206 @@
+"""The balancer beside others in simulation, over recorded traffic: `python -m benchmarks.balancer_sim --traces DIR`.
+
+DIR holds mooncake_conversation.jsonl.gz and claude_code.jsonl.gz (the simulator's readers say where they are published);
+without it, made-up traffic of the same shape. Coefficients are those that come with the package. One process, one core.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace as with_fields
+
+from benchmarks.report import markdown
+from emberline.cluster.simulator.chunking import Fixed
+from emberline.cluster.simulator.coefficients import load
+from emberline.cluster.simulator.outcome import Outcome
+from emberline.cluster.simulator.plan import Plan
+from emberline.cluster.simulator.search import load_at_busy, load_within_slo
+from emberline.cluster.simulator.simulation import simulate
+from emberline.cluster.simulator.trace import Trace
+from emberline.cluster.simulator.traces import open_trace
+
+ENGINE = "h200-llama-8b"
+BUSY = 0.7
+OTHERS = ("dynamo", "sglang", "plain_least_loaded", "plain_round_robin")
+FILES = {"mooncake": "mooncake_conversation.jsonl.gz", "claude_code": "claude_code.jsonl.gz"}
+MADE_UP = {"mooncake": "chats", "claude_code": "agents"}
+AMPLE = {"mooncake": 16_000_000, "claude_code": 8_000_000}  # KV tokens a worker: nearly nothing is ever evicted
+SPLITS = {8: (1, 2, 3), 64: (8, 16, 24)}  # prefill workers to try
+
+COLUMNS = (
+    ("load", "{:.4g}"),
+    ("requests", "{}"),
+    ("unfinished", "{}"),
+    ("ttft_p50_s", "{:.3f}"),
+    ("ttft_p90_s", "{:.3f}"),
+    ("ttft_p99_s", "{:.2f}"),
+    ("token_p50_ms", "{:.1f}"),
+    ("token_p90_ms", "{:.1f}"),
+    ("token_p99_ms", "{:.1f}"),
+    ("interval_p99_ms", "{:.0f}"),
+    ("hit_ratio", "{:.3f}"),
+    ("ideal_hit_ratio", "{:.3f}"),
+    ("busy", "{:.2f}"),
+    ("busiest_over_mean", "{:.2f}"),
+    ("fairness", "{:.3f}"),
+    ("within_slo", "{:.3f}"),
+)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Runs, says what it does, and keeps every figure."""
+
+    traces: Path | None
+    seed: int
+    warm_s: float
+    measured_s: float
+    rows: list[dict[str, Any]]
+    verdicts: list[dict[str, Any]]
+
+    def trace(self, name: str) -> Trace:
+        where = MADE_UP[name] if self.traces is None else str(self.traces / FILES[name])
+        return open_trace(where, self.seed, load(ENGINE).context_len)
+
+    def plan(self, name: str, workers: int, kv_tokens: int | None = None, **more: Any) -> Plan:
+        model = load(ENGINE)
+        model = with_fields(model, kv_tokens=kv_tokens or model.kv_tokens)
+        times = {"warm_s": self.warm_s, "measured_s": self.measured_s}
+        return Plan(**{"model": model, "load": 1.0, "workers": workers, "seed": self.seed, **times, **more})
+
+    def keep(self, part: str, name: str, outcome: Outcome, began: float) -> dict[str, Any]:
+        figures = {"part": part, "name": name, "kv_tokens": outcome.plan.model.kv_tokens, **outcome.figures()}
+        self.rows.append(figures)
+        shown = ", ".join(f"{key} {form.format(figures[key])}" for key, form in COLUMNS)
+        print(f"  {name}: {shown} ({time.perf_counter() - began:.0f} s)", flush=True)
+        return figures
+
+    def run(self, part: str, name: str, trace: Trace, plan: Plan) -> dict[str, Any]:
+        began = time.perf_counter()
+        return self.keep(part, name, simulate(trace, plan), began)
+
+    def judge(self, part: str, what: str, value: float, bound: float, at_least: bool) -> None:
+        met = value >= bound if at_least else value <= bound
+        self.verdicts.append({"part": part, "what": what, "value": round(value, 3), "bound": bound, "met": met})
+        print(
+            f"  {'met    ' if met else 'NOT MET'} {what}: {value:.3f} (wanted {'≥' if at_least else '≤'} {bound})",
+            flush=True,
+        )
+
+
+def routing(sweep: Sweep, name: str, workers: int, memory: str) -> None:
+    """Our default beside others at the load where it keeps the fleet 70 % busy."""
+    part = f"{name}, {workers} workers, {memory} memory"
+    print(part, flush=True)
+    trace = sweep.trace(name)
+    plan = sweep.plan(name, workers, AMPLE[name] if memory == "ample" else None)
+    plan = replace(plan, load=load_at_busy(trace, plan, BUSY))
+    ours = sweep.run(part, "sticky", trace, plan)
+    others = {policy: sweep.run(part, policy, trace, replace(plan, policy=policy)) for policy in OTHERS}
+    p90 = ours["ttft_p90_s"]
+    sweep.judge(part, "p90 TTFT of round robin ÷ ours", others["plain_round_robin"]["ttft_p90_s"] / p90, 5.0, True)
+    sweep.judge(part, "p90 TTFT of sglang ÷ ours", others["sglang"]["ttft_p90_s"] / p90, 1.0, True)
+    sweep.judge(part, "p90 TTFT of dynamo ÷ ours", others["dynamo"]["ttft_p90_s"] / p90, 1.0, True)
+    if memory == "ample":
+        sweep.judge(part, "hit ratio ÷ ideal", ours["hit_ratio"] / ours["ideal_hit_ratio"], 0.95, True)
+    sweep.judge(part, "busiest ÷ mean busy-seconds", ours["busiest_over_mean"], 1.25, False)
+
+
+def apart(sweep: Sweep, workers: int, kv_tokens: int | None) -> None:
+    """Prefill and decode apart against together, on coding agents."""
+    part = f"apart, claude_code, {workers} workers, {kv_tokens or 'card'} tokens of KV"
+    print(part, flush=True)
+    trace = sweep.trace("claude_code")
+    timed = sweep.plan("claude_code", workers, kv_tokens)
+    at = load_at_busy(trace, timed, BUSY)
+    fixed = sweep.run(part, "together, 2048", trace, replace(timed, load=at, chunking=Fixed(2048)))
+    sweep.run(part, "together, timed", trace, replace(timed, load=at))
+    best: dict[str, Any] | None = None
+    for plan in splits(timed, workers):
+        row = sweep.run(part, f"apart {plan.prefill}+{plan.decode}", trace, replace(plan, load=at))
+        if row["ttft_p90_s"] <= fixed["ttft_p90_s"] and (best is None or row["token_p90_ms"] < best["token_p90_ms"]):
+            best = row
+    paced = fixed["token_p90_ms"] / best["token_p90_ms"] if best else 0.0
+    sweep.judge(part, "p90 time per token, 2,048-token chunks ÷ apart, TTFT no worse", paced, 3.0, True)
+    together, _ = load_within_slo(trace, timed, at)
+    most, split = max(
+        (load_within_slo(trace, plan, at)[0], f"{plan.prefill}+{plan.decode}") for plan in splits(timed, workers)
+    )
+    print(f"  within SLO: together, timed up to {together:.4g} starts/s; apart {split} up to {most:.4g}", flush=True)
+    sweep.judge(part, "load within SLO, apart ÷ together timed", most / together if together else 0.0, 1.3, True)
+
+
+def splits(plan: Plan, workers: int) -> Iterator[Plan]:
+    for prefill in SPLITS.get(workers, (max(1, workers // 4),)):
+        yield replace(plan, workers=0, prefill=prefill, decode=workers - prefill)
+
+
+def herd(sweep: Sweep, workers: int) -> None:
+    """Two cores over one fleet, each hearing of the other's work only through late reports."""
+    part = f"two cores, claude_code, {workers} workers"
+    print(part, flush=True)
+    trace = sweep.trace("claude_code")
+    plan = sweep.plan("claude_code", workers)
+    plan = replace(plan, load=load_at_busy(trace, plan, BUSY))
+    one = sweep.run(part, "one core", trace, plan)
+    two = sweep.run(part, "two cores, reports 0.1 s late", trace, replace(plan, cores=2, delay_s=0.1))
+    sweep.judge(part, "p90 TTFT, two cores ÷ one", two["ttft_p90_s"] / one["ttft_p90_s"], 1.25, False)
+    sweep.judge(part, "busiest ÷ mean busy-seconds, two cores", two["busiest_over_mean"], 1.25, False)
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    texts = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        lines = [
+            [row["name"], *(form.format(row[key]) for key, form in COLUMNS)] for row in rows if row["part"] == part
+        ]
+        texts.append(f"{part}\n\n" + markdown(["", *(key for key, _ in COLUMNS)], lines))
+    return "\n\n".join(texts)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.balancer_sim", description=__doc__)
+    parser.add_argument("--traces", type=Path, help="folder with the traces (default: made-up traffic)")
+    parser.add_argument("--quick", action="store_true", help="8 workers, shorter: to try things out")
+    parser.add_argument("--workers", default="8,64", help="fleets, with commas (8,64)")
+    parser.add_argument("--parts", default="mooncake,claude_code,apart,herd", help="which, with commas")
+    parser.add_argument("--memory", default="card,ample", help="card: the GPU's; ample: nothing is evicted")
+    parser.add_argument("--warm", type=float, default=600.0, help="seconds simulated before measuring (600)")
+    parser.add_argument("--time", type=float, default=1800.0, help="seconds measured (1800)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=Path("bench-balancer-sim.json"))
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.workers, options.warm, options.time = "8", 300.0, 600.0
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    sweep = Sweep(options.traces, options.seed, options.warm, options.time, [], [])
+    parts = options.parts.split(",")
+    for workers in map(int, options.workers.split(",")):
+        for name in ("mooncake", "claude_code"):
+            for memory in options.memory.split(",") if name in parts else ():
+                routing(sweep, name, workers, memory)
+        if "apart" in parts and workers == 8:
+            for kv_tokens in (None, 4_000_000):
+                apart(sweep, workers, kv_tokens)
+        if "herd" in parts:
+            herd(sweep, workers)
+    print("\n" + tables(sweep.rows) + "\n")
+    for verdict in sweep.verdicts:
+        print(f"- {verdict['part']}: {verdict['what']} {verdict['value']} ({'met' if verdict['met'] else 'NOT MET'})")
+    facts = {"engine": ENGINE, "seed": options.seed, "traces": "recorded" if options.traces else "made up"}
+    options.json.write_text(json.dumps({**facts, "rows": sweep.rows, "verdicts": sweep.verdicts}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

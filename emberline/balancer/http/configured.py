@@ -1,0 +1,72 @@
+"""From the configuration's `[[endpoints]]` to servers, each mistake named."""
+
+from collections.abc import Sequence
+
+from emberline.balancer.adapters.table import DEFAULT_TRANSFER, adapter_for, transfers_of
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.http.address import parse
+from emberline.balancer.http.server import Server
+from emberline.config import ConfigError, EndpointConfig
+
+
+def servers_of(endpoints: Sequence[EndpointConfig]) -> list[Server]:
+    """Other people's servers; Emberline's own workers among the endpoints are left out."""
+    servers = [_server(endpoint) for endpoint in endpoints if endpoint.kind != "emberline"]
+    _check_pairs(servers)
+    return servers
+
+
+def _server(config: EndpointConfig) -> Server:
+    def wrong(what: str) -> ConfigError:
+        return ConfigError(f"endpoint {config.name}: {what}", param="endpoints")
+
+    try:
+        parse(config.url)
+    except ValueError as error:
+        raise wrong(f"url: {error}") from None
+    if config.transfer and adapter_for(config.kind, config.transfer) is None:
+        known = ", ".join(transfers_of(config.kind)) or "none"
+        raise wrong(f"transfer {config.transfer!r} is not known for kind {config.kind!r}; there are {known}")
+    if config.role != "both" and adapter_for(config.kind, config.transfer) is None:
+        raise wrong(f"servers of kind {config.kind!r} cannot be told to work in pairs: leave role out")
+    if config.bootstrap and not config.bootstrap.rpartition(":")[2].isdecimal():
+        raise wrong(f"bootstrap is host:port, not {config.bootstrap!r}")
+    for name, address in (("kv_events", config.kv_events), ("kv_replay", config.kv_replay)):
+        if address and not address.startswith(("tcp://", "ipc://")):
+            raise wrong(f"{name} is tcp://host:port, not {address!r}")
+    if config.kv_events and not config.tokenizer:
+        raise wrong("kv_events speak of token ids: give tokenizer, the model's file or folder, too")
+    return Server(
+        endpoint=Endpoint(
+            name=config.name,
+            address=config.url,
+            token=config.key or "",
+            role=config.role,
+            kind=config.kind,
+            models=config.models,
+        ),
+        transfer=config.transfer,
+        bootstrap=config.bootstrap,
+        kv_events=config.kv_events,
+        kv_replay=config.kv_replay,
+        tokenizer=config.tokenizer,
+        max_running=config.max_running,
+        context_len=config.context_len,
+    )
+
+
+def _check_pairs(servers: Sequence[Server]) -> None:
+    """A prefill server must be able to hand over to every decode server of its model."""
+    ways: dict[str, tuple[str, str, str]] = {}
+    for server in servers:
+        if server.endpoint.role == "both":
+            continue
+        for model in server.endpoint.models:
+            way = (server.kind, server.transfer or DEFAULT_TRANSFER.get(server.kind, ""))
+            kind, transfer, name = ways.setdefault(model, (*way, server.name))
+            if way != (kind, transfer):
+                raise ConfigError(
+                    f"endpoints {name} and {server.name} share {model} and cannot hand over to each other: "
+                    f"{kind}/{transfer} and {'/'.join(way)}",
+                    param="endpoints",
+                )

@@ -1,0 +1,31 @@
+"""Virtual time: what is to happen when, one thing after the other."""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Clock:
+    """Events run in the order of their times; at one time, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._n = 0
+
+    def at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
+        assert time_s >= self.now_s, "the past cannot be changed"
+        self._n += 1
+        heappush(self._events, (time_s, self._n, action, args))
+
+    def run(self, until_s: float) -> None:
+        """Everything that happens up to then."""
+        events = self._events
+        while events and events[0][0] <= until_s:
+            self.now_s, _, action, args = heappop(events)
+            action(*args)
+        self.now_s = max(self.now_s, until_s)
+
+    @property
+    def empty(self) -> bool:
+        return not self._events

@@ -1,0 +1,60 @@
+"""The small protocol behind which the ways lie that bytes can take: shared memory, TCP, CUDA IPC, Mooncake."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from emberline.kv.transfer.messages import Item
+
+
+class Move(NamedTuple):
+    """A block of ours that goes into one of theirs."""
+
+    item: Item
+    source: int
+    target: int
+
+    @property
+    def group(self) -> int:
+        return self.item[0]
+
+
+class WayClosed(Exception):
+    """This way does not lead there; the text says why. Another may."""
+
+
+class Outlet(Protocol):
+    """The sender's end. One thread uses it, the one that owns the connection."""
+
+    def put(self, epoch: int, moves: Sequence[Move]) -> None:
+        """Returns when the bytes are in the other's blocks, or certain to be before anything that is said later."""
+
+    def close(self) -> None:
+        """Nothing is written after it."""
+
+
+class Inlet(Protocol):
+    """The receiver's end: it says how to reach our blocks, and how long a sender that is gone may still write."""
+
+    name: str
+    linger_s: float
+
+    def handles(self) -> tuple[list[bytes], list[int]]:
+        """What a sender needs, per group, and the descriptors that go along."""
+
+
+class Memory(Protocol):
+    """Blocks of this engine in the host's memory."""
+
+    @property
+    def n_groups(self) -> int: ...
+
+    def block(self, group: int, block: int) -> memoryview: ...
+
+
+def host_name() -> str:
+    """Names this machine and its boot: equal on both sides, memory can be shared."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,36 @@
+"""One log line per relayed request, once it is settled."""
+
+import asyncio
+import logging
+
+from emberline.accounts.usage import UsageRow
+from emberline.protocol.errors import EmberlineError
+
+log = logging.getLogger("emberline.request")
+
+
+def log_end(engine: str, row: UsageRow, error: Exception | None, settling: "asyncio.Task[None]") -> None:
+    unsettled = None if settling.cancelled() else settling.exception()
+    problem = error or unsettled
+    level = logging.ERROR if unsettled is not None else logging.WARNING if problem is not None else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    first_us = row.first_token_us
+    log.log(
+        level,
+        "%s",
+        row.status if problem is None else f"{row.status}: {problem}",
+        extra={
+            "request_id": row.id,
+            "status": row.status,
+            "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
+            "account": row.account,
+            "model": row.model,
+            "engine": engine,
+            "prompt_tokens": row.input_tokens,
+            "cached_tokens": row.cached_tokens,
+            "completion_tokens": row.output_tokens,
+            "ttft_ms": None if first_us is None else (first_us - row.created_us) // 1000,
+            "duration_ms": (row.finished_us - row.created_us) // 1000,
+        },
+    )

@@ -1,0 +1,298 @@
+"""Background responses told while they are made: at any door, through deaths of whoever makes them."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.api.openai_responses_output import Composer
+from emberline.api.openai_responses_stream import Draft
+from emberline.api.queue_desk import QueueDesk
+from emberline.jobs import scribe as scribe_module
+from emberline.jobs.attempt import Attempt, Why
+from emberline.jobs.line import Lease
+from emberline.jobs.transcript import Part
+from emberline.protocol import tokens
+from emberline.protocol.errors import EngineLost, Unavailable
+from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest
+from emberline.service.errand import Errand
+from tests.databases import Place
+from tests.jobs.scripted import Places, Seat
+
+from .queued import desk_of
+from .scripted import AGENT, AGENT_USAGE, MODEL, ScriptedService, Wire, app_of, client_of
+from .test_background import ASK, events_in, made, streamed
+
+PATIENCE_S = 10.0
+
+
+class Speaker(ScriptedService):
+    """Says one piece of the agent's reply for every token, each when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_say = asyncio.Semaphore(0)
+        self.began_at: list[int] = []  # the first token of every attempt
+        self.dies = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+    ) -> AsyncGenerator[TextEvent, None]:
+        assert errand is not None
+        assert errand.heard is not None
+        said = tokens.unpack(errand.so_far.token_ids) if errand.so_far is not None else []
+        assert said == list(range(len(said)))
+        self.began_at.append(len(said))
+        yield Started(AGENT_USAGE)
+        for token in range(len(said), len(AGENT)):
+            await self._wait()
+            last = token == len(AGENT) - 1
+            errand.heard(TokenDelta(request.id, tokens.pack([token]), "stop" if last else None))
+            yield AGENT[token]
+        yield Completed(AGENT_USAGE)
+
+    async def _wait(self) -> None:
+        waits = [asyncio.create_task(self.may_say.acquire()), asyncio.create_task(self.dies.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.dies.is_set():
+            raise EngineLost("engine e went away")
+
+    def say(self, n: int) -> None:
+        for _ in range(n):
+            self.may_say.release()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scribe_module, "EVERY_S", 0.0)
+
+
+@pytest.fixture
+def speaker() -> Speaker:
+    return Speaker()
+
+
+@pytest.fixture
+async def doors(database: Place, speaker: Speaker, tmp_path: Path) -> AsyncIterator[list[QueueDesk]]:
+    """Two, each with a connection of its own to one store."""
+    async with AsyncExitStack() as stack:
+        desks = []
+        for _ in range(2):
+            store = await database.open()
+            stack.push_async_callback(store.close)
+            desks.append(await stack.enter_async_context(desk_of(store, speaker, tmp_path, backoff_s=(0.0, 0.0))))
+        yield desks
+
+
+async def claimed(desk: QueueDesk, owner: str = "w") -> Lease:
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := await desk.queue.claim(owner, MODEL, 1)):
+            await asyncio.sleep(0.01)
+    return found[0]
+
+
+def attempt_of(desk: QueueDesk, lease: Lease) -> Attempt:
+    return Attempt(desk.queue, lease, Seat(Places()), lambda what, model: None)
+
+
+async def ran(desk: QueueDesk, speaker: Speaker, owner: str = "w") -> None:
+    await attempt_of(desk, await claimed(desk, owner)).run(speaker, Principal("local"))
+
+
+async def watched(speaker: Speaker, desk: QueueDesk, response_id: str, until: int, after: int = -1) -> list[Any]:
+    """Events up to one with the number `until`; then the connection is cut."""
+    query = f"stream=true&starting_after={after}" if after >= 0 else "stream=true"
+    wire = Wire(app_of(speaker, batches=desk), f"/v1/responses/{response_id}", b"", method="GET")
+    wire.scope["query_string"] = query.encode()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (events := events_in(wire.body.decode())) or events[-1]["sequence_number"] < until:
+            await asyncio.sleep(0.005)
+    wire.leave()
+    await asyncio.wait([wire.task])
+    return [event for event in events if event["sequence_number"] <= until]
+
+
+async def test_what_is_said_is_told_at_once_and_at_every_door(doors: list[QueueDesk], speaker: Speaker) -> None:
+    """At each moment both doors tell the same events; whoever comes back at any number has them all once."""
+    here, there = doors
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client, tools=[{"type": "function", "name": "weather"}])
+        running = asyncio.create_task(ran(here, speaker))
+        n_told = 3  # created, queued, in progress
+        seen: list[Any] = []
+        for n_said in range(1, len(AGENT)):
+            speaker.say(1)
+            n_told = await _until_told(here, response["id"], n_said)
+            new = await watched(speaker, doors[n_said % 2], response["id"], n_told - 1, len(seen) - 1)
+            assert [event["sequence_number"] for event in new] == list(range(len(seen), n_told))
+            seen += new
+        assert (await client.get(f"/v1/responses/{response['id']}")).json()["status"] == "in_progress"
+        speaker.say(1)
+        await asyncio.wait_for(running, PATIENCE_S)
+        whole = await streamed(client, response["id"])
+        assert whole[: len(seen)] == seen
+        assert whole[-1]["response"] == (await client.get(f"/v1/responses/{response['id']}")).json()
+        deltas = [event for event in whole if event["type"] == "response.output_text.delta"]
+        assert [event["delta"] for event in deltas] == ["Let me ", "look."]
+    async with client_of(speaker, batches=there) as client:
+        for after in range(len(whole)):
+            assert await streamed(client, response["id"], starting_after=after) == whole[after + 1 :]
+
+
+async def _until_told(desk: QueueDesk, response_id: str, n_said: int) -> int:
+    """How many events there are once so many tokens are on disk."""
+    draft = Draft({}, Composer("k", {}, summarise=False, sealed=False))
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(len(part.token_ids) // 4 for part in await desk.queue.transcripts.read(response_id, 0)) < n_said:
+            await asyncio.sleep(0.005)
+    return 3 + sum(len(draft.take(piece)) for piece in AGENT[:n_said])
+
+
+@pytest.mark.parametrize("death", ["engine", "core"])
+@pytest.mark.parametrize("n_said", [0, 1, 4, len(AGENT) - 1, len(AGENT)])
+async def test_another_attempt_goes_on_behind_the_last_token(
+    doors: list[QueueDesk], speaker: Speaker, death: str, n_said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = doors
+    if death == "engine" and n_said == len(AGENT):
+        pytest.skip("then it was done")
+    async with client_of(speaker, batches=there) as client:
+        response = await made(client)
+        attempt = attempt_of(here, await claimed(here))
+        if death == "core":  # it writes nothing any more
+            monkeypatch.setattr(attempt, "_tell", lambda task: asyncio.sleep(0))
+        running = asyncio.create_task(attempt.run(speaker, Principal("local")))
+        speaker.say(n_said)
+        n_told = await _until_told(here, response["id"], n_said)
+        seen = await watched(speaker, there, response["id"], n_told - 1)
+        if death == "engine":
+            speaker.dies.set()
+        else:
+            attempt.stop(Why.LOST)
+        await asyncio.wait_for(running, PATIENCE_S)
+        speaker.dies.clear()
+        if death == "core":
+            await there.queue.bury("w")
+        speaker.say(len(AGENT) - n_said)
+        await asyncio.wait_for(ran(there, speaker, "v"), PATIENCE_S)
+        assert speaker.began_at == [0, n_said]
+        whole = await streamed(client, response["id"])
+        assert whole[: len(seen)] == seen
+        assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+        final = whole[-1]["response"]
+        assert final["status"] == "completed"
+        kinds = ["reasoning", "message", "function_call", "function_call"]
+        assert [item["type"] for item in final["output"]] == kinds
+        assert [event["item"] for event in whole if event["type"] == "response.output_item.done"] == final["output"]
+
+
+async def test_who_lost_its_lease_adds_nothing(doors: list[QueueDesk], speaker: Speaker) -> None:
+    here, there = doors
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client)
+        lease = await claimed(here)
+        said = here.queue.transcripts
+        assert await said.add(lease, 0, Part([AGENT[0]], tokens.pack([0])))
+        assert await said.add(lease, 0, Part([AGENT[0]], tokens.pack([0]))), (
+            "an answer that was lost is asked for again"
+        )
+        assert not await said.add(lease, 0, Part([AGENT[1]], tokens.pack([1])))
+        await here.queue.bury("w")
+        newer = await claimed(there, "v")
+        assert newer.epoch > lease.epoch
+        assert not await said.add(lease, 1, Part([AGENT[1]], tokens.pack([1])))
+        assert await there.queue.transcripts.add(newer, 1, Part([AGENT[1]], tokens.pack([1])))
+        parts = await said.read(response["id"], 0)
+        assert [part.pieces for part in parts] == [[AGENT[0]], [AGENT[1]]]
+        assert [part.pieces for part in await said.read(response["id"], 0, after=1)] == [[AGENT[1]]]
+
+
+async def test_a_lost_attempt_stops(doors: list[QueueDesk], speaker: Speaker) -> None:
+    here, there = doors
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client)
+        running = asyncio.create_task(ran(here, speaker))
+        speaker.say(1)
+        await _until_told(here, response["id"], 1)
+        await there.queue.bury("w")
+        speaker.say(1)
+        await asyncio.wait_for(running, PATIENCE_S)
+        assert (await here.queue.line(response["id"], 0)).state == "queued"
+
+
+async def test_cancelled_it_shows_what_was_said(doors: list[QueueDesk], speaker: Speaker) -> None:
+    here, _ = doors
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client)
+        lease = await claimed(here)
+        attempt = attempt_of(here, lease)
+        running = asyncio.create_task(attempt.run(speaker, Principal("local")))
+        speaker.say(3)
+        n_told = await _until_told(here, response["id"], 3)
+        seen = await watched(speaker, here, response["id"], n_told - 1)
+        stopped = (await client.post(f"/v1/responses/{response['id']}/cancel")).json()
+        assert stopped["status"] == "cancelled"
+        told = await here.queue.heartbeat("w", [lease])
+        assert told.cancelled == {lease.key}
+        attempt.stop(Why.CANCELLED)
+        await asyncio.wait_for(running, PATIENCE_S)
+        whole = await streamed(client, response["id"])
+        assert whole[: len(seen)] == seen
+        final = whole[-1]["response"]
+        assert whole[-1]["type"] == "response.cancelled"
+        assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
+        assert final["output"][1]["content"][0]["text"] == "Let me "
+        assert (await client.get(f"/v1/responses/{response['id']}")).json() == final
+
+
+async def test_a_store_that_is_gone_for_a_moment(
+    doors: list[QueueDesk], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = doors
+    add, n_calls = here.queue.transcripts.add, 0
+
+    async def sometimes(lease: Lease, place: int, part: Part) -> bool:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls in (2, 3):
+            raise Unavailable("gone")
+        return await add(lease, place, part)
+
+    monkeypatch.setattr(here.queue.transcripts, "add", sometimes)
+    monkeypatch.setattr(scribe_module, "_RETRY_S", 0.01)
+    async with client_of(speaker, batches=here) as client:
+        response = await made(client)
+        running = asyncio.create_task(ran(here, speaker))
+        for n_said in range(1, len(AGENT) + 1):
+            speaker.say(1)
+            await _until_told(here, response["id"], n_said)
+        await asyncio.wait_for(running, PATIENCE_S)
+        assert n_calls > 4
+        final = (await client.get(f"/v1/responses/{response['id']}")).json()
+        assert (await streamed(client, response["id"]))[-1]["response"] == final
+        assert len(await here.queue.transcripts.read(response["id"], 0)) >= len(AGENT) - 2
+
+
+async def test_a_door_that_stops_ends_its_streams(doors: list[QueueDesk], speaker: Speaker) -> None:
+    here, there = doors
+    wire = Wire(app_of(speaker, batches=here), "/v1/responses", json.dumps(ASK | {"stream": True}).encode())
+    await wire.until_sent(b"response.queued")
+    here.closing.set()
+    await asyncio.wait_for(wire.task, PATIENCE_S)
+    first = events_in(wire.body.decode())
+    speaker.say(len(AGENT))
+    await ran(there, speaker)
+    async with client_of(speaker, batches=there) as client:
+        rest = await streamed(client, first[0]["response"]["id"], starting_after=first[-1]["sequence_number"])
+    assert [event["sequence_number"] for event in first + rest] == list(range(len(first) + len(rest)))
+    assert rest[-1]["type"] == "response.completed"

@@ -1,0 +1,229 @@
+"""Models on other people's servers, through every door: real core, stand-in servers, no socket in front."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, create_app
+from emberline.cluster.standin_openai.replies import Prompt
+from emberline.cluster.standin_openai.script import Script
+from emberline.service.service import Service
+from emberline.text.grammar.compiler import GrammarCompiler
+from tests.service.relay.conftest import LONG, Bench, Opener, bench
+
+__all__ = ["bench"]
+
+CHAT = {"model": "standin", "messages": [{"role": "user", "content": LONG}]}
+
+
+def expected(messages: Any = None) -> str:
+    return "".join(Prompt({"messages": messages or CHAT["messages"]}).words(50))
+
+
+class Door:
+    def __init__(self, made: Bench, client: httpx.AsyncClient) -> None:
+        self.bench = made
+        self.client = client
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(path, json=body, headers=headers)
+
+
+@pytest.fixture
+async def door(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    options = getattr(request, "param", {})
+    servers = options.get("servers", [("a", "vllm", "both")])
+    made = await bench(*servers, **{name: value for name, value in options.items() if name != "servers"})
+
+    async def close_core() -> None:
+        return None
+
+    service = Service(made.core, [], {}, close_core, GrammarCompiler(), made.relay)
+    app = create_app(service, ApiSettings(Authenticator(Secret.open(tmp_path))))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686") as client:
+        yield Door(made, client)
+
+
+def events(text: str) -> list[Any]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def said(chunks: list[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_a_chat_is_passed_through(door: Door) -> None:
+    answer = await door.post("/v1/chat/completions", CHAT)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["choices"][0]["message"]["content"] == expected()
+    assert body["usage"]["completion_tokens"] == 50
+    assert answer.headers["cf-ai-req-id"] == answer.headers["x-request-id"]
+    ((row_id, status, n_input, n_output, _),) = await door.bench.rows()
+    assert (row_id, status) == (answer.headers["x-request-id"], "finished")
+    assert (n_input, n_output) == (body["usage"]["prompt_tokens"], 50)
+    assert await door.bench.idle()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_a_stream_is_passed_through_with_usage_for_those_who_ask(door: Door, asks: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if asks else {}
+    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True, **options})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in answer.headers
+    assert answer.text.endswith("data: [DONE]\n\n")
+    chunks = events(answer.text)
+    assert said(chunks) == expected()
+    assert [bool(chunk.get("usage")) for chunk in chunks].count(True) == int(asks)
+    ((_, status, _, n_output, _),) = await door.bench.rows()
+    assert (status, n_output) == ("finished", 50)
+
+
+@pytest.mark.parametrize("door", [{"servers": [("p", "vllm", "prefill"), ("d", "vllm", "decode")]}], indirect=True)
+async def test_prefills_cached_tokens_are_in_the_stream_and_in_the_books(door: Door) -> None:
+    asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
+    for _ in range(2):
+        answer = await door.post("/v1/chat/completions", asked)
+    cached = len(f"user: {LONG}") // 64 * 16
+    usage = next(chunk["usage"] for chunk in events(answer.text) if chunk.get("usage"))
+    assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+    rows = {row[0]: row for row in await door.bench.rows()}
+    assert json.loads(rows[answer.headers["x-request-id"]][4]) == {"device": cached}
+    whole = await door.post("/v1/chat/completions", CHAT)
+    assert whole.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+    assert door.bench.standins["p"].violations == []
+
+
+async def test_only_known_fields_reach_the_server(door: Door) -> None:
+    sneaky = {
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"},
+        "bootstrap_host": "10.0.0.1",
+        "cache_salt": "another tenant's",
+        "chat_template": "{{ evil }}",
+        "api_base": "http://10.0.0.1",
+        "prompt_embeds": "AAAA",
+        "documents": [],
+        "stop_token_ids": [7],
+        "top_k": 5,
+        "user": "someone",
+    }
+    await door.post("/v1/chat/completions", {**CHAT, **sneaky})
+    (got,) = door.bench.standins["a"].requests
+    assert set(got) == {"model", "messages", "stop_token_ids", "top_k", "cache_salt", "_id"}
+    assert got["cache_salt"] != "another tenant's"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}},
+        {"type": "image_url", "image_url": "file:///etc/passwd"},
+        {"type": "video_url", "video_url": {"url": "http://10.0.0.1"}},
+        {"type": "image_embeds", "image_embeds": "AAAA"},
+    ],
+)
+async def test_no_server_is_made_to_fetch_what_a_client_names(door: Door, part: dict[str, Any]) -> None:
+    answer = await door.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400
+    assert door.bench.standins["a"].requests == []
+
+
+async def test_an_image_inside_the_body_may_pass(door: Door) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}]
+    answer = await door.post("/v1/chat/completions", {**CHAT, "messages": messages})
+    assert answer.status_code == 200
+    assert door.bench.standins["a"].requests[0]["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"n": 10**9}, {"temperature": -1}, {"max_tokens": 0}, {"messages": []}, {"messages": "x"}, {"top_logprobs": 99}],
+)
+async def test_numbers_out_of_range_stay_here(door: Door, bad: dict[str, Any]) -> None:
+    answer = await door.post("/v1/chat/completions", {**CHAT, **bad})
+    assert answer.status_code == 400, answer.text
+    assert door.bench.standins["a"].requests == []
+
+
+@pytest.mark.parametrize("door", [{"a": Script(status=400, message="stop is odd")}], indirect=True)
+async def test_the_servers_no_is_told_in_our_words(door: Door) -> None:
+    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "stop is odd"
+    anthropic = await door.post("/v1/messages", {**CHAT, "max_tokens": 9})
+    assert anthropic.json()["error"] == {"type": "invalid_request_error", "message": "stop is odd"}
+
+
+@pytest.mark.parametrize("door", [{"servers": [("a", "openai", "both")], "a": Script(cut_after=5)}], indirect=True)
+async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(door: Door) -> None:
+    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
+    assert answer.status_code == 200
+    assert "[DONE]" not in answer.text
+    assert events(answer.text)[-1]["error"]["code"] == "unavailable"
+    ((_, status, *_),) = await door.bench.rows()
+    assert status == "failed"
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        {
+            "servers": [("a", "vllm", "both"), ("b", "vllm", "both")],
+            "a": Script(cut_after=9),
+            "b": Script(cut_after=9, times=1),
+        }
+    ],
+    indirect=True,
+)
+async def test_a_stream_that_moves_is_one_stream_to_the_client(door: Door) -> None:
+    door.bench.standins["a"].script.times = 1
+    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True, "temperature": 0, "max_tokens": 50})
+    chunks = events(answer.text)
+    assert said(chunks) == expected()
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    assert sum("role" in choice["delta"] for chunk in chunks for choice in chunk["choices"]) == 1
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_completion_is_passed_through(door: Door) -> None:
+    body = {"model": "standin", "prompt": "once upon a time", "max_tokens": 7}
+    answer = (await door.post("/v1/completions", body)).json()
+    assert answer["choices"][0]["text"] == "".join(Prompt(body).words(7))
+    streamed = await door.post("/v1/completions", {**body, "stream": True})
+    texts = [choice["text"] for chunk in events(streamed.text) for choice in chunk["choices"]]
+    assert "".join(texts) == answer["choices"][0]["text"]
+
+
+async def test_every_other_door_works_too(door: Door) -> None:
+    anthropic = (await door.post("/v1/messages", {**CHAT, "max_tokens": 60})).json()
+    assert anthropic["content"] == [{"type": "text", "text": expected()}]
+    assert anthropic["usage"]["output_tokens"] == 50
+    native = (await door.post("/client/v4/accounts/acme/ai/run/standin", {"messages": CHAT["messages"]})).json()
+    assert native["result"]["response"] == expected()
+    responses = (await door.post("/v1/responses", {"model": "standin", "input": LONG, "store": False})).json()
+    assert responses["output"][0]["content"][0]["text"] == expected()
+    enveloped = await door.post("/client/v4/accounts/acme/ai/v1/chat/completions", {**CHAT, "stream": True})
+    assert any(chunk.get("usage") for chunk in events(enveloped.text))
+    assert len(await door.bench.rows()) == 4
+    assert await door.bench.idle()
+
+
+async def test_the_models_are_listed(door: Door) -> None:
+    rows = (await door.client.get("/v1/models")).json()["data"]
+    assert [row["id"] for row in rows] == ["standin"]
+    assert (await door.client.get("/v1/models/STANDIN")).json()["id"] == "standin"
+    assert (await door.post("/v1/chat/completions", {**CHAT, "model": "nobody"})).status_code == 404
+
+
+async def test_a_session_id_of_a_megabyte_is_harmless(door: Door) -> None:
+    answer = await door.post("/v1/chat/completions", CHAT, **{"x-session-affinity": "s" * (1 << 20)})
+    assert answer.status_code == 200

@@ -1,0 +1,175 @@
+"""Streams on their way through: whole lines, untouched but for the usage."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.balancer.adapters.sse import MAX_LINE_BYTES, StreamEditor, StreamError, TooLong
+from emberline.balancer.adapters.usage import cached_of, read_usage, usage_objects, write_cached
+
+USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "total_tokens": 103}
+
+
+def event(body: object, gap: str = " ") -> bytes:
+    return f"data:{gap}{json.dumps(body)}\n\n".encode()
+
+
+def chunk(text: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"id": "x", "choices": [] if text is None else [{"index": 0, "delta": {"content": text}}], **more}
+
+
+def run(
+    stream: bytes, sizes: list[int] | None = None, cached: int | None = None, hides: bool = False
+) -> tuple[bytes, StreamEditor]:
+    editor = StreamEditor(hides_usage=hides)
+    editor.cached = cached
+    out, rest = b"", stream
+    for size in [*(sizes or []), len(stream) + 1]:
+        piece, rest = rest[:size], rest[size:]
+        if piece:
+            out += editor.edit(editor.whole(piece))
+    return out + editor.flush(), editor
+
+
+def events(stream: bytes) -> list[Any]:
+    lines = [line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:")]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+STREAM = event(chunk("Hél")) + b": ping\n\n" + event(chunk("lo"), "") + event(chunk(usage=USAGE)) + b"data: [DONE]\n\n"
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_pieces_cut_anywhere_give_the_same_stream(sizes: list[int]) -> None:
+    out, editor = run(STREAM, sizes)
+    assert out == STREAM
+    assert editor.ended
+    assert editor.usage is not None
+    assert editor.usage.prompt_tokens == 100
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(0, 200))
+def test_prefills_cached_tokens_are_put_in_however_it_is_cut(sizes: list[int], cached: int) -> None:
+    out, editor = run(STREAM, sizes, cached)
+    found = events(out)
+    assert found[-1]["usage"] == {**USAGE, "prompt_tokens_details": {"cached_tokens": min(cached, 100)}}
+    assert [found[0], found[1]] == [chunk("Hél"), chunk("lo")]
+    assert out.endswith(b"data: [DONE]\n\n")
+    assert b": ping\n\n" in out
+    assert editor.usage is not None
+    assert editor.usage.cached_tokens == min(cached, 100)
+
+
+def test_decodes_own_count_is_overwritten_and_its_other_details_kept() -> None:
+    stream = event(chunk(usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 99, "audio_tokens": 1}}))
+    out, _ = run(stream, cached=16)
+    assert events(out)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16, "audio_tokens": 1}
+
+
+def test_without_prefill_nothing_is_rewritten() -> None:
+    stream = event(chunk(usage={**USAGE, "prompt_tokens_details": {"cached_tokens": 99}}))
+    out, editor = run(stream)
+    assert out == stream
+    assert editor.usage is not None
+    assert editor.usage.cached_tokens == 99
+
+
+@pytest.mark.parametrize(
+    "line", [b"data: [DONE]", b"data:[DONE]", b"data: {broken", b"event: ping", b": comment", b"data: \xff\xfe"]
+)
+def test_what_is_no_json_passes_verbatim_even_unterminated(line: bytes) -> None:
+    for end in (b"\n\n", b"\r\n\r\n", b"\n", b""):
+        out, _ = run(event(chunk(usage=USAGE)) + line + end, cached=5)
+        assert out.endswith(line + end)
+
+
+def test_an_unterminated_usage_is_rewritten_too() -> None:
+    out, _ = run(event(chunk(usage=USAGE)).rstrip(), cached=7)
+    assert events(out)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+
+
+def test_the_word_usage_in_a_text_is_left_alone() -> None:
+    stream = event(chunk('they wrote "usage": {"prompt_tokens": 1}'))
+    out, editor = run(stream, cached=5)
+    assert out == stream
+    assert editor.usage is None
+
+
+def test_usage_that_nobody_asked_for_is_read_and_hidden() -> None:
+    out, editor = run(STREAM, hides=True)
+    assert events(out) == [chunk("Hél"), chunk("lo")]
+    assert out.endswith(b"data: [DONE]\n\n")
+    assert b"\n\n\n" not in out
+    assert editor.usage is not None
+    assert editor.usage.completion_tokens == 3
+
+
+def test_usage_on_every_chunk_is_hidden_and_the_text_kept() -> None:
+    out, _ = run(event(chunk("a", usage=USAGE)) + event(chunk("b", usage=None)), hides=True)
+    assert [item["choices"][0]["delta"]["content"] for item in events(out)] == ["a", "b"]
+    assert "usage" not in events(out)[0]
+
+
+def test_an_error_inside_the_stream_is_raised() -> None:
+    with pytest.raises(StreamError) as caught:
+        run(event(chunk("a")) + event({"error": {"message": "out of memory", "code": 500}}))
+    assert (caught.value.message, caught.value.code) == ("out of memory", 500)
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
+    editor = StreamEditor()
+    for _ in range(8):
+        editor.whole(b"x" * (MAX_LINE_BYTES // 8))
+    with pytest.raises(TooLong):
+        editor.whole(b"x")
+
+
+def test_anthropics_usage_counts_cached_tokens_apart() -> None:
+    start = {"type": "message_start", "message": {"usage": {"input_tokens": 100, "output_tokens": 1}}}
+    out, editor = run(b"event: message_start\n" + event(start), cached=32)
+    found = events(out)[0]["message"]["usage"]
+    assert found == {"input_tokens": 68, "cache_read_input_tokens": 32, "output_tokens": 1}
+    assert out.startswith(b"event: message_start\n")
+    assert editor.usage is not None
+    assert (editor.usage.prompt_tokens, editor.usage.cached_tokens) == (100, 32)
+
+
+def test_responses_usage_is_inside_the_response() -> None:
+    usage = {"input_tokens": 100, "output_tokens": 5, "total_tokens": 105}
+    out, editor = run(event({"type": "response.completed", "response": {"usage": usage}}), cached=48)
+    assert events(out)[0]["response"]["usage"] == {**usage, "input_tokens_details": {"cached_tokens": 48}}
+    assert editor.usage is not None
+    assert (editor.usage.prompt_tokens, editor.usage.cached_tokens, editor.usage.completion_tokens) == (100, 48, 5)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*USAGE, "prompt_tokens_details", "cached_tokens", "input_tokens", "usage", "message"]),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(anything, st.integers(0, 1 << 40))
+def test_no_usage_however_odd_breaks_the_books(answer: Any, cached: int) -> None:
+    for usage in usage_objects(answer):
+        write_cached(usage, cached)
+        read = read_usage(usage)
+        assert 0 <= read.cached_tokens <= read.prompt_tokens
+        assert 0 <= read.reasoning_tokens <= read.completion_tokens
+
+
+def test_cached_tokens_of_a_whole_answer() -> None:
+    usage = {**USAGE, "prompt_tokens_details": {"cached_tokens": 64}}
+    assert cached_of(json.dumps({"usage": usage}).encode()) == 64
+    assert cached_of(json.dumps({"usage": {**USAGE, "prompt_tokens_details": None}}).encode()) == 0
+    assert cached_of(b"{") == cached_of(b"[]") == 0

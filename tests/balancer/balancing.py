@@ -1,0 +1,80 @@
+"""A balancer over endpoints that exist in name only, for tests."""
+
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+from emberline.balancer.ask import Ask
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity, Endpoint
+from emberline.balancer.route import Route
+from emberline.balancer.settings import Settings
+from emberline.protocol.layout import BLOCK_TOKENS
+
+MODEL = "m"
+_ids = count()
+
+
+def endpoint(name: str, role: Any = "both", address: str = "") -> Endpoint:
+    return Endpoint(name=name, address=address or f"unix:/{name}", role=role, models=(MODEL,))
+
+
+def fleet(*roles: Any, max_running: int = 16, kv_tokens: int = 0, events: bool = True, **settings: Any) -> Balancer:
+    """Endpoints e0, e1, … with these roles, all there at time 0."""
+    balancer = Balancer(Settings(**settings))
+    for i, role in enumerate(roles):
+        capacity = Capacity(max_running=max_running, kv_tokens=kv_tokens, events=events)
+        balancer.join(endpoint(f"e{i}", role), capacity, 0.0)
+    return balancer
+
+
+def keys(*parts: tuple[str, int]) -> bytes:
+    """A chain of content keys: so many blocks of each named part, each key depending on all before it."""
+    chain, out = b"", []
+    for name, n in parts:
+        for i in range(n):
+            chain = blake2b(f"{name}/{i}".encode(), key=chain, digest_size=16).digest()
+            out.append(chain)
+    return b"".join(out)
+
+
+def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) -> Ask:
+    return Ask(
+        id=more.pop("id", f"r{next(_ids)}"),
+        account=account,
+        model=more.pop("model", MODEL),
+        model_version="v",
+        input_tokens=tokens or len(chain) // 16 * BLOCK_TOKENS + 1,
+        created_us=0,
+        keys=chain,
+        **more,
+    )
+
+
+def send(balancer: Balancer, wanted: Ask, now_s: float = 0.0) -> Route:
+    """Offer it; it must go at once."""
+    ticket = balancer.offer(wanted, now_s)
+    assert ticket in balancer.dispatch(now_s)
+    assert ticket.route is not None, ticket.error
+    return ticket.route
+
+
+def serve(balancer: Balancer, wanted: Ask, now_s: float = 0.0, took_s: float = 0.01, output_tokens: int = 10) -> Route:
+    """From its offer to its end, with the engine's KV events."""
+    route = send(balancer, wanted, now_s)
+    balancer.began(wanted.id, now_s + took_s)
+    for name in {route.decode, route.prefill} - {""}:
+        balancer.stored(name, wanted.keys, now_s + took_s)
+    balancer.ended(wanted.id, now_s + took_s, "finished", output_tokens)
+    return route
+
+
+def nothing_left(balancer: Balancer, now_s: float) -> bool:
+    """No request holds anything, anywhere."""
+    snapshot = balancer.snapshot(now_s)
+    return (
+        not balancer.open_ids
+        and not snapshot.charged
+        and not any(snapshot.waiting.values())
+        and all(worker.account.empty and not worker.held for worker in balancer._workers.values())
+    )

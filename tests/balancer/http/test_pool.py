@@ -1,0 +1,242 @@
+"""The upstream client against servers that behave, and servers that do not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import uvloop
+
+from emberline.balancer.http.address import Address, parse
+from emberline.balancer.http.exchange import Broken
+from emberline.balancer.http.pool import Pool
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+
+
+@pytest.fixture(scope="session", params=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    return uvloop.EventLoopPolicy() if request.param == "uvloop" else asyncio.DefaultEventLoopPolicy()
+
+
+class Server:
+    def __init__(self) -> None:
+        self.n_connections = 0
+        self.talk: Talk
+
+    async def start(self) -> Pool:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return Pool(Address("127.0.0.1", self._server.sockets[0].getsockname()[1], False, ""), key="secret")
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.n_connections += 1
+        try:
+            while await self.request(reader) is not None:
+                await self.talk(reader, writer)
+                if writer.is_closing():
+                    return
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def request(self, reader: asyncio.StreamReader) -> bytes | None:
+        try:
+            self.head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return None
+        length = int(self.head.lower().partition(b"content-length: ")[2].split(b"\r")[0] or 0)
+        self.body = await reader.readexactly(length)
+        return self.body
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def says(*pieces: bytes, close: bool = False, pause_s: float = 0.0) -> Talk:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        if close:
+            writer.close()
+
+    return talk
+
+
+async def whole(pool: Pool, body: bytes = b"{}") -> bytes:
+    exchange = await pool.post("/x", body, "id-1")
+    assert exchange.status == 200
+    return await exchange.read(1 << 20)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (HEAD + b"content-length: 5\r\n\r\nhello",),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",),
+        tuple(bytes([byte]) for byte in HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", HEAD + b"content-length: 5\r\n\r\nhello"),
+    ],
+)
+async def test_answers_in_every_shape_and_connections_are_kept(server: Server, pieces: tuple[bytes, ...]) -> None:
+    server.talk = says(*pieces)
+    pool = await server.start()
+    for _ in range(3):
+        assert await whole(pool, b"x" * 100_000) == b"hello"
+    assert server.n_connections == 1
+    assert b"authorization: Bearer secret\r\n" in server.head
+    assert b"x-request-id: id-1\r\n" in server.head
+    assert server.body == b"x" * 100_000
+    pool.close()
+
+
+async def test_an_answer_that_ends_with_its_connection(server: Server) -> None:
+    server.talk = says(HEAD + b"\r\nhel", b"lo", close=True)
+    pool = await server.start()
+    assert await whole(pool) == b"hello"
+    assert await whole(pool) == b"hello"
+    assert server.n_connections == 2
+    pool.close()
+
+
+async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: Server) -> None:
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if server.n_connections == 1 and server.body == b"second":
+            return writer.close()  # as a server whose keep-alive has just run out
+        writer.write(HEAD + b"content-length: 5\r\n\r\nhello")
+
+    server.talk = once
+    pool = await server.start()
+    assert await whole(pool) == b"hello"
+    assert await whole(pool, b"second") == b"hello"
+    assert server.n_connections == 2
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ((b"what is HTTP?\r\n\r\n",), "not HTTP"),
+        ((b"",), "closed the connection"),
+        ((HEAD + b"content-length: 50\r\n\r\nhello",), "closed the connection"),
+        ((HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\nhel",), "closed the connection"),
+        ((HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\nhello",), "not HTTP"),
+        ((b"HTTP/1.1 200 OK\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(500)) + b"\r\n",), "headers"),
+        ((b"HTTP/1.1 200 OK\r\nh: " + b"x" * 100_000 + b"\r\n\r\n",), "headers|not HTTP"),
+    ],
+)
+async def test_a_server_that_does_not_speak_http_is_told_apart(
+    server: Server, pieces: tuple[bytes, ...], reason: str
+) -> None:
+    server.talk = says(*pieces, close=True)
+    pool = await server.start()
+    with pytest.raises(Broken, match=reason):
+        await whole(pool)
+    pool.close()
+
+
+async def test_a_cut_stream_gives_what_came_before_the_cut(server: Server) -> None:
+    server.talk = says(HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n", close=True, pause_s=0.05)
+    pool = await server.start()
+    exchange = await pool.post("/x", b"{}")
+    assert await exchange.piece() == b"hello"
+    with pytest.raises(Broken):
+        await exchange.piece()
+    pool.close()
+
+
+async def test_silence_is_bounded(server: Server) -> None:
+    server.talk = says(pause_s=0.0)
+    pool = await server.start()
+    with pytest.raises(Broken, match="silent"):
+        await pool.post("/x", b"{}", silent_s=0.1)
+    with pytest.raises(Broken, match="within"):
+        await pool.get("/health", 0.1)
+    assert pool.n_connections <= 2
+    pool.close()
+
+
+async def test_closing_an_exchange_early_closes_its_connection(server: Server) -> None:
+    closed = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        assert await reader.read() == b""
+        closed.set()
+        writer.close()
+
+    server.talk = endless
+    pool = await server.start()
+    exchange = await pool.post("/x", b"{}")
+    exchange.close()
+    async with asyncio.timeout(2):
+        await closed.wait()
+    pool.close()
+
+
+async def test_a_slow_reader_makes_the_server_wait(server: Server) -> None:
+    sent = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(400):
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+            sent += 1
+        writer.write(b"0\r\n\r\n")
+
+    server.talk = flood
+    pool = await server.start()
+    exchange = await pool.post("/x", b"{}")
+    await asyncio.sleep(0.3)
+    assert sent < 400
+    assert len(await exchange.read(64 << 20)) == 400 * 65536
+    pool.close()
+
+
+async def test_too_large_an_answer_is_broken_off(server: Server) -> None:
+    server.talk = says(HEAD + b"content-length: 3000000\r\n\r\n" + b"x" * 3_000_000)
+    pool = await server.start()
+    exchange = await pool.post("/x", b"{}")
+    with pytest.raises(Broken, match="larger"):
+        await exchange.read(1 << 20)
+    pool.close()
+
+
+async def test_nobody_there() -> None:
+    pool = Pool(Address("127.0.0.1", 1, False, ""))
+    with pytest.raises(Broken, match="no connection"):
+        await pool.post("/x", b"{}")
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "header", "path"),
+    [
+        ("http://a:8000", "a", 8000, "a:8000", ""),
+        ("http://a/v1/", "a", 80, "a", ""),
+        ("https://a.example/base/v1", "a.example", 443, "a.example", "/base"),
+        ("http://[::1]:9", "::1", 9, "[::1]:9", ""),
+    ],
+)
+def test_urls(url: str, host: str, port: int, header: str, path: str) -> None:
+    found = parse(url)
+    assert (found.host, found.port, found.host_header, found.path) == (host, port, header, path)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a:8000", "ftp://a", "http://", "http://u:p@a", "http://a?x=1", "http://a:99999", "http://a/ b"]
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        parse(url)

@@ -1,0 +1,198 @@
+"""Whatever happens in whatever order: every ticket ends once, and what was charged is given back."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from emberline.balancer.balancer import ORPHAN_RUNNING_S
+from emberline.balancer.endpoint import Capacity
+from emberline.balancer.ticket import Ticket
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.frames import EngineLoad
+from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left
+
+NAMES = ["e0", "e1", "e2", "e3"]
+CHAINS = [keys(("system", 20), (f"s{i}", 30 * i)) for i in range(4)]
+SOME = st.integers(0, 9)
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        roles=st.sampled_from([("both",) * 4, ("prefill", "decode", "decode", "both"), ("prefill",) * 2 + ("decode",) * 2]),
+        policy=st.sampled_from(["sticky", "sticky", "affinity", "prefix", "least_loaded"]),
+        events=st.booleans(),
+    )
+    def begin(self, roles: tuple[str, ...], policy: str, events: bool) -> None:
+        self.roles = roles
+        self.capacity = Capacity(max_running=2, kv_tokens=4000, events=events)
+        self.balancer = fleet(
+            *roles, max_running=2, kv_tokens=4000, events=events, policy=policy, max_waiting=3, ahead_s=0.05
+        )
+        self.now_s = 0.0
+        self.waiting: dict[str, Ticket] = {}
+        self.running: dict[str, Ticket] = {}
+        self.handed_out: set[Ticket] = set()
+        self.gone: set[str] = set()
+        self.n = 0
+
+    def pick(self, number: int, of: dict[str, Ticket]) -> str:
+        return list(of)[number % len(of)] if of else "nobody"
+
+    def pump(self) -> None:
+        for ticket in self.balancer.dispatch(self.now_s):
+            assert ticket not in self.handed_out
+            self.handed_out.add(ticket)
+            assert (ticket.route is None) != (ticket.error is None)
+            assert self.waiting.pop(ticket.ask.id) is ticket
+            if ticket.route is not None:
+                self.running[ticket.ask.id] = ticket
+                for name in {ticket.route.decode, ticket.route.prefill} - {""}:
+                    assert name not in self.gone
+
+    @rule(chain=st.sampled_from(CHAINS), tenant=SOME, priority=st.sampled_from(["priority", "default", "flex"]), mood=SOME)
+    def offer(self, chain: bytes, tenant: int, priority: str, mood: int) -> None:
+        self.n += 1
+        wanted = ask(
+            chain,
+            id=f"q{self.n}",
+            account=f"t{tenant % 3}",
+            priority=priority,
+            n=1 + (mood == 1),
+            reject_if_busy=mood == 2,
+            deadline_s=1.0 if mood == 3 else None,
+            wait_s=2.0 if mood > 5 else 0.0,
+            affinity="x" if mood == 4 else None,
+        )
+        try:
+            self.waiting[wanted.id] = self.balancer.offer(wanted, self.now_s)
+        except EmberlineError:
+            assert wanted.id not in self.balancer.open_ids
+        self.pump()
+
+    @rule(which=SOME)
+    def again(self, which: int) -> None:
+        """Its engine is lost: it asks for another."""
+        if (request_id := self.pick(which, self.running)) == "nobody":
+            return
+        before = self.running.pop(request_id)
+        assert before.route is not None
+        wanted = ask(before.ask.keys, id=request_id, account=before.ask.account, lost=(before.route.decode,), wait_s=1.0)
+        try:
+            self.waiting[request_id] = self.balancer.offer(wanted, self.now_s)
+        except EmberlineError:
+            assert request_id not in self.balancer.open_ids
+        self.pump()
+
+    @rule(which=SOME, cached=st.none() | st.integers(0, 400))
+    def began(self, which: int, cached: int | None) -> None:
+        self.balancer.began(self.pick(which, self.running), self.now_s, cached)
+        self.pump()
+
+    @rule(which=SOME)
+    def prefilled(self, which: int) -> None:
+        self.balancer.prefilled(self.pick(which, self.running), self.now_s)
+        self.pump()
+
+    @rule(which=SOME, n=st.integers(1, 30))
+    def progress(self, which: int, n: int) -> None:
+        self.balancer.progress(self.pick(which, self.running), n, self.now_s)
+
+    @rule(which=SOME, queued=st.booleans(), outcome=st.sampled_from(["finished", "cancelled", "client_error", "engine_failed"]))
+    def ended(self, which: int, queued: bool, outcome: str) -> None:
+        of = self.waiting if queued else self.running
+        request_id = self.pick(which, of)
+        for _ in range(2):  # twice changes nothing
+            self.balancer.ended(request_id, self.now_s, outcome, 40)  # type: ignore[arg-type]
+        of.pop(request_id, None)
+        assert request_id not in self.balancer.open_ids
+        self.pump()
+
+    @rule(name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS))
+    def batch(self, name: str, chain: bytes) -> None:
+        self.n += 1
+        wanted = ask(chain, id=f"q{self.n}", engine=name, priority="batch")
+        try:
+            route = self.balancer.place(wanted, self.now_s)
+        except EmberlineError:
+            return
+        ticket = Ticket(wanted, self.balancer._tenants.enter("t0"), 0.0, 0.0)
+        self.balancer._tenants.leave(ticket.tenant)
+        ticket.route = route
+        self.running[wanted.id] = ticket
+
+    @rule(name=st.sampled_from(NAMES), how=st.sampled_from(["down", "leave", "drain"]))
+    def lose(self, name: str, how: str) -> None:
+        getattr(self.balancer, how)(name, self.now_s)
+        self.gone.add(name)
+        self.pump()
+
+    @rule(name=st.sampled_from(NAMES))
+    def join(self, name: str) -> None:
+        self.gone.discard(name)
+        self.balancer.join(endpoint(name, self.roles[NAMES.index(name)]), self.capacity, self.now_s)
+        self.pump()
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        running=st.integers(-1, 4),
+        waiting=st.integers(0, 2),
+        tokens=st.sampled_from([0, 500, 5000, -1, 1 << 50]),
+    )
+    def report(self, name: str, running: int, waiting: int, tokens: int) -> None:
+        load = EngineLoad(running=running, waiting=waiting, waiting_tokens=tokens, steps=self.n)
+        self.balancer.report(name, load, self.now_s)
+        self.pump()
+
+    @rule(name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS), what=st.sampled_from(["stored", "removed", "whole"]))
+    def cached(self, name: str, chain: bytes, what: str) -> None:
+        getattr(self.balancer, what)(name, chain, self.now_s)
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 3.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.pump()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert self.balancer.open_ids == set(self.waiting) | set(self.running)
+        assert len(self.balancer._waiting) == len(self.waiting)
+        held = [ticket for worker in self.balancer._workers.values() for ticket in worker.held]
+        assert len(held) + len(self.balancer._waiting._anywhere) == len(self.waiting)
+
+    @invariant()
+    def an_endpoint_is_charged_what_is_on_it(self) -> None:
+        for worker in self.balancer._workers.values():
+            account = worker.account
+            charges = [self.balancer._ledger.get(request_id) for request_id in self.running]
+            mine = [c for c in charges if c and c.decode is worker and c.incarnations[0] == worker.incarnation]
+            assert account.active == sum(charge.n for charge in mine)
+            assert account.decode_tokens == sum(c.total_tokens * c.n + c.emitted for c in mine)
+            assert account.prefill_tokens == sum(charge.uncached_tokens for charge in account.pending.values())
+            if not worker.connected:
+                assert account.empty
+        assert all(tenant.n_open >= 0 for tenant in self.balancer._tenants)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "balancer"):
+            return
+        for request_id in [*self.waiting, *self.running]:
+            self.balancer.ended(request_id, self.now_s, "cancelled")
+        assert nothing_left(self.balancer, self.now_s)
+        assert self.balancer.dispatch(self.now_s + 1) == []
+
+
+Life.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLife = Life.TestCase
+
+
+def test_a_request_that_nobody_ends_is_written_off() -> None:
+    balancer = fleet("both")
+    silent, running = ask(tokens=100), ask(tokens=100)
+    for wanted in (silent, running):
+        balancer.offer(wanted, 0.0)
+    assert len(balancer.dispatch(0.0)) == 2
+    balancer.began(running.id, 1.0)
+    balancer.dispatch(400.0)
+    assert balancer.open_ids == {running.id}
+    balancer.dispatch(ORPHAN_RUNNING_S + 2.0)
+    assert nothing_left(balancer, ORPHAN_RUNNING_S + 2.0)

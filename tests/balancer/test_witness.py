@@ -1,0 +1,132 @@
+"""Reports correct our own account; they do not replace it."""
+
+import pytest
+
+from emberline.balancer.witness import DISTRUST_S, MOST_S, implausible
+from emberline.protocol.frames import EngineLoad
+from tests.balancer.balancing import ask, fleet, keys, send, serve
+
+
+def busy(n: int, tokens: int, **more: int) -> EngineLoad:
+    return EngineLoad(running=n, waiting_tokens=tokens, kv_used_blocks=1, kv_total_blocks=9, **more)
+
+
+def wait_s(balancer, name: str, now_s: float) -> float:  # type: ignore[no-untyped-def]
+    return next(worker.wait_s for worker in balancer.snapshot(now_s).workers if worker.name == name)
+
+
+def test_what_we_sent_does_not_count_twice() -> None:
+    balancer = fleet("both")
+    send(balancer, ask(tokens=20_000), 0.0)
+    alone_s = wait_s(balancer, "e0", 0.0)
+    balancer.report("e0", EngineLoad(), 0.01)  # had not heard of it
+    assert wait_s(balancer, "e0", 0.01) == alone_s
+    balancer.report("e0", busy(1, 20_000), 1.0)  # has
+    assert wait_s(balancer, "e0", 1.0) == alone_s
+
+
+def test_the_work_of_other_cores_counts_and_is_worked_off() -> None:
+    balancer = fleet("both", "both")
+    balancer.report("e0", busy(2, 200_000), 0.0)
+    there_s = wait_s(balancer, "e0", 0.0)
+    assert there_s > 5
+    assert wait_s(balancer, "e0", 2.0) == pytest.approx(there_s - 2)
+    assert send(balancer, ask(tokens=100), 0.0).decode == "e1"
+    balancer.report("e0", busy(0, 0), 3.0)
+    assert wait_s(balancer, "e0", 3.0) == 0
+
+
+def test_progress_on_the_first_prompt_counts_and_ends_with_it() -> None:
+    balancer = fleet("both", ahead_s=1e9)
+    first, second = ask(tokens=30_000), ask(tokens=30_000)
+    send(balancer, first, 0.0)
+    send(balancer, second, 0.0)
+    whole_s = wait_s(balancer, "e0", 0.0)
+    balancer.report("e0", busy(2, 40_000), 1.0)
+    assert wait_s(balancer, "e0", 1.0) == pytest.approx(whole_s * 2 / 3)
+    before = balancer._workers["e0"].account.work_us
+    balancer.began(first.id, 2.0)
+    worker = balancer._workers["e0"]
+    assert worker.account.work_us == before // 2
+    assert worker.witness.done_tokens == 0
+
+
+def test_a_report_takes_off_no_more_than_the_prompt_that_is_computed() -> None:
+    balancer = fleet("both", ahead_s=1e9)
+    for _ in range(4):
+        send(balancer, ask(tokens=10_000), 0.0)
+    whole_s = wait_s(balancer, "e0", 0.0)
+    balancer.report("e0", busy(4, 0), 1.0)  # "all done": not before it has answered
+    assert wait_s(balancer, "e0", 1.0) == pytest.approx(whole_s * 3 / 4)
+
+
+def test_one_that_stays_at_zero_with_prompts_of_ours_is_not_believed() -> None:
+    balancer = fleet("both", ahead_s=1e9)
+    send(balancer, ask(tokens=10_000), 0.0)
+    whole_s = wait_s(balancer, "e0", 0.0)
+    for tenth in range(1, 60):
+        balancer.report("e0", EngineLoad(), tenth / 10)
+    [worker] = balancer.snapshot(6.0).workers
+    assert worker.lies > 0
+    assert "no work" in worker.problem
+    assert worker.wait_s == whole_s  # our own account alone
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        EngineLoad(running=-1),
+        EngineLoad(running=1, waiting_tokens=-5),
+        EngineLoad(running=1 << 40),
+        EngineLoad(running=1, waiting_tokens=1 << 60),
+        EngineLoad(waiting_tokens=100_000_000),
+        EngineLoad(kv_used_blocks=5, kv_total_blocks=4),
+        EngineLoad(utilisation=float("nan")),
+        EngineLoad(utilisation=7.0),
+        EngineLoad(steps=-3),
+    ],
+)
+def test_what_cannot_be_is_contained_and_seen(lie: EngineLoad) -> None:
+    assert implausible(lie)
+    balancer = fleet("both")
+    send(balancer, ask(tokens=1000), 0.0)
+    before_s = wait_s(balancer, "e0", 0.0)
+    balancer.report("e0", lie, 1.0)
+    [worker] = balancer.snapshot(1.0).workers
+    assert worker.lies == 1
+    assert worker.problem
+    assert worker.wait_s == before_s
+    balancer.report("e0", busy(9, 500_000), 2.0)  # in doubt for a while, whatever it says
+    assert wait_s(balancer, "e0", 2.0) == before_s
+    balancer.report("e0", busy(9, 500_000), 2.0 + DISTRUST_S)
+    assert wait_s(balancer, "e0", 2.0 + DISTRUST_S) > before_s
+
+
+def test_a_boaster_harms_only_itself_and_not_for_ever() -> None:
+    balancer = fleet("both", "both")
+    balancer.report("e0", busy(1000, 10_000_000_000), 0.0)
+    assert wait_s(balancer, "e0", 0.0) <= MOST_S
+    assert {serve(balancer, ask(tokens=10), 1.0 + i).decode for i in range(20)} == {"e1"}
+    assert {serve(balancer, ask(tokens=10), 70.0 + i).decode for i in range(20)} == {"e0", "e1"}
+
+
+def test_one_that_denies_its_load_does_not_attract_all() -> None:
+    """Two endpoints, one honest, one that always says it is idle: our own account keeps the balance."""
+    balancer = fleet("both", "both", ahead_s=1e9, max_running=64)
+    sent = {"e0": 0, "e1": 0}
+    for i in range(40):
+        now_s = i / 10
+        balancer.report("e0", EngineLoad(), now_s)
+        account = balancer._workers["e1"].account
+        balancer.report("e1", busy(account.active, account.prefill_tokens), now_s)
+        sent[send(balancer, ask(keys((f"k{i}", 100))), now_s).decode] += 1
+    assert 15 <= sent["e0"] <= 25
+
+
+def test_a_prefill_endpoint_is_not_taken_to_have_the_work_of_others() -> None:
+    balancer = fleet("prefill", "decode", ahead_s=1e9)
+    assert send(balancer, ask(tokens=20_000), 0.0).prefill == "e0"
+    before_s = wait_s(balancer, "e0", 0.0)
+    balancer.report("e0", busy(1, 20_000), 1.0)
+    assert wait_s(balancer, "e0", 1.0) == before_s
+    assert balancer.snapshot(1.0).workers[0].foreign_active == 0

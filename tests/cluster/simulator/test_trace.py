@@ -1,0 +1,127 @@
+"""Traces: what the readers make of rows, and that made-up traffic has the shape it claims."""
+
+import gzip
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from emberline.cluster.simulator import generator
+from emberline.cluster.simulator.trace import Segments, Trace, Turn, runs_of
+from emberline.cluster.simulator.traces import open_trace
+from emberline.protocol.errors import BadInput
+
+CHATS = [
+    {"timestamp": 0, "input_length": 1500, "output_length": 10, "hash_ids": [0, 1, 2]},
+    {"timestamp": 1000, "input_length": 2000, "output_length": 10, "hash_ids": [0, 1, 3, 4]},
+    {"timestamp": 2500, "input_length": 600, "output_length": 0, "hash_ids": [0, 9]},
+    {"timestamp": 3000, "input_length": 9000, "output_length": 10, "hash_ids": list(range(20, 38))},
+]
+AGENT = {
+    "id": "a",
+    "block_size": 64,
+    "tool_tokens": 128,
+    "system_tokens": 70,
+    "requests": [
+        {"t": 0.0, "type": "n", "in": 640, "out": 20, "h": [[1, 10]], "think_time": 0.0, "api_time": 2.0},
+        {"t": 3.0, "type": "subagent", "requests": [{"t": 0.0, "in": 128, "out": 5, "h": [[50, 2]], "api_time": 1.0}]},
+        {"t": 12.0, "type": "n", "in": 768, "out": 30, "h": [[1, 9], [11, 3]], "think_time": 10.0, "api_time": 2.0},
+        {"t": 99.0, "type": "n", "in": 99_000, "out": 30, "h": [[1, 9], [11, 1538]], "think_time": 10.0},
+    ],
+}
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> str:
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def blocks(turn: Turn) -> int:
+    return sum(turn.lengths)
+
+
+def test_runs() -> None:
+    assert runs_of([4, 5, 6, 9, 2, 3]) == [(4, 3), (9, 1), (2, 2)]
+    assert runs_of([]) == []
+
+
+def test_segments_part_where_prompts_do() -> None:
+    prompts = [[(0, 10)], [(0, 6), (20, 3)], [(0, 10), (30, 2)]]
+    segments = Segments(prompts)
+    paths = [segments.path(runs) for runs in prompts]
+    assert [lengths for _, lengths in paths] == [(6, 4), (6, 3), (6, 4, 2)]
+    assert paths[0][0] == paths[2][0][:2]
+    assert paths[0][0][0] == paths[1][0][0]
+
+
+def test_chats_keep_their_arrivals_and_share_blocks(tmp_path: Path) -> None:
+    trace = open_trace(write(tmp_path / "chat.jsonl.gz", CHATS), 1, 8192)
+    assert (trace.shared, trace.block_tokens, trace.n_turns, trace.left_out) == (True, 512, 3, 1)
+    first, second, third = (session.turns[0] for session in trace.sessions)
+    assert [session.start_s for session in trace.sessions] == [0.0, 1.0, 2.5]
+    assert [blocks(turn) for turn in (first, second, third)] == [3, 4, 2]
+    assert first.path[:2] == second.path[:2]
+    assert first.path[2] != second.path[2]
+    assert third.n_output == 1  # a reply has a token at least
+
+
+def test_agents_share_what_tools_and_system_take_and_end_where_they_outgrow(tmp_path: Path) -> None:
+    trace = open_trace(write(tmp_path / "agents.jsonl.gz", [AGENT, {**AGENT, "id": "b"}]), 1, 8192)
+    assert (trace.shared, trace.block_tokens, len(trace.sessions), trace.left_out) == (False, 64, 2, 2)
+    session = trace.sessions[0]
+    assert session.common == (0, 1)
+    assert [turn.beside for turn in session.turns] == [False, True, False]
+    assert session.turns[0].lengths[0] == (128 + 70) // 64
+    assert [turn.wait_s for turn in session.turns] == [0.0, 1.0, 10.0]
+    assert session.ages == (0.0, 3.0, 12.0)
+
+
+def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="agents, chats"):
+        open_trace(str(tmp_path / "none"), 1, 8192)
+    with pytest.raises(BadInput, match="neither"):
+        open_trace(write(tmp_path / "a.jsonl.gz", [{"a": 1}]), 1, 8192)
+    with pytest.raises(BadInput, match="no request that fits"):
+        open_trace(write(tmp_path / "b.jsonl.gz", CHATS), 1, 500)
+    with pytest.raises(BadInput, match="512"):
+        open_trace(write(tmp_path / "c.jsonl.gz", [{**CHATS[0], "hash_ids": [1]}]), 1, 8192)
+    (tmp_path / "d.jsonl.gz").write_bytes(b"{}")
+    with pytest.raises(BadInput, match="gzip"):
+        open_trace(str(tmp_path / "d.jsonl.gz"), 1, 8192)
+
+
+def ideal(turns: list[Turn]) -> float:
+    known: set[int] = set()
+    n_known = 0
+    for turn in turns:
+        for segment, length in zip(turn.path, turn.lengths):
+            if segment not in known:
+                break
+            n_known += length
+        known.update(turn.path)
+    return n_known / sum(map(blocks, turns))
+
+
+def turns_of(trace: Trace) -> list[Turn]:
+    return [turn for session in trace.sessions for turn in session.turns]
+
+
+def test_made_up_agents_look_like_agents() -> None:
+    trace = generator.agents(7, 262_144, n_sessions=60)
+    turns = turns_of(trace)
+    assert 60_000 < median(turn.n_prompt for turn in turns) < 150_000
+    assert 150 < median(turn.n_output for turn in turns) < 300
+    assert 25 < median(len(session.turns) for session in trace.sessions) < 65
+    assert 5 < median(turn.wait_s for turn in turns) < 15
+    assert 0.9 < sum(ideal(list(session.turns)) for session in trace.sessions) / len(trace.sessions) < 0.99
+
+
+def test_made_up_chats_look_like_chats() -> None:
+    trace = generator.chats(7, 131_072)
+    turns = turns_of(trace)
+    assert 5_000 < median(turn.n_prompt for turn in turns) < 9_000
+    assert 250 < median(turn.n_output for turn in turns) < 400
+    assert 0.3 < ideal(turns) < 0.45
+    assert len(trace.sessions) / max(session.start_s for session in trace.sessions) == pytest.approx(3.4, rel=0.05)

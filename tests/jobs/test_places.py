@@ -1,0 +1,93 @@
+"""What a batch's status says of its wait: from the first line that ended, and whatever was before."""
+
+from pathlib import Path
+
+import pytest
+
+from emberline.jobs.line import Lease
+from emberline.jobs.queue import Queue
+from emberline.store import Database
+from tests.databases import Place
+from tests.jobs.queues import MODEL, Time, answer, lines, make_queue, new
+
+
+@pytest.fixture
+async def store(database: Place):  # type: ignore[no-untyped-def]
+    store = await database.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def time(store: Database) -> Time:
+    return Time(store)
+
+
+@pytest.fixture
+async def queue(store: Database, tmp_path: Path, time: Time):  # type: ignore[no-untyped-def]
+    queue = make_queue(store, tmp_path, lease_s=3600.0)
+    yield queue
+    await queue.close()
+
+
+async def work(queue: Queue, time: Time, n_running: int, line_s: float, rounds: int) -> list[Lease]:
+    """So many lines at once, each for so long, over and over; those that run at the end."""
+    leases = await queue.claim("w", MODEL, n_running)
+    for _ in range(rounds):
+        time.pass_s(line_s)
+        for lease in leases:
+            assert await queue.complete(lease, answer())
+        leases = await queue.claim("w", MODEL, n_running)
+    return leases
+
+
+@pytest.mark.parametrize("second", [0, 7, 58])
+async def test_the_estimate_is_right_from_the_first_line_on(queue: Queue, time: Time, second: int) -> None:
+    """Whenever in a minute of the clock it begins."""
+    time.us = (time.us // 60_000_000) * 60_000_000 + second * 1_000_000
+    batch = await queue.submit(new(), lines(100))
+    assert (await queue.place(batch)).eta_s is None
+    await work(queue, time, n_running=4, line_s=2.0, rounds=1)
+    batch = await queue.batch(batch.account, batch.id)
+    place = await queue.place(batch)
+    assert (place.running, place.rate_per_s) == (True, pytest.approx(2.0))
+    assert place.eta_s == pytest.approx(48.0)
+
+
+async def test_idle_time_before_does_not_slow_it_down(queue: Queue, time: Time) -> None:
+    first = await queue.submit(new(), lines(4))
+    await work(queue, time, n_running=4, line_s=2.0, rounds=1)
+    assert (await queue.batch(first.account, first.id)).ended
+    time.pass_s(8 * 60)
+    batch = await queue.submit(new(), lines(40))
+    await queue.claim("w", MODEL, 4)
+    place = await queue.place(batch)
+    assert place.eta_s == pytest.approx(20.0), "known at once from what came before"
+
+
+async def test_a_few_long_lines(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(), lines(10))
+    await work(queue, time, n_running=2, line_s=90.0, rounds=2)
+    batch = await queue.batch(batch.account, batch.id)
+    assert (await queue.place(batch)).eta_s == pytest.approx(6 / 2 * 90.0)
+
+
+async def test_lines_that_never_ran_tell_nothing(queue: Queue, time: Time) -> None:
+    batch = await queue.submit(new(), lines(10))
+    await queue.cancel_line(batch.account, batch.id, 3)
+    batch = await queue.batch(batch.account, batch.id)
+    place = await queue.place(batch)
+    assert (place.position, place.running, place.eta_s) == (0, False, None)
+
+
+async def test_usage_of_a_batch_has_its_parts(queue: Queue) -> None:
+    from emberline.protocol.answer import Answer, Choice, Said
+    from emberline.protocol.events import Usage
+
+    batch = await queue.submit(new(), lines(3))
+    for lease in await queue.claim("w", MODEL, 3):
+        used = Usage(prompt_tokens=10, completion_tokens=5, reasoning_tokens=2, cached_by_tier={"device": 6, "host": 1})
+        assert await queue.complete(lease, Answer([Choice([Said("x")])], used))
+    batch = await queue.batch(batch.account, batch.id)
+    assert (batch.input_tokens, batch.cached_tokens) == (30, 21)
+    assert (batch.output_tokens, batch.reasoning_tokens) == (15, 6)

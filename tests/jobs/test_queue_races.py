@@ -1,0 +1,177 @@
+"""Two transactions at once: what one decides must hold although the other changes the line it looks at."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.jobs.batch import Batch
+from emberline.jobs.line import Outcome
+from emberline.jobs.loading import add, encode, release, start
+from emberline.jobs.queue import Queue
+from emberline.jobs.settling import settle
+from emberline.store import Database, Work
+from tests.databases import Place
+from tests.jobs.queues import MODEL, audit, line, lines, make_queue, new
+
+ROUNDS = 12
+LEFT = "SELECT number, state, stopping FROM lines WHERE batch_id = ? AND (state <> 'leased' OR stopping = 0)"
+
+
+@pytest.fixture
+async def store(database: Place) -> AsyncIterator[Database]:
+    store = await database.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def queue(store: Database, tmp_path: Path) -> AsyncIterator[Queue]:
+    queue = make_queue(store, tmp_path)  # no sweeper mends what a call left undone
+    yield queue
+    await queue.close()
+    await audit(store)
+
+
+@contextlib.asynccontextmanager
+async def over_and_over(act: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """While the body runs, somebody else does this."""
+
+    async def forever() -> None:
+        while True:
+            await act()
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(forever())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def waiting(store: Database, batch: Batch) -> list[Any]:
+    """Lines that may still run although nobody would tell their worker to stop."""
+    rows = await store.read(LEFT, (batch.id,))
+    return [row for row in rows if row[1] in ("held", "queued", "leased")]
+
+
+async def test_a_sign_of_life_does_not_keep_the_lines_of_one_known_to_be_dead(queue: Queue) -> None:
+    """What a process wrote to its socket before it was killed, the database may carry out afterwards."""
+    async with over_and_over(lambda: queue.heartbeat("dead", [])):
+        for i in range(ROUNDS):
+            batch = await queue.submit(new(), lines(3))
+            assert len(await queue.claim("dead", MODEL, 3)) == 3
+            await queue.bury("dead")
+            assert [item.state for item in await queue.lines(batch.id)] == ["queued"] * 3, i
+            await queue.cancel("a", batch.id)
+
+
+async def test_a_batch_that_is_cancelled_while_its_lines_come_and_go(
+    queue: Queue, database: Place, store: Database, tmp_path: Path
+) -> None:
+    other_store = await database.open()
+    other = make_queue(other_store, tmp_path)
+
+    async def take_and_give_back() -> None:
+        await other.release(await other.claim("w", MODEL, 8))
+
+    async with over_and_over(take_and_give_back):
+        for i in range(ROUNDS):
+            batch = await queue.submit(new(), lines(40))
+            await asyncio.sleep(0.003 * i)
+            await queue.cancel("a", batch.id)
+            assert await waiting(store, batch) == [], i
+    await other.leave("w")
+    ended = await queue.batch("a", batch.id)
+    assert (ended.status, ended.counts.cancelled) == ("cancelled", 40)
+    await other.close()
+    await other_store.close()
+
+
+class Paused:
+    """A transaction on a connection of its own that has done its work and does not commit yet."""
+
+    def __init__(self, connection: Any, work: Work[Any]) -> None:
+        self._connection = connection
+        self._transaction = connection.transaction()
+        self._work = work
+
+    async def __aenter__(self) -> "Paused":
+        from emberline.store.postgres import _rows
+
+        await self._transaction.start()
+        rows: Any = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                rows = await _rows(self._connection, self._work.send(rows))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._transaction.commit()
+
+
+@pytest.fixture
+async def connection(database: Place) -> AsyncIterator[Any]:
+    if database.kind != "postgres":
+        pytest.skip("SQLite has one writer")
+    import asyncpg
+
+    connection = await asyncpg.connect(database.where)
+    yield connection
+    await connection.close()
+
+
+async def blocked(connection: Any) -> None:
+    """Until somebody waits for a lock that this connection holds."""
+    pid = await connection.fetchval("SELECT pg_backend_pid()")
+    look = "SELECT COUNT(*) FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))"
+    async with asyncio.timeout(10):
+        while not await connection.fetchval(look, pid):
+            await asyncio.sleep(0.01)
+
+
+async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Database, connection: Any) -> None:
+    file = await queue.files.add("a", "in.jsonl", "batch", b"two\nlines")
+    batch = await queue.create(new(input_file_id=file.id))
+    loading = await queue.take_validating("loader")
+    assert loading is not None
+    load = queue._load_of(loading)
+    encoded = await encode(batch.id, 0, lines(2), queue.blobs, queue.limits)
+    await store.run(lambda: add(load, encoded))
+    await store.run(lambda: start(load, queue.limits))
+    async with Paused(connection, release(batch.id, "a", 0, 2)):
+        cancelling = asyncio.create_task(queue.cancel("a", batch.id))
+        await blocked(connection)
+    assert (await cancelling).status == "cancelled"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: Any, whole: bool) -> None:
+    batch = await queue.submit(new(), [line(0)])
+    (lease,) = await queue.claim("w", MODEL, 1)
+    back = Outcome(key=lease.key, epoch=lease.epoch, owner="w", state="queued", attempts=-1)
+    async with Paused(connection, settle([back], queue.now_us(), queue.limits)):
+        stop = queue.cancel("a", batch.id) if whole else queue.cancel_line("a", batch.id, 0)
+        cancelling = asyncio.ensure_future(stop)
+        await blocked(connection)
+    await cancelling
+    assert (await queue.line(batch.id, 0)).state == "cancelled"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_cancelled_while_a_line_is_claimed(queue: Queue, connection: Any, whole: bool) -> None:
+    from emberline.jobs.claiming import claim
+
+    batch = await queue.submit(new(), [line(0)])
+    async with Paused(connection, claim("w", MODEL, 1, False, queue.now_us(), queue.limits)):
+        stop = queue.cancel("a", batch.id) if whole else queue.cancel_line("a", batch.id, 0)
+        cancelling = asyncio.ensure_future(stop)
+        await blocked(connection)
+    await cancelling
+    assert await queue.must_stop("w")
+    await queue.leave("w")
+    assert (await queue.line(batch.id, 0)).state == "cancelled"

