@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test lint test-gpu agents soak bench lock clean
+.PHONY: help serve test lint test-gpu agents peers soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test-gpu: ## the tests that need a CUDA device
 
 agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
 	@scripts/agents $(ARGS)
+
+peers: ## real vLLM servers, prefill and decode apart, behind our balancer; installs them
+	@scripts/peers $(ARGS)
 
 soak: ## kill -9 at a thousand random moments while ten thousand queued lines run; hours
 	@scripts/soak $(ARGS)

@@ -1,10 +1,15 @@
 """Queued work beside requests, on the real model: what it costs them, how old it gets, and how much it gets done.
 
-python -m benchmarks.async_load [--lines 96] [--requests 40] [--seconds 120] [--json FILE]
+python -m benchmarks.async_load [--json FILE] [--fleet N]      about 6 minutes on two quiet cores; a fleet adds its own
 
-1. throughput: the same lines straight through the engine, all at once, and through the queue, with nobody else there
+1. throughput: the same lines straight through an engine, all at once, and through the queue, with nobody else there
 2. first token: requests at a steady pace, without queued work and with a queue that is never empty
 3. age: requests at 70 % of the engine's pace, lines arriving at half of what is left
+4. --fleet N: all three on N modelled engines in virtual time (benchmarks/async_fleet.py)
+
+What is compared is measured in slices that alternate (A B B A …), so that what else the machine does hits both alike,
+and reported as the median of pairs. `outside` is how many processors others kept busy meanwhile; with more than 0.2 the
+wall-clock figures are not to be believed, and the ratio of processor time (`cpu_ratio`) is the better one.
 """
 
 import argparse
@@ -19,11 +24,13 @@ import time
 import urllib.request
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.async_fleet import quantile, simulate
 from benchmarks.client import stream
+from benchmarks.machine_load import Meter, family
 from benchmarks.ours import default_gguf
-from benchmarks.process import Process, free_port
+from benchmarks.process import Process, ended_by_sigterm, free_port
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
@@ -114,44 +121,85 @@ class Server:
         return [row[0] / 1e6 for row in rows]
 
 
-async def straight(folder: Path, gguf: Path, numbers: range) -> float:
-    """Lines a second when all are given to an engine at once."""
-    socket = folder / "engine.sock"
-    command = [sys.executable, "-m", "emberline.engine.worker", "--model", str(gguf), "--socket", f"unix:{socket}"]
-    text = TextModel.load(gguf)
-    with Process(command, folder / "engine.log", {**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN}):
-        engine = EngineClient(Endpoint(name="e", address=f"unix:{socket}", token=TOKEN))
-        engine.start()
-        assert await engine.wait_connected(120)
-        await _run(engine, text, range(10_000, 10_004))  # warm
-        began_s = time.perf_counter()
-        await _run(engine, text, numbers)
-        took_s = time.perf_counter() - began_s
-        await engine.close()
-    return len(numbers) / took_s
+class Slice(NamedTuple):
+    """One stretch of lines."""
+
+    lines_per_s: float
+    cpu_s_per_line: float
+    outside: float  # processors that others kept busy
 
 
-async def _run(engine: EngineClient, text: TextModel, numbers: range) -> None:
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
-    requests = []
-    for n in numbers:
-        prompt = text.encode(text.render([Message("user", question(n))]), special=True)
-        requests.append(EngineRequest(id=f"r{n}", prompt_ids=prompt, sampling=sampling))
-    waiting = engine.stream(requests)
-    left = len(requests)
-    while left:
-        left -= sum(delta.finish is not None for delta in await waiting.next())
+class Engine:
+    """An engine alone, and how lines get straight into it."""
+
+    def __init__(self, folder: Path, gguf: Path) -> None:
+        self._address = f"unix:{folder / 'engine.sock'}"
+        command = [sys.executable, "-m", "emberline.engine.worker", "--model", str(gguf), "--socket", self._address]
+        env = {**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN, "EMBERLINE_LOG_LEVEL": "warning"}
+        self.process = Process(command, folder / "engine.log", env)
+        self._client = EngineClient(Endpoint(name="e", address=self._address, token=TOKEN))
+        self._text = TextModel.load(gguf)
+
+    async def connect(self) -> None:
+        self._client.start()
+        assert await self._client.wait_connected(120)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def run(self, numbers: range) -> None:
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+        requests = []
+        for n in numbers:
+            prompt = self._text.encode(self._text.render([Message("user", question(n))]), special=True)
+            requests.append(EngineRequest(id=f"r{n}", prompt_ids=prompt, sampling=sampling))
+        waiting = self._client.stream(requests)
+        left = len(requests)
+        while left:
+            left -= sum(delta.finish is not None for delta in await waiting.next())
 
 
-async def queued(server: Server, numbers: range) -> float:
-    """Lines a second through the queue, from the submission to the last result."""
-    began_s = time.perf_counter()
-    batch_id = await asyncio.to_thread(server.submit, numbers)
-    await server.until_done(batch_id)
-    return len(numbers) / (time.perf_counter() - began_s)
+async def sliced(run: Any, numbers: range, pids: set[int]) -> Slice:
+    meter, began_s = Meter(pids), time.perf_counter()
+    await run(numbers)
+    took_s = time.perf_counter() - began_s
+    cpu_s, outside = meter.read(took_s)
+    return Slice(len(numbers) / took_s, cpu_s / len(numbers), outside)
 
 
-async def requests(server: Server, n: int, every_s: float, seed: int) -> list[float]:
+def alternating(n_pairs: int) -> list[str]:
+    """A B, B A, A B, …"""
+    return [name for pair in range(n_pairs) for name in ("ab" if pair % 2 == 0 else "ba")]
+
+
+async def throughput(server: Server, engine: Engine, n_lines: int, n_pairs: int) -> dict[str, float]:
+    """The same number of lines, fresh ones every time, one way and the other."""
+
+    async def queued(numbers: range) -> None:
+        await server.until_done(await asyncio.to_thread(server.submit, numbers))
+
+    ours, alone = family(server.process.pid), family(engine.process.pid)
+    await engine.run(range(10_000, 10_016))  # warm
+    await queued(range(30_000, 30_016))
+    found: dict[str, list[Slice]] = {"a": [], "b": []}
+    for number, way in enumerate(alternating(n_pairs)):
+        numbers = range(100_000 + number * n_lines, 100_000 + (number + 1) * n_lines)
+        found[way].append(await sliced(engine.run if way == "a" else queued, numbers, alone if way == "a" else ours))
+    pairs = list(zip(found["a"], found["b"], strict=True))
+    median = statistics.median
+    return {
+        "lines": n_lines,
+        "pairs": n_pairs,
+        "straight_per_s": round(median(one.lines_per_s for one in found["a"]), 2),
+        "queued_per_s": round(median(one.lines_per_s for one in found["b"]), 2),
+        "ratio": round(median(b.lines_per_s / a.lines_per_s for a, b in pairs), 3),
+        "ratio_worst": round(min(b.lines_per_s / a.lines_per_s for a, b in pairs), 3),
+        "cpu_ratio": round(median(a.cpu_s_per_line / b.cpu_s_per_line for a, b in pairs), 3),
+        "outside": round(median(one.outside for ones in found.values() for one in ones), 2),
+    }
+
+
+async def requests(server: Server, n: int, every_s: float, first: int, seed: int) -> list[float]:
     """Times to the first token of requests that come at random, `every_s` apart on average."""
     rng = random.Random(seed)
 
@@ -160,88 +208,104 @@ async def requests(server: Server, n: int, every_s: float, seed: int) -> list[fl
         return (await stream(server.port, "/v1/chat/completions", body)).ttft_s
 
     tasks = []
-    for number in range(n):
-        tasks.append(asyncio.create_task(one(1_000_000 * seed + number)))
+    for number in range(first, first + n):
+        tasks.append(asyncio.create_task(one(number)))
         await asyncio.sleep(rng.expovariate(1 / every_s))
     return list(await asyncio.gather(*tasks))
 
 
-async def first_tokens(server: Server, n: int, every_s: float, n_queued: int) -> dict[str, float]:
-    without = await requests(server, n, every_s, seed=1)
-    batch_id = await asyncio.to_thread(server.submit, range(20_000, 20_000 + n_queued))
-    await asyncio.sleep(3)
-    beside = await requests(server, n, every_s, seed=2)
-    left = server.batch(batch_id)["request_counts"]
-    assert left["completed"] < left["total"], "the queue ran empty: give it more lines"
-    await asyncio.to_thread(server.cancel, batch_id)
-    await server.until_done(batch_id)
-    figures = {"off": without, "on": beside}
-    out = {f"{name}_p{p}_ms": round(quantile(values, p) * 1e3, 1) for name, values in figures.items() for p in (50, 95)}
-    return {**out, "p95_more_ms": round((quantile(beside, 95) - quantile(without, 95)) * 1e3, 1)}
+async def first_tokens(server: Server, n: int, every_s: float, backlog: int, n_pairs: int) -> dict[str, float]:
+    """Both slices of a pair have the same arrivals."""
+    found: dict[str, list[list[float]]] = {"a": [], "b": []}
+    meter, began_s = Meter(family(server.process.pid)), time.perf_counter()
+    for number, way in enumerate(alternating(n_pairs)):
+        batch_id = ""
+        if way == "b":
+            first = 200_000 + number * backlog
+            batch_id = await asyncio.to_thread(server.submit, range(first, first + backlog))
+            await asyncio.sleep(2)
+        found[way].append(await requests(server, n, every_s, 1_000_000 + number * n, seed=number // 2))
+        if batch_id:
+            left = (await asyncio.to_thread(server.batch, batch_id))["request_counts"]
+            assert left["completed"] < left["total"], "the queue ran empty: give it more lines"
+            await asyncio.to_thread(server.cancel, batch_id)
+            await server.until_done(batch_id)
+    _, outside = meter.read(time.perf_counter() - began_s)
+    off, on = ([value for values in found[way] for value in values] for way in "ab")
+    halves = [quantile(off[::2], 95), quantile(off[1::2], 95)]
+    more = [quantile(b, 95) - quantile(a, 95) for a, b in zip(found["a"], found["b"], strict=True)]
+    ms = {"off_p50": quantile(off, 50), "on_p50": quantile(on, 50), "off_p95": quantile(off, 95)}
+    ms |= {"on_p95": quantile(on, 95), "p95_more": quantile(on, 95) - quantile(off, 95)}
+    ms |= {"p95_more_median_of_pairs": statistics.median(more), "off_p95_differs_by_itself": abs(halves[0] - halves[1])}
+    told = {f"{name}_ms": round(1e3 * value, 1) for name, value in ms.items()}
+    return {"requests": len(off), "pairs": n_pairs, **told, "outside": round(outside, 2)}
 
 
 async def age(server: Server, lines_per_s: float, seconds: float) -> dict[str, float]:
     before = len(await asyncio.to_thread(server.ages))
-    asking = asyncio.create_task(requests(server, int(seconds * 0.7 * lines_per_s), 1 / (0.7 * lines_per_s), seed=3))
-    every_s, n = 5.0, 0
+    meter, began_s = Meter(family(server.process.pid)), time.perf_counter()
+    per_s = 0.7 * lines_per_s
+    asking = asyncio.create_task(requests(server, int(seconds * per_s), 1 / per_s, 3_000_000, seed=3))
+    every_s, n = 2.0, 0
     per_batch = max(1, round(every_s * 0.15 * lines_per_s))
     ids = []
     while not asking.done():
-        ids.append(await asyncio.to_thread(server.submit, range(50_000 + n, 50_000 + n + per_batch)))
+        ids.append(await asyncio.to_thread(server.submit, range(500_000 + n, 500_000 + n + per_batch)))
         n += per_batch
         await asyncio.sleep(every_s)
-    ttft = await asking
+    ttft, took_s = await asking, time.perf_counter() - began_s
+    cpu_s, outside = meter.read(took_s)
     for batch_id in ids:
         await server.until_done(batch_id)
     ages = (await asyncio.to_thread(server.ages))[before:]
     return {
-        "requests_per_s": round(0.7 * lines_per_s, 2),
+        "requests_per_s": round(per_s, 2),
         "queued_lines": n,
         "age_p50_s": round(quantile(ages, 50), 2),
         "age_p95_s": round(quantile(ages, 95), 2),
         "request_ttft_p95_ms": round(quantile(ttft, 95) * 1e3, 1),
+        "processors_used": round(cpu_s / took_s, 2),
+        "outside": round(outside, 2),
     }
-
-
-def quantile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     gguf = default_gguf()
     with tempfile.TemporaryDirectory(prefix="emberline-async-") as name:
         folder = Path(name)
-        rate = await straight(folder, gguf, range(args.lines))
-        server = Server(folder, gguf)
-        with server.process:
+        engine, server = Engine(folder, gguf), Server(folder, gguf)
+        with engine.process, server.process:
+            await engine.connect()
             await asyncio.to_thread(server.wait_ready)
-            await queued(server, range(30_000, 30_004))  # warm
-            rate_queued = await queued(server, range(args.lines))
-            throughput = {
-                "lines": args.lines,
-                "straight_per_s": round(rate, 2),
-                "queued_per_s": round(rate_queued, 2),
-                "ratio": round(rate_queued / rate, 3),
-            }
-            first = await first_tokens(server, args.requests, args.every_s, args.backlog)
-            aged = await age(server, rate, args.seconds) if args.seconds else {}
-    return {"throughput": throughput, "first_token": first, "age": aged}
+            found: dict[str, Any] = {"throughput": await throughput(server, engine, args.lines, args.pairs)}
+            await engine.close()
+            found["first_token"] = await first_tokens(server, args.requests, args.every_s, args.backlog, args.pairs)
+            if args.seconds:
+                found["age"] = await age(server, found["throughput"]["straight_per_s"], args.seconds)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lines", type=int, default=192, help="of the throughput run")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=5, help="of alternating slices")
+    parser.add_argument("--lines", type=int, default=128, help="of a slice of the throughput run")
+    parser.add_argument("--requests", type=int, default=24, help="of a slice of the first-token run")
     parser.add_argument("--every-s", type=float, default=0.5, help="between two requests, on average")
-    parser.add_argument("--backlog", type=int, default=4000, help="lines that wait while first tokens are measured")
-    parser.add_argument("--seconds", type=float, default=120, help="of the run at 70 %% load; 0: none")
+    parser.add_argument("--backlog", type=int, default=2000, help="lines that wait while first tokens are measured")
+    parser.add_argument("--seconds", type=float, default=90, help="of the run at 70 %% load; 0: none")
+    parser.add_argument("--fleet", type=int, action="append", default=[], metavar="N", help="also N modelled engines")
+    parser.add_argument("--fleet-seconds", type=float, default=20, help="of virtual time, of each part")
+    parser.add_argument("--only-fleet", action="store_true", help="no real model")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    found = asyncio.run(measure(args))
+    ended_by_sigterm()
+    found = {} if args.only_fleet else asyncio.run(measure(args))
+    for n in args.fleet:
+        found[f"fleet of {n}"] = simulate(n, args.fleet_seconds)
     for title, figures in found.items():
         print(title)
         for name, value in figures.items():
-            print(f"  {name:<22}{value:>10}")
+            print(f"  {name:<30}{value:>10}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0

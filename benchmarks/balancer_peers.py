@@ -1,8 +1,8 @@
 """Do the simulator's comparators decide as the real routers do? `python -m benchmarks.balancer_peers`.
 
 Each real router, from an environment of its own, is sent one small trace, request by request, in front of stand-ins
-(for sglang-router) or of its own mocker (Dynamo). After every request the comparator is told what the real one decided, so
-each decision is compared by itself; where the comparator finds several workers equal, any of them agrees.
+(for sglang-router) or of its own mocker (Dynamo). After every request the comparator is told what the real one
+decided, so each decision is compared by itself; where the comparator finds several workers equal, any of them agrees.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The balancer beside others in simulation, over recorded traffic: `python -m benchmarks.balancer_sim --traces DIR`.
 
-DIR holds mooncake_conversation.jsonl.gz and claude_code.jsonl.gz (the simulator's readers say where they are published);
+DIR holds mooncake_conversation.jsonl.gz and claude_code.jsonl.gz (the readers say where they are published);
 without it, made-up traffic of the same shape. Coefficients are those that come with the package. One process, one core.
 """
 
@@ -31,7 +31,7 @@ OTHERS = ("dynamo", "sglang", "plain_least_loaded", "plain_round_robin")
 FILES = {"mooncake": "mooncake_conversation.jsonl.gz", "claude_code": "claude_code.jsonl.gz"}
 MADE_UP = {"mooncake": "chats", "claude_code": "agents"}
 AMPLE = {"mooncake": 16_000_000, "claude_code": 8_000_000}  # KV tokens a worker: nearly nothing is ever evicted
-SPLITS = {8: (1, 2, 3), 64: (8, 16, 24)}  # prefill workers to try
+SPLITS = {8: (1, 2), 64: (8, 16)}  # prefill workers to try
 
 COLUMNS = (
     ("load", "{:.4g}"),
@@ -40,6 +40,7 @@ COLUMNS = (
     ("ttft_p50_s", "{:.3f}"),
     ("ttft_p90_s", "{:.3f}"),
     ("ttft_p99_s", "{:.2f}"),
+    ("ttft_least_p90_s", "{:.3f}"),
     ("token_p50_ms", "{:.1f}"),
     ("token_p90_ms", "{:.1f}"),
     ("token_p99_ms", "{:.1f}"),
@@ -121,18 +122,18 @@ def apart(sweep: Sweep, workers: int, kv_tokens: int | None) -> None:
     at = load_at_busy(trace, timed, BUSY)
     fixed = sweep.run(part, "together, 2048", trace, replace(timed, load=at, chunking=Fixed(2048)))
     sweep.run(part, "together, timed", trace, replace(timed, load=at))
-    best: dict[str, Any] | None = None
-    for plan in splits(timed, workers):
-        row = sweep.run(part, f"apart {plan.prefill}+{plan.decode}", trace, replace(plan, load=at))
-        if row["ttft_p90_s"] <= fixed["ttft_p90_s"] and (best is None or row["token_p90_ms"] < best["token_p90_ms"]):
-            best = row
-    paced = fixed["token_p90_ms"] / best["token_p90_ms"] if best else 0.0
-    sweep.judge(part, "p90 time per token, 2,048-token chunks ÷ apart, TTFT no worse", paced, 3.0, True)
+    rows = [
+        (plan, sweep.run(part, f"apart {plan.prefill}+{plan.decode}", trace, replace(plan, load=at)))
+        for plan in splits(timed, workers)
+    ]
+    no_worse = [row for _, row in rows if row["ttft_p90_s"] <= fixed["ttft_p90_s"]]
+    pace = min((row["token_p90_ms"] for row in no_worse), default=float("inf"))
+    sweep.judge(part, "p90 time per token, 2,048 ÷ apart, TTFT no worse", fixed["token_p90_ms"] / pace, 3.0, True)
+    best = max(rows, key=lambda row: row[1]["within_slo"])[0]
     together, _ = load_within_slo(trace, timed, at)
-    most, split = max(
-        (load_within_slo(trace, plan, at)[0], f"{plan.prefill}+{plan.decode}") for plan in splits(timed, workers)
-    )
-    print(f"  within SLO: together, timed up to {together:.4g} starts/s; apart {split} up to {most:.4g}", flush=True)
+    most, _ = load_within_slo(trace, best, at)
+    name = f"{best.prefill}+{best.decode}"
+    print(f"  within SLO: together, timed up to {together:.4g} starts/s; apart {name} up to {most:.4g}", flush=True)
     sweep.judge(part, "load within SLO, apart ÷ together timed", most / together if together else 0.0, 1.3, True)
 
 

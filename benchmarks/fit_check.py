@@ -70,19 +70,20 @@ async def compare(target: Target, prompts: Prompts, model: Coefficients, seed: s
 
 
 def _trace(sessions: list[list[Asked]]) -> Trace:
-    """The same sessions: prompts as long as they were, each behind all of the one before."""
+    """The same sessions: prompts as long as they were, each behind all of the one before and its reply."""
     found = []
     for number, asked in enumerate(sessions):
         turns, path, lengths = [], [0], [SYSTEM // 16]
         for place, one in enumerate(asked):
-            n = one.reply.prompt_tokens
-            path.append(1 + number * (TURNS + 1) + place)
-            lengths.append(-(-n // 16) - sum(lengths))
-            turns.append(Turn(tuple(path), tuple(lengths), n, one.reply.output_tokens, one.wait_s if place else 0.0))
-            lengths[-1] = n // 16 - sum(lengths[:-1])  # a block that is not full is not there for the next
-            path[-1] = path[-1]
+            n, n_output = one.reply.prompt_tokens, one.reply.output_tokens
+            segment = 1 + 2 * (number * TURNS + place)
+            path, full = [*path, segment], n // 16 - sum(lengths)
+            reply = (segment + 1, (n + n_output - 1) // 16 - n // 16)  # the last token's KV is never computed
+            wait_s = one.wait_s if place else 0.0
+            turns.append(Turn(tuple(path), (*lengths, full), n, n_output, wait_s, reply))
+            path, lengths = [*path, segment + 1], [*lengths, full, reply[1]]
         found.append(Session(tuple(turns), asked[0].at_s, ages=tuple(one.at_s for one in asked)))
-    return Trace("replay", 16, found, 1 + SESSIONS * (TURNS + 1), True)
+    return Trace("replay", 16, found, 1 + 2 * SESSIONS * TURNS, True)
 
 
 def _report(real: list[float], simulated: list[float], sessions: list[list[Asked]], hit: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import fit_check, ours
+from benchmarks.client import Reply
 from benchmarks.contender import Setup
 from benchmarks.process import Interference, Process, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
@@ -29,6 +31,7 @@ from emberline.cluster.simulator.coefficients import Coefficients
 
 PROMPTS = (64, 150, 300, 600, 1200, 2000)
 STREAMS = ((1, 100), (1, 1200), (2, 300), (4, 300))  # (streams, prompt tokens)
+WORKERS = 2
 REPLY = 48  # tokens of them
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,23 +105,27 @@ def from_figures(path: Path) -> Coefficients:
     return coefficients(seen, **facts)
 
 
-async def measure(target: Target, prompts: Prompts, repeats: int) -> list[Observation]:
-    """Medians of the repeats: prompts alone, then batches of streams."""
+async def measure(targets: Sequence[Target], prompts: Prompts, repeats: int) -> list[Observation]:
+    """Medians of the repeats, always on all servers side by side, since that is how workers run."""
     found = []
     for n in PROMPTS:
-        replies = [await ask(target, [prompts.user(n)], 1, "fit") for _ in range(repeats)]
-        computed = replies[0].prompt_tokens - replies[0].cached_tokens
+        replies = [reply for _ in range(repeats) for reply in await _each(targets, prompts, n, 1)]
+        computed = replies[-1].prompt_tokens - replies[-1].cached_tokens
         seconds = median(reply.ttft_s for reply in replies)
-        found.append(prompt(seconds, computed, replies[0].cached_tokens, fit_check.TOKEN_BUDGET))
+        found.append(prompt(seconds, computed, replies[-1].cached_tokens, fit_check.TOKEN_BUDGET))
     for n_streams, n in STREAMS:
         paces = []
         for _ in range(repeats):
-            asked = [ask(target, [prompts.user(n)], REPLY, "fit") for _ in range(n_streams)]
-            replies = await asyncio.gather(*asked)
-            last = max(replies, key=lambda reply: reply.first_at)  # when it begins, all others are there
-            paces.append(last.decode_s / (REPLY - 1))
+            replies = await _each(list(targets) * n_streams, prompts, n, REPLY)
+            for first in range(len(targets)):  # when a server's last stream begins, all others are there
+                last = max(replies[first :: len(targets)], key=lambda reply: reply.first_at)
+                paces.append(last.decode_s / (REPLY - 1))
         found.append(step(median(paces), n_streams, n + REPLY / 2))
     return found
+
+
+async def _each(targets: Sequence[Target], prompts: Prompts, n: int, n_output: int) -> list[Reply]:
+    return await asyncio.gather(*(ask(target, [prompts.user(n)], n_output) for target in targets))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -144,32 +151,30 @@ async def _run(options: argparse.Namespace) -> int:
     gguf = ours.default_gguf()
     cache = Path(os.environ.get("EMBERLINE_PEERS", str(ROOT / ".cache" / "peers")))
     cache.mkdir(parents=True, exist_ok=True)
-    port, source = free_port(), ours.prompts_of(gguf, options.seed)
-    command = [*ours.contender(Setup(gguf.resolve(), cache, print)).command(port, 1), "--replicas", "2"]
-    command[command.index("--threads") + 1] = "1"
+    source = ours.prompts_of(gguf, options.seed)
     print(f"load before {os.getloadavg()[0]:.2f}", flush=True)
-    with Process(command, cache / "logs" / "fit.log", {}) as server:
-        target = Target(port, ours.model_id(cache, gguf))
-        warm = source("warm-up")
-        await first_token(target, warm, time.perf_counter() + 120, server.check)
-        await asyncio.gather(*(ask(target, [warm.user(256)], 16) for _ in range(4)))
-        others = Interference(server)
-        observations = await measure(target, source("fit"), options.repeats)
-        print(f"fitted from {len(observations)} measurements; others used {others.share:.0%} of this machine")
-        model = coefficients(
-            observations,
-            name="cpu-smollm2",
-            source="SmolLM2-135M Q4_1, one thread of a Neoverse-N1, emberline serve over HTTP",
-            kv_tokens=1 << 16,
-            kv_bytes=23040 * 2,
-            max_running=64,
-            token_budget=fit_check.TOKEN_BUDGET,
-            context_len=8192,
-            paced=False,
-        )
-        _keep(model, options.out)
-        if not options.check:
-            return 0
+    with ExitStack() as stack:
+        targets, servers = zip(*[await _served(stack, gguf, cache, source, number, 1) for number in range(WORKERS)])
+        others = Interference(servers[0])
+        observations = await measure(targets, source("fit"), options.repeats)
+        share = others.share - 0.5  # the other server is no stranger
+        print(f"fitted from {len(observations)} measurements; others used {max(0.0, share):.0%} of this machine")
+    model = coefficients(
+        observations,
+        name="cpu-smollm2",
+        source="SmolLM2-135M Q4_1, workers of one thread on two Neoverse-N1 cores, emberline serve over HTTP",
+        kv_tokens=1 << 16,
+        kv_bytes=23040 * 2,
+        max_running=64,
+        token_budget=fit_check.TOKEN_BUDGET,
+        context_len=8192,
+        paced=False,
+    )
+    _keep(model, options.out)
+    if not options.check:
+        return 0
+    with ExitStack() as stack:
+        target, server = await _served(stack, gguf, cache, source, WORKERS, WORKERS)
         others = Interference(server)
         report = await fit_check.compare(target, source("check"), model, options.seed)
         report["others_share"], report["load"] = round(others.share, 3), os.getloadavg()[0]
@@ -177,6 +182,22 @@ async def _run(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if report["within"] else 1
+
+
+async def _served(
+    stack: ExitStack, gguf: Path, cache: Path, source: ours.PromptsOf, number: int, replicas: int
+) -> tuple[Target, Process]:
+    """A warm server with workers of one thread, in a data folder of its own."""
+    home, port = cache / f"fit-{number}", free_port()
+    home.mkdir(exist_ok=True)
+    contender = ours.contender(Setup(gguf.resolve(), home, print))
+    command = [*contender.command(port, 1), "--replicas", str(replicas)]
+    command[command.index("--threads") + 1] = "1"
+    server = stack.enter_context(Process(command, cache / "logs" / f"fit-{number}.log", {}))
+    target, warm = Target(port, contender.model), source(f"warm-up {number}")
+    await first_token(target, warm, time.perf_counter() + 180, server.check)
+    await asyncio.gather(*(ask(target, [warm.user(256)], 16) for _ in range(2 * replicas)))
+    return target, server
 
 
 def _keep(model: Coefficients, path: Path | None) -> None:

@@ -17,6 +17,8 @@ from emberline.config import home_dir
 from emberline.protocol.request import Message as ChatMessage
 from emberline.text.model import TextModel
 
+PromptsOf = Callable[[str], Prompts]
+
 
 def default_gguf() -> Path:
     """The catalog's default model, fetched if it is not there."""
@@ -43,11 +45,6 @@ def contender(setup: Setup) -> Contender:
         ]
 
     return Contender(OURS, f"emberline {__version__}, torch {version('torch')}, this checkout", card.id, command)
-
-
-def model_id(cache: Path, gguf: Path) -> str:
-    """What `contender` calls the model."""
-    return pull(str(gguf.resolve()), Shelf(cache / "emberline-data")).card.id
 
 
 def prompts_of(gguf: Path, seed: str) -> Callable[[str], Prompts]:

@@ -1,8 +1,10 @@
 """`emberline serve` with stand-in engines in its workers' place: everything of it but the model.
 
-Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/engine/script.py
+Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/engine/script.py.
+STANDIN_CONTEXT in the environment is the context in tokens.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from emberline.config import EngineConfig
 def run(script: str, flags: list[str]) -> int:
     def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
         arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
+        if context := os.environ.get("STANDIN_CONTEXT"):
+            arguments += ("--context-len", context)
         env = {"EMBERLINE_WORKER_TOKEN": token}
         return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
 

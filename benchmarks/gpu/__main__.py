@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import disk, report, shapes, workloads
-from benchmarks.gpu.engine import Worker, compile_kernels, worker
+from benchmarks.gpu.engine import Worker, await_chores, compile_kernels, worker
 from benchmarks.gpu.workloads import Prompts
 
 SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # in one worker's life
@@ -97,9 +97,10 @@ def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     n_bytes = _written(folder, 32)
     figures["written_s"] = time.perf_counter() - begin
     flags = ("--max-running", str(args.max_running))
-    figures["compiled_s"] = compile_kernels(folder, args.work / "worker.log", *flags)
+    if not args.compiled:
+        figures["compiled_s"] = compile_kernels(folder, args.work / "worker.log", *flags)
     with worker(folder, args.work / "worker.log", *flags) as engine:
-        figures["ready_s"] = engine.ready_s
+        figures["ready_s"], figures["all_captured_s"] = engine.ready_s, await_chores(engine, args.work / "worker.log")
         figures["memory"] = _memory(engine, n_bytes)
         client, prompts = engine.client, Prompts(0)
         client.generate(prompts.many(2, 64), 8)
@@ -182,10 +183,11 @@ def _vllm(args: argparse.Namespace, peer: dict[str, Any]) -> None:
     for part in parts:
         out = args.work / f"vllm{'-'.join(part)}.json"
         with (args.work / "vllm.log").open("ab") as log:
-            subprocess.run([sys.executable, str(PEER), str(out), *part], check=True, env=env, stdout=log, stderr=log)
-        found = json.loads(out.read_text())
-        peer |= {"mixed": {"every_0.5s": next(iter(found.values()))}} | found if part else found
+            done = subprocess.run([sys.executable, str(PEER), str(out), *part], env=env, stdout=log, stderr=log)
+        found = json.loads(out.read_text()) if out.exists() else {}
+        peer |= {"mixed": {"every_0.5s": next(iter(found.values()))}} | found if part and found else found
         print(f"  vllm {' '.join(part)}: {json.dumps(found)}", flush=True)
+        done.check_returncode()
 
 
 def _device() -> str:
@@ -212,6 +214,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=list(workloads.BATCHES))
     parser.add_argument("--every", nargs="+", type=float, default=[0.5], metavar="S", help="between mixed's prompts")
     parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--compiled", action="store_true", help="Triton's cache is full: kernels need not be compiled")
     parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked bundle of vLLM")
     parser.add_argument("--vllm-mixed", nargs="*", default=["8192"], metavar="N", help="its tokens a step, for mixed")

@@ -69,6 +69,13 @@ class Client:
         self._sock.sendall(frame)
         return answers
 
+    def begin(self, request: EngineRequest) -> Answer:
+        """Any request, as it is."""
+        answer = self.answers[request.id] = Answer(time.perf_counter(), len(request.prompt_ids) // 4)
+        self._open += 1
+        self._sock.sendall(frames.encode(Submit([request])))
+        return answer
+
     def run(self, until_s: float | None = None) -> None:
         """Receive until every request has ended, or until a moment."""
         while self._open:
@@ -130,6 +137,7 @@ class Worker:
     ready_s: float  # after the process was started
     facts: dict[str, object]
     client: Client
+    log_start: int  # where its lines begin
 
     def cpu_s(self) -> float:
         """Time on all cores so far."""
@@ -143,6 +151,7 @@ def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = Non
         path = f"{folder}/engine.sock"
         command = [sys.executable, *PROGRAM, "--model", str(model), "--socket", path, *flags]
         began_s = time.perf_counter()
+        log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as sink:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, env={**os.environ, **(env or {})})
         try:
@@ -151,7 +160,7 @@ def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = Non
             if not ready.get("ready"):
                 raise RuntimeError(f"the worker did not start: {ready.get('error')}; see {log}")
             client = Client(path)
-            yield Worker(process.pid, began_s, time.perf_counter() - began_s, ready, client)
+            yield Worker(process.pid, began_s, time.perf_counter() - began_s, ready, client, log_start)
             client.close()
         finally:
             process.terminate()
@@ -163,11 +172,16 @@ def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = Non
 
 def compile_kernels(model: Path, log: Path, *flags: str) -> float:
     """Let a worker compile what it will need, as a host does once in its life, or an image before that; the seconds."""
-    begin = log.stat().st_size if log.exists() else 0
     with worker(model, log, *flags) as engine:
-        while ALL_PREPARED.encode() not in log.read_bytes()[begin:]:
-            if time.perf_counter() - engine.began_s > WAIT_S:
-                raise TimeoutError(f"the worker is still busy preparing steps; see {log}")
-            time.sleep(0.1)
+        await_chores(engine, log)
         engine.client.generate([[7] * 9000], 2)  # what is only launched for long prompts
         return time.perf_counter() - engine.began_s
+
+
+def await_chores(engine: Worker, log: Path) -> float:
+    """Until the worker has captured what it captures when nobody asks for anything; the seconds since its start."""
+    while ALL_PREPARED.encode() not in log.read_bytes()[engine.log_start :]:
+        if time.perf_counter() - engine.began_s > WAIT_S:
+            raise TimeoutError(f"the worker is still busy preparing steps; see {log}")
+        time.sleep(0.05)
+    return time.perf_counter() - engine.began_s

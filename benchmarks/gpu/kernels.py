@@ -191,7 +191,7 @@ def _rope(card: Card) -> Rope:
 
 
 def _attention(card: Card, scale: int) -> Iterator[Case]:
-    for n_rows, context in ((1, 576), (8, 576), (64, 576), (4, 8192)):
+    for n_rows, context in ((1, 576), (8, 576), (64, 576), (128 // scale, 1024), (4, 8192)):
         yield _decode(card, scale, n_rows, context // scale, 0)
     yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
     yield _rope_write(card, scale)
@@ -303,8 +303,8 @@ def _matmuls(card: Card, scale: int) -> Iterator[Case]:
     }
     for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 64, 256)):
         yield _matmul(card, multiply, f"{name}, {m} tokens", m, n, k, job, 0)
-    for bits, m in itertools.product((4, 8), (1, 8, 256)):
-        yield _matmul(card, multiply, f"output, {bits} bits, {m} tokens", m, hidden, hidden, Job(add=True), bits)
+    for (name, (n, k, job)), bits, m in itertools.product(shapes.items(), (4, 8), (1, 8, 32, 256)):
+        yield _matmul(card, multiply, f"{name}, {bits} bits, {m} tokens", m, n, k, job, bits)
 
 
 def _matmul(card: Card, multiply: Multiplier, name: str, m: int, n: int, k: int, job: Job, bits: int) -> Case:
@@ -363,6 +363,7 @@ def _draws(card: Card) -> Iterator[Case]:
         "temperature": dict(temperature=0.7),
         "top-p": dict(temperature=0.7, top_p=0.95),
         "top-k": dict(top_k=50, top_p=0.9),
+        "min-p": dict(min_p=0.05),
     }
     for (name, how), n_rows in itertools.product(filters.items(), (1, 64) if card.device == "cuda" else (2,)):
         logits = torch.randn(n_rows, vocab, device=card.device) * 3

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import runpy
 import sys
 import tempfile
 import time
@@ -49,15 +50,14 @@ sys.meta_path.append(Absent())  # here, and so in the processes that vLLM starts
 
 
 def model_folder() -> str:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
-    from shapes import LLAMA_8B
-
+    shapes = runpy.run_path(str(Path(__file__).parents[1] / "gpu" / "shapes.py"))  # alone: its folder has a `kernels`
     folder = tempfile.mkdtemp()
-    Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+    Path(folder, "config.json").write_text(json.dumps(shapes["LLAMA_8B"]))
     return folder
 
 
-def offline() -> dict[str, Any]:
+def offline(out: Path) -> None:
+    """Figures are written as they come: what was measured before a failure counts."""
     started = time.perf_counter()
     import vllm
     from vllm import LLM, SamplingParams
@@ -92,22 +92,26 @@ def offline() -> dict[str, Any]:
             whole_s, _ = generate([some(512) for _ in range(batch)], 129, temperature)
         return {"tok_s": batch * 128 / (whole_s - first_s)}
 
+    def measure(name: str, figure: Any) -> None:
+        figures[name] = figure
+        out.write_text(json.dumps(figures, indent=1))
+
     generate([some(64), some(64)], 8)
-    figures["decode"] = {f"b{batch}": decode(batch) for batch in (1, 8, 32, 64, 128, 256)}
-    figures["warm"] = {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)}
-    figures["prefill"] = {str(n): min(generate([some(n)], 1)[0] for _ in range(3)) for n in (8192, 32768)}
+    for batch in (1, 8, 32, 64, 128, 256):
+        measure("decode", figures.get("decode", {}) | {f"b{batch}": decode(batch)})
+    measure("warm", {f"b{batch}": decode(batch, 0.7) for batch in (1, 64)})
+    measure("prefill", {str(n): min(generate([some(n)], 1)[0] for _ in range(3)) for n in (8192, 32768)})
     seconds, outs = generate([some(1024) for _ in range(512)], 256)
-    figures["throughput"] = {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds}
+    measure("throughput", {"s": seconds, "out_tok_s": sum(map(len, outs)) / seconds})
     system = some(4096)
     histories = [system + some(256) for _ in range(32)]
     begin = time.perf_counter()
     for _ in range(8):
         _, outs = generate(histories, 128)
-        histories = [history + out + some(384) for history, out in zip(histories, outs)]
-    figures["agentic"] = {"s": time.perf_counter() - begin}
+        histories = [history + out_ids + some(384) for history, out_ids in zip(histories, outs)]
+    measure("agentic", {"s": time.perf_counter() - begin})
     cache = llm.llm_engine.vllm_config.cache_config
-    figures["kv_tokens"] = cache.num_gpu_blocks * cache.block_size
-    return figures
+    measure("kv_tokens", cache.num_gpu_blocks * cache.block_size)
 
 
 async def mixed(budget: int, every_s: float = 0.5) -> dict[str, Any]:
@@ -172,9 +176,9 @@ def main() -> None:
     out, *rest = sys.argv[1:]
     if rest and rest[0] == "--mixed":
         figures = {f"budget_{n}": asyncio.run(mixed(int(n))) for n in rest[1:]}
+        Path(out).write_text(json.dumps(figures, indent=1))
     else:
-        figures = offline()
-    Path(out).write_text(json.dumps(figures, indent=1))
+        offline(Path(out))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """OpenAI's door to other people's servers: bytes out, bytes back, counted on the way."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from emberline.api.call import Call
 from emberline.api.departure import while_connected
 from emberline.api.errors import Dialect, error_body
 from emberline.api.fields import PRIORITY, session_name
+from emberline.api.openai_chat import ChatRequest
+from emberline.api.openai_completions import CompletionRequest
 from emberline.api.relay_body import Peek, RelayBody, RelayedChat, RelayedCompletion
 from emberline.api.reply import HeaderList, Reply, encode
 from emberline.catalog.card import ModelCard
@@ -23,6 +26,8 @@ from emberline.service.relay.relay import Relay
 _peek = msgspec.json.Decoder(Peek)
 _chat = msgspec.json.Decoder(RelayedChat)
 _completion = msgspec.json.Decoder(RelayedCompletion)
+_canonical_chat = msgspec.json.Decoder(ChatRequest)
+_canonical_completion = msgspec.json.Decoder(CompletionRequest)
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +46,23 @@ def relayed_card(call: Call, raw: bytes) -> ModelCard | None:
 async def relay_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
     _checked(body.check)
-    return await _answer(call, _parcel(call, card, body, CHAT, 1), body)
+    parcel = _parcel(call, card, body, CHAT, 1)
+    if (text := _relay(call).text_of(card)) is not None:
+        with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
+            request = decode(raw, _canonical_chat).to_request(call)
+            parcel.keys, parcel.input_tokens = await _relay(call).keys_of(request, card, text)
+    return await _answer(call, parcel)
 
 
 async def relay_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
     _checked(body.check)
-    return await _answer(call, _parcel(call, card, body, COMPLETIONS, body.n_prompts), body)
+    parcel = _parcel(call, card, body, COMPLETIONS, body.n_prompts)
+    if (text := _relay(call).text_of(card)) is not None and body.n_prompts == 1:
+        with contextlib.suppress(EmberlineError):
+            (request,) = decode(raw, _canonical_completion).to_requests(call)
+            parcel.keys, parcel.input_tokens = await _relay(call).keys_of(request, card, text)
+    return await _answer(call, parcel)
 
 
 def _checked(check: Callable[[], None]) -> None:
@@ -92,7 +107,7 @@ def _parcel(call: Call, card: ModelCard, body: RelayBody, path: str, n_prompts: 
     )
 
 
-async def _answer(call: Call, parcel: Parcel, body: RelayBody) -> Reply | None:
+async def _answer(call: Call, parcel: Parcel) -> Reply | None:
     headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
     if parcel.stream:
         await while_connected(call.receive, _stream(call, parcel, headers))

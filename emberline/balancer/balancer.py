@@ -244,6 +244,9 @@ class Balancer:
         ticket = Ticket(ask, tenant, now_s if before is None else before.arrived_s, now_s)
         if before is not None:
             self._close(before)
+        if ask.lost and (charge := self._ledger.get(ask.id)) is not None:
+            for worker in {charge.decode, charge.prefill}:
+                self._index.unexpect(worker.slot, ask.keys)  # nobody brings it any more
         self._release(ask.id, ask.lost, now_s)
         self._tickets[ask.id] = ticket
         return ticket
@@ -315,7 +318,7 @@ class Balancer:
         decode, prefill = choice.decode, choice.prefill
         cached = need.cached(prefill)
         charge = Charge(ask.id, decode, prefill, need.tokens - cached, need.tokens, ask.n)
-        work_us = int(self._settings.cost.prefill_s(charge.uncached_tokens, need.tokens) * 1e6)
+        work_us = int(self._settings.cost.work_s(charge.uncached_tokens, need.tokens) * 1e6)
         for worker in {decode, prefill}:
             until_s = now_s + OWN_S + prefill.wait_s(now_s) + work_us * 1e-6 * prefill.prefill_pace.scale
             self._expect(worker, ask.keys, need, until_s)
@@ -341,10 +344,11 @@ class Balancer:
         share = worker.witness.share(worker.account.prefill_tokens)
         if not self._ledger.prefilled(charge):
             return
-        predicted_s = charge.work_us * 1e-6
+        cost, predicted_s = self._settings.cost, charge.work_us * 1e-6
         if cached_tokens is not None and 0 <= cached_tokens < charge.total_tokens:
-            uncached = charge.total_tokens - cached_tokens
-            predicted_s = self._settings.cost.prefill_s(uncached, charge.total_tokens)
+            predicted_s = cost.work_s(charge.total_tokens - cached_tokens, charge.total_tokens)
+        if charge.at_s >= worker.first_s:  # it did not come while another was computed
+            predicted_s += cost.request_s
         if not charge.batch:
             worker.prefill_pace.add((now_s - max(charge.at_s, worker.first_s)) * share, predicted_s)
         worker.first_s = now_s

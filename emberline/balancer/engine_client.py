@@ -76,7 +76,8 @@ class EngineClient:
         if self._link is not None:
             return True
         try:
-            await asyncio.wait_for(self._ready.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
         except TimeoutError:
             return False
         return True

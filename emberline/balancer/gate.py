@@ -85,7 +85,8 @@ class Gate:
         now_s = self._clock()
         endpoint = msgspec.structs.replace(client.endpoint, role=info.role, models=models)
         try:
-            self.balancer.join(endpoint, Capacity.of(info), now_s)
+            capacity = msgspec.structs.replace(Capacity.of(info), events=getattr(client, "tells_kv", True))
+            self.balancer.join(endpoint, capacity, now_s)
         except BadInput as error:
             log.error("%s", error.message)
             return

@@ -189,4 +189,4 @@ class Grants:
         self._stirred.clear()
 
     def _of(self, model: str) -> list[Room]:
-        return [self._rooms[member.name] for member in self._fleet.of(model)]
+        return [self._rooms[member.name] for member in self._fleet.of(model) if member.writes]

@@ -11,6 +11,8 @@ from emberline.protocol.errors import EmberlineError, EngineLost, from_info
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 
+TELL_S = 1.0  # for the prefill engine to say what it had cached, once the first token is there
+
 
 class Prefill:
     """The prefill engine's half. Its end is nobody's concern but ours; its failure ends the other half's stream.
@@ -23,12 +25,20 @@ class Prefill:
         self._stream = stream
         self._id = request.id
         self._open = True
+        self.error: EmberlineError | None = None  # with which it ended the other half
         self._cached: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         engine.submit(self, [request])
 
     async def cached_by_tier(self) -> dict[str, int]:
-        """Known long before the first token in all but a rare race."""
-        return await asyncio.shield(self._cached)
+        """Known long before the first token in all but a rare race; nothing, if it is not told."""
+        await asyncio.wait([self._cached], timeout=TELL_S)
+        return self.told or {}
+
+    @property
+    def told(self) -> dict[str, int] | None:
+        """The same, if it is known now."""
+        known = self._cached.done() and not self._cached.cancelled()
+        return self._cached.result() if known else None
 
     def close(self) -> None:
         if self._open:
@@ -57,9 +67,11 @@ class Prefill:
             self._end(error)
 
     def _end(self, error: EmberlineError) -> None:
-        if not self._stream.begun:  # else the KV was there before
+        if not self._stream.begun:
+            self._cached.cancel()  # nobody waits for it
+            self.error = error
             self._stream.fail(error)
-        if not self._cached.done():
+        elif not self._cached.done():  # the KV was there before; what it was made of is not known
             self._cached.set_result({})
 
 

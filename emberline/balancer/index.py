@@ -69,6 +69,10 @@ class FleetIndex:
             self._set(self._expected, slot, split)
             self._lapses.append((until_s, slot, split))
 
+    def unexpect(self, slot: int, keys: bytes) -> None:
+        if self._expected:
+            self._unset(self._expected, slot, _split(keys))
+
     def lapse(self, now_s: float) -> None:
         """End the expectations whose time is over."""
         while self._lapses and self._lapses[0][0] <= now_s:

@@ -10,13 +10,13 @@ from emberline.balancer.worker import Worker
 from emberline.protocol.layout import BLOCK_TOKENS
 
 NEAR_S, NEAR = 0.02, 0.1  # costs that differ by less, in seconds or of the best, are as good as equal
-BESIDE_S = 0.05  # prompts take twice as long beside streams whose steps take so long
+BESIDE_S = 0.0145  # a step that takes prompts in beside streams lasts so long, or twice as long as theirs alone
 
 
 class Need:
     """One request, as policies see it."""
 
-    __slots__ = ("block_tokens", "match", "n", "output_tokens", "session64", "shared", "tokens")
+    __slots__ = ("block_tokens", "match", "n", "output_tokens", "session64", "shared", "there_s", "tokens")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Need:
         self.session64 = session64  # what it is recognised by
         self.output_tokens = output_tokens  # expected
         self.block_tokens = block_tokens
+        self.there_s = 0.0  # until a prefill endpoint has computed the prompt, where there is one
 
     def depth(self, bits: int) -> int:
         for depth, mask in self.match:
@@ -71,8 +72,8 @@ class Cheapest:
     """The least seconds: waiting there, computing there what is not cached there, and what that costs others.
 
     Computing takes longer beside streams. And it costs those who live there: they wait, and their cache is pushed out.
-    So it counts once more, times `others`, times how often its memory was asked for of late. In a fleet that has much to
-    do this is *sticky until saturated*: a conversation leaves its home only when the wait there is several times the
+    So it counts once more, times `others`, times how often its memory was asked for of late. In a fleet that has much
+    to do this is *sticky until saturated*: a conversation leaves its home only when the wait there is several times the
     seconds of computing it again elsewhere, or where few live. With `others` at 0 it is best for the request alone.
     """
 
@@ -94,7 +95,7 @@ class Cheapest:
         return [
             worker.wait_s(now_s)
             + worker.slot_wait_s(need.n, need.tokens, now_s)
-            + need.prefill_s(worker) * (1 + worker.streams_step_s / BESIDE_S + others * worker.crowd(now_s))
+            + need.prefill_s(worker) * (1 + beside(worker, now_s) + others * worker.crowd(now_s))
             for worker in candidates
         ]
 
@@ -106,15 +107,20 @@ class Cheapest:
 
 
 class Calmest:
-    """Where a stream is held up least by those that are there, plus moving there what is not cached there."""
+    """Where a stream is held up least by those that are there, and its prompt is there soonest: computed on the spot,
+    or by the prefill endpoint and moved. What is not cached there pushes out what others have there, either way."""
 
     holds = True
+
+    def __init__(self, others: float) -> None:
+        self._others = others
 
     def choose(self, candidates: Sequence[Worker], need: Need, now_s: float) -> Worker:
         costs = [
             worker.slot_wait_s(need.n, need.tokens, now_s)
             + worker.streams_step_s * need.output_tokens
-            + (need.tokens - need.cached(worker)) * worker.cost.transfer_s
+            + min(here_s(worker, need, now_s), need.there_s + moved_s(worker, need))
+            + self._others * worker.crowd(now_s) * need.prefill_s(worker)
             for worker in candidates
         ]
         return lightest(candidates, costs, need, now_s)
@@ -175,6 +181,25 @@ def lightest(candidates: Sequence[Worker], costs: Sequence[float], need: Need, n
     return min(best[-2:], key=lambda worker: worker.crowd(now_s))
 
 
+def beside(worker: Worker, now_s: float) -> float:
+    """How much longer a prompt takes there than alone: steps are shared with the streams."""
+    if not worker.active(now_s):
+        return 0.0
+    streams_s = worker.cost.step_s * worker.decode_pace.scale + worker.streams_step_s
+    together_s = max(BESIDE_S, 2 * streams_s)
+    return together_s / (together_s - streams_s) - 1
+
+
+def here_s(worker: Worker, need: Need, now_s: float) -> float:
+    """Until a decode endpoint has computed the prompt itself, with what that takes from its streams: it is never idle
+    for long."""
+    return worker.wait_s(now_s) + need.prefill_s(worker) * (1 + beside(worker, now_s) + max(1, worker.active(now_s)))
+
+
+def moved_s(worker: Worker, need: Need) -> float:
+    return (need.tokens - need.cached(worker)) * worker.cost.transfer_s
+
+
 def near(cost_s: float) -> float:
     return cost_s + max(NEAR_S, NEAR * cost_s)
 
@@ -196,4 +221,4 @@ def make_policy(settings: Settings) -> Policy:
 
 def make_decode_policy(settings: Settings) -> Policy:
     """For endpoints that draw tokens while others compute the prompts."""
-    return Calmest() if settings.policy in ("sticky", "prefix") else make_policy(settings)
+    return Calmest(settings.others) if settings.policy in ("sticky", "prefix") else make_policy(settings)

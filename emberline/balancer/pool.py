@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median_low
 
-from emberline.balancer.policy import Need, make_decode_policy, make_policy
+from emberline.balancer.policy import Need, here_s, make_decode_policy, make_policy, moved_s
 from emberline.balancer.settings import Settings
 from emberline.balancer.worker import Worker
 
@@ -54,9 +54,10 @@ class Pool:
         if not prefillers:
             decode = self._alone.choose(decoders, need, now_s)
             return Choice(decode, decode, None if self._room(decode, need, now_s, prompt=True) else decode)
-        decode = self._decode.choose(decoders, need, now_s)
         prefill = self._prefill.choose(prefillers, need, now_s)
-        if self._local(decode, prefill, need, now_s):
+        need.there_s = prefill.wait_s(now_s) + need.prefill_s(prefill)
+        decode = self._decode.choose(decoders, need, now_s)
+        if self._local(decode, need, now_s):
             prefill = decode
         if not self._room(decode, need, now_s, prompt=prefill is decode):
             return Choice(decode, prefill, decode)
@@ -73,14 +74,13 @@ class Pool:
         for worker in self.workers if prefill else ():
             worker.relax(median_low(prefill), median_low(decode) if decode else 1.0, now_s)
 
-    def _local(self, decode: Worker, prefill: Worker, need: Need, now_s: float) -> bool:
-        """Whether the decode endpoint computes the prompt itself: when that is little, or when it would be done with it,
-        and every stream that it holds up meanwhile made good for, before the prefill endpoint even begins."""
-        uncached = need.tokens - need.cached(decode)
-        if uncached <= self._settings.local_tokens:
+    def _local(self, decode: Worker, need: Need, now_s: float) -> bool:
+        """Whether the decode endpoint computes the prompt itself: when that is little, or when it is done with it, and
+        every stream that it holds up meanwhile made good for, before the prefill endpoint would be: a conversation's
+        cache lives where it is decoded, and prefill endpoints may have lost it."""
+        if need.tokens - need.cached(decode) <= self._settings.local_tokens:
             return True
-        here_s = decode.wait_s(now_s) + need.prefill_s(decode) * (1 + decode.active(now_s))
-        return here_s < prefill.wait_s(now_s)
+        return here_s(decode, need, now_s) < need.there_s + moved_s(decode, need)
 
     def _room(self, worker: Worker, need: Need, now_s: float, prompt: bool) -> bool:
         if not self._alone.holds:

@@ -42,7 +42,9 @@ class Ticket:
         self.arrived_s = arrived_s
         self.deadline_s = None if ask.deadline_s is None else now_s + ask.deadline_s
         self.give_up_s = now_s + ask.wait_s  # where no endpoint is connected
-        self.rank_s: float | None = None  # its arrival, plus the seconds of its prompt: for so long a shorter one passes
+        self.rank_s: float | None = (
+            None  # its arrival, plus the seconds of its prompt: for so long a shorter one passes
+        )
         self.held_on: Worker | None = None  # the endpoint it waits for; None while it waits for any at all
         self.waiting = True
         self.checked_s = now_s

@@ -73,7 +73,10 @@ class Witness:
         return max(0.0, min(MOST_S, self.foreign_tokens * token_s) - (now_s - self.at_s))
 
     def foreign_active(self, now_s: float) -> int:
-        return self._foreign_active if self._foreign_active and now_s - self.at_s < STALE_S else 0
+        return self._foreign_active if self._foreign_active and self.is_fresh(now_s) else 0
+
+    def is_fresh(self, now_s: float) -> bool:
+        return now_s - self.at_s < STALE_S
 
     def share(self, own_tokens: int) -> float:
         """Of the endpoint's time for prompts, what it spends on ours."""

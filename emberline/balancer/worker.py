@@ -127,18 +127,26 @@ class Worker:
         """Until there is a place among the running."""
         account, capacity = self.account, self.capacity
         over = account.active - account.batch_active + self.witness.foreign_active(now_s) + n - capacity.max_running
-        if over <= 0 and (not capacity.kv_tokens or account.decode_tokens + tokens <= KV_FULL * capacity.kv_tokens):
+        if over <= 0 and self.has_memory(tokens, now_s):
             return 0.0
         return self.mean_s * max(1, over) / capacity.max_running
 
     def fits(self, n: int, tokens: int, now_s: float, spare: int = 0) -> bool:
         """Whether it has a place, and memory, for `n` more sequences, `spare` beyond those it runs at once."""
-        account, capacity = self.account, self.capacity
         active = self.active(now_s)
-        if active + n > capacity.max_running + spare:
+        if active + n > self.capacity.max_running + spare:
             return active == 0
-        kv_tokens = capacity.kv_tokens
-        return not kv_tokens or not account.active or account.decode_tokens + tokens <= kv_tokens * KV_FULL
+        return not self.account.active or self.has_memory(tokens, now_s)
+
+    def has_memory(self, tokens: int, now_s: float) -> bool:
+        """By its own count, where there is one: streams may share much of their KV. And what it has not begun yet."""
+        account, kv_tokens = self.account, self.capacity.kv_tokens
+        if not kv_tokens or account.decode_tokens + tokens <= KV_FULL * kv_tokens:
+            return True
+        if not self.witness.is_fresh(now_s) or not self.witness.load.kv_total_blocks:
+            return False
+        used = self.witness.load.kv_used_blocks * BLOCK_TOKENS + account.prefill_tokens
+        return used + tokens <= KV_FULL * kv_tokens
 
     @property
     def streams_step_s(self) -> float:

@@ -22,6 +22,7 @@ from emberline.api.app import ApiSettings, create_app
 from emberline.api.queue_desk import QueueDesk
 from emberline.api.server import serve as serve_http
 from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.http.configured import servers_of
 from emberline.catalog.card import ModelCard
 from emberline.catalog.shelf import Entry
 from emberline.cli.fetch import load_text
@@ -30,6 +31,7 @@ from emberline.jobs.desk import DeskSettings, EventDesk
 from emberline.jobs.queue import open_queue
 from emberline.service import Served, Service, open_door
 from emberline.service.open import DATABASE
+from emberline.service.relay.open import discover
 from emberline.store import Database, open_store
 
 CONNECT_S = 30.0  # to reach the core and every engine; after that the door opens and says what is not there
@@ -105,7 +107,8 @@ async def _run(plan: DoorPlan, listener: socket.socket) -> None:
     with _parent_watched(stop, plan.core_pid):
         entries = [Entry(card, path) for card, path, _ in plan.models]
         served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
-        service = await open_door(served, core_socket=plan.core_socket)
+        upstreams = await discover(servers_of(plan.config.endpoints))
+        service = await open_door(served, core_socket=plan.core_socket, upstreams=upstreams)
         store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
         events = open_events(store, plan.config)
         queue = await open_queue(store, plan.config.home)

@@ -130,11 +130,13 @@ async def serve(
         await cluster.start()
 
         # The workers load in their processes while we import and read tokenizers in ours.
+        from emberline.balancer.http.configured import servers_of
         from emberline.cli.door import load_models, open_events, serve_door
         from emberline.jobs.delivery_metrics import DeliveryMetrics
         from emberline.service import open_service
         from emberline.service.core import LocalCore
         from emberline.service.open import DATABASE
+        from emberline.service.relay.open import discover
         from emberline.store import open_store
 
         endpoints = _all_endpoints(config, cluster, shelf)
@@ -148,6 +150,7 @@ async def serve(
             retention_days=config.responses.retention_days,
             queue_share=config.queue.share,
             store=store,
+            upstreams=await discover(servers_of(config.endpoints)),
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_S):
@@ -180,6 +183,7 @@ def _all_endpoints(config: Config, cluster: LocalCluster, shelf: Shelf) -> dict[
     for worker in remote_workers(config.endpoints):
         entry = shelf.find(worker.models[0])
         assert entry is not None, "it was fetched"
+        worker = msgspec.structs.replace(worker, models=(entry.card.id,))
         endpoints.setdefault(entry.card.id, []).append(worker)
     return endpoints
 

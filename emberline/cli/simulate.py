@@ -5,6 +5,7 @@ gives the same figures.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 from emberline.cli import common
 from emberline.protocol.errors import BadInput
 
+POLICIES = (  # the balancer's own, then others'; as the simulator's plan knows them, which is not imported for --help
+    *("sticky", "affinity", "prefix", "round_robin", "least_loaded"),
+    *("plain_round_robin", "plain_least_loaded", "sglang", "dynamo"),
+)
 COLUMNS = (
     ("policy", "policy", "{}"),
     ("requests", "requests", "{:d}"),
@@ -36,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=8, metavar="N", help="workers that do both, 1 to 256 (default 8)")
     add("--prefill", type=int, default=0, metavar="N", help="instead: so many workers for prompts,")
     add("--decode", type=int, default=0, metavar="N", help="and so many for replies")
-    add("--policy", default="sticky", help="one or several with commas (default sticky; 'all' for every one)")
+    add(
+        "--policy", default="sticky", help=f"one or several with commas, or all: {', '.join(POLICIES)} (default sticky)"
+    )
     add("--load", type=float, metavar="X", help="copies of a trace with arrivals, or session starts a second")
     add(
         "--busy",
@@ -88,7 +95,7 @@ def _plans(args: argparse.Namespace) -> list[Any]:
 
     from emberline.cluster.simulator import coefficients
     from emberline.cluster.simulator.chunking import Chunking, Fixed, Timed
-    from emberline.cluster.simulator.plan import POLICIES, Plan
+    from emberline.cluster.simulator.plan import Plan
     from emberline.cluster.simulator.transfer import Wire
 
     model = coefficients.load(args.engine)
@@ -152,4 +159,4 @@ def _draw(folder: Path, outcomes: Sequence[Any]) -> None:
     }
     for name, text in plots.items():
         (folder / f"{name}.svg").write_text(text)
-    print(f"plots in {folder}: {', '.join(f'{name}.svg' for name in plots)}")
+    print(f"plots in {folder}: {', '.join(f'{name}.svg' for name in plots)}", file=sys.stderr)

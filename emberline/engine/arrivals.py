@@ -1,18 +1,20 @@
 """Requests whose prompt's KV is computed elsewhere and pushed into blocks that are reserved for it here."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from emberline.engine.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache
 from emberline.kv.events import watched_group
 from emberline.kv.transfer.messages import Item, Offer
-from emberline.kv.transfer.notices import Arrived, GivenUp, Offered, PeerLost, Released, Transfers
+from emberline.kv.transfer.notices import Arrived, GivenUp, Offered, PeerLost, Released, Renewed, Transfers
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.layout import BLOCK_TOKENS
 
-LEASE_S = 10.0  # without a block: then the sender is given up,
+LEASE_S = 10.0  # without a block or a sign of life: then the sender is given up,
 DOUBT_S = 2.0  # after a second look: it may have been this process that stood still, with blocks unread before it
+SILENT_S = 300.0  # with nothing but signs of life: an engine that is stuck may still give them
 WAIT_S = 60.0  # for a sender to offer, or for a request to claim an offer: neither holds a block meanwhile
 MAX_OFFERS = 1024  # that nobody has claimed
 GAVE_UP = "the decode engine gave the request up"
@@ -26,7 +28,8 @@ class Arrival:
 
     seq: Sequence
     n_blocks: int
-    moved_s: float  # when something last came of it
+    moved_s: float  # when something was last heard of it
+    landed_s: float = 0.0  # when something last came of it, or could from then on
     peer: int = 0  # who offered it
     epoch: int = 0
     table: BlockTable | None = None  # from the grant on; its references keep what has landed until it is admitted
@@ -56,6 +59,7 @@ class Arrivals:
         self._fingerprint = fingerprint
         layouts = [group.layout for group in cache.groups]
         self._tags = tuple(layout.tag for layout in layouts)
+        self._sizes = tuple(layout.block_bytes for layout in layouts)
         self._counted = layouts.index(watched_group(layouts))  # the group whose blocks are counted as the prompt's
         self._by_transfer: dict[str, Arrival] = {}
         self._by_epoch: dict[int, Arrival] = {}
@@ -137,7 +141,7 @@ class Arrivals:
             return None
         lacking = self._cache.lacking(table)
         self._n_epochs += 1
-        arrival.epoch, arrival.table, arrival.moved_s = self._n_epochs, table, now_s
+        arrival.epoch, arrival.table, arrival.moved_s, arrival.landed_s = self._n_epochs, table, now_s, now_s
         arrival.missing = {(g, j) for g, blocks in enumerate(lacking) for j in blocks}
         self._by_epoch[arrival.epoch] = arrival
         self._transfers.grant(arrival.peer, arrival.transfer, arrival.epoch, lacking)
@@ -145,9 +149,12 @@ class Arrivals:
 
     # --- what the threads tell --------------------------------------------------------------------------------------
 
-    def hear(self, notice: Offered | Arrived | GivenUp | Released | PeerLost, now_s: float) -> News:
+    def hear(self, notice: Offered | Arrived | Renewed | GivenUp | Released | PeerLost, now_s: float) -> News:
         if isinstance(notice, Arrived):
             return self._arrived(notice, now_s)
+        if isinstance(notice, Renewed):
+            self._renew(notice, now_s)
+            return News()
         if isinstance(notice, Offered):
             return self._offered(notice, now_s)
         if isinstance(notice, Released):
@@ -203,8 +210,9 @@ class Arrivals:
     def _misfit(self, arrival: Arrival, offer: Offer) -> str:
         if offer.fingerprint != self._fingerprint:
             return "the prefill engine has another model's weights"
-        if offer.tags != self._tags:
-            return f"the prefill engine's KV lies otherwise: {', '.join(offer.tags)}, here {', '.join(self._tags)}"
+        if (offer.tags, offer.block_bytes) != (self._tags, self._sizes):
+            theirs, ours = zip(offer.tags, offer.block_bytes), zip(self._tags, self._sizes)
+            return f"the prefill engine's KV lies otherwise: {_described(theirs)}, here {_described(ours)}"
         if offer.n_blocks != arrival.n_blocks:
             return f"the prefill engine offers {offer.n_blocks} blocks, the prompt has {arrival.n_blocks}"
         return ""
@@ -218,8 +226,13 @@ class Arrivals:
             self._cache.land(arrival.table, arrival.seq.keys, group, j)
         self.n_received += len(notice.items)
         arrival.n_landed += sum(group == self._counted for group, _ in notice.items)
-        arrival.moved_s, arrival.doubted = now_s, False
+        arrival.moved_s, arrival.landed_s, arrival.doubted = now_s, now_s, False
         return self._look(arrival)
+
+    def _renew(self, notice: Renewed, now_s: float) -> None:
+        arrival = self._by_epoch.get(notice.epoch)
+        if arrival is not None and now_s < arrival.landed_s + SILENT_S:
+            arrival.moved_s, arrival.doubted = now_s, False
 
     def _look(self, arrival: Arrival) -> News:
         if arrival.missing:
@@ -286,6 +299,10 @@ def _patience_s(arrival: Arrival) -> float:
     if not arrival.peer:
         return WAIT_S
     return LEASE_S if arrival.epoch else float("inf")
+
+
+def _described(groups: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{tag} of {n_bytes} bytes" for tag, n_bytes in groups)
 
 
 def failure(why: str) -> Unavailable:

@@ -56,23 +56,21 @@ class Batch:
     @classmethod
     def of(cls, plan: StepPlan, slots: Slots) -> "Batch":
         batch = cls()
-        for row in plan.rows:
-            single = row.samples and row.end - row.start == 1
-            (batch.decodes if single else batch.chunks).append(row)
-        places = {id(row): n for n, row in enumerate(batch.decodes)}
-        for row in batch.chunks:
-            if row.samples:
-                places[id(row)] = len(places)
-        logprobs = []
-        for row in plan.rows:
-            if row.samples:
-                slot = slots[row.slot]
-                batch.slots.append(row.slot)
-                batch.order.append(places[id(row)])
-                batch.masked = batch.masked or slot.masked
-                logprobs.append(slot.logprobs)
-        if any(k is not None for k in logprobs):
-            batch.logprobs = logprobs
+        drawing = [row for row in plan.rows if row.samples]
+        batch.decodes = [row for row in drawing if row.follows or row.end - row.start == 1]
+        if len(batch.decodes) == len(plan.rows):
+            batch.order = list(range(len(drawing)))
+        else:
+            decodes = {id(row) for row in batch.decodes}
+            batch.chunks = [row for row in plan.rows if id(row) not in decodes]
+            ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
+            places = {id(row): n for n, row in enumerate(ordered)}
+            batch.order = [places[id(row)] for row in drawing]
+        batch.slots = [row.slot for row in drawing]
+        known = [slots[slot] for slot in batch.slots]
+        batch.masked = any(slot.masked for slot in known)
+        if any(slot.logprobs is not None for slot in known):
+            batch.logprobs = [slot.logprobs for slot in known]
         return batch
 
 

@@ -49,8 +49,10 @@ class GpuEngine:
         _log.info("%s", memory.table())
         return cls(model, device, sampler, memory, Pace())
 
-    def runner(self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True) -> GpuRunner:
-        return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs)
+    def runner(
+        self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True, pools: Sequence[torch.Tensor] | None = None
+    ) -> GpuRunner:
+        return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs, pools)
 
     def chores(self, runner: GpuRunner) -> Callable[[], bool]:
         """What can be done ahead of requests, a little with every call: captures, libraries' plans. False: no more."""

@@ -93,6 +93,7 @@ class GpuRunner:
         sampler: SamplerTable,
         pace: Pace | None = None,
         graphs: bool = True,
+        pools: Sequence[Tensor] | None = None,
     ) -> None:
         self._model, self._kernels, self._pace = model, kernels, pace
         self._device = torch.device(device)
@@ -100,7 +101,8 @@ class GpuRunner:
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self._device)  # weights and workspace were made on another stream
             torch.cuda.set_stream(stream)  # the default one cannot be captured
-        self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
+        made = (allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks))
+        self._kv = list(made if pools is None else pools)  # given where other processes are to write them
         self._block_bytes = model.kv_groups[0].block_bytes if model.kv_groups[0].window is None else 0
         rows, groups = limits.max_running, len(self._kv)
         width = table_width(limits.context_len)
@@ -118,6 +120,10 @@ class GpuRunner:
         self._shared: shared_prefix.SharedPrefix | None = None
 
     @property
+    def pools(self) -> list[Tensor]:
+        return self._kv
+
+    @property
     def n_graphs(self) -> int:
         return len(self._graphs)
 
@@ -126,7 +132,7 @@ class GpuRunner:
     def _common_steps(self) -> list[StepKind]:
         """What is worth capturing before it is asked for, the most common last."""
         decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows)
-        sharing = [n for n in decodes if n >= MIN_SHARING] if self._block_bytes else []
+        sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
         beside = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
         plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, a reply, all else
         shared: list[int | MixedShape] = [*sharing, *beside]
@@ -177,11 +183,15 @@ class GpuRunner:
         for admission in plan.admissions:
             slots.admit(admission)
         batch = Batch.of(plan, slots)
-        for row in plan.rows:
+        tell = bool(batch.chunks)
+        for row in plan.rows:  # for most of them nothing is new but a token
             slot = slots[row.slot]
-            slots.grow(row, slot, tell=bool(batch.chunks))
-            slots.recount(row, slot)
-            slots.ban(row, slot)
+            if row.blocks is not None or row.passed != slot.passed:
+                slots.grow(row, slot, tell=tell)
+            if slot.ids is not None:
+                slots.recount(row, slot)
+            if row.banned != slot.banned:
+                slots.ban(row, slot)
         slots.ship()
         n_decodes, draw = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
         typical = self._graphs.replayed or (bool(batch.chunks) and batch.n_tokens > MAX_CAPTURED_TOKENS)

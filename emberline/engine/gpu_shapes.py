@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 TILE = 128  # matrix products compute whole tiles of tokens
 MAX_CAPTURED_TOKENS = 1024  # as efficient as larger ones, which must have thousands to be worth their launching
-ROUND = 4096  # prompts are cut at multiples of this where it can be: attention over such lengths is planned already
+ROUND = 8192  # prompts are cut at multiples of this where it can be: attention over such lengths is planned already
 CHUNK_ROWS = 32  # prompts in a captured step; one of them is nobody's
 
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)

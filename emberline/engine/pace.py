@@ -81,6 +81,7 @@ class Pace:
         self._target_s = target_s
         self._steps: dict[int, dict[int, Line]] = {}  # by power of two of the streams, by tiles
         self._decode_s: dict[int, float] = {}  # of steps without chunks, by power of two of the streams
+        self._decode_n: dict[int, int] = {}  # how many of them that was the last time
         self._token_s: dict[int, float] = {}  # of a prompt's token in large steps, by that of the context
         self._alone_s: dict[int, float] = {}  # the same where nothing decodes beside it; one number
         self._beside_s: dict[int, float] = {}  # like _decode_s, from steps with chunks
@@ -89,6 +90,7 @@ class Pace:
     def observe(self, work: Work, seconds: float) -> None:
         if not work.n_tokens:
             _learn(self._decode_s, work.n_decodes.bit_length(), seconds, 2.0)
+            self._decode_n[work.n_decodes.bit_length()] = work.n_decodes
             return
         if work.n_tokens >= TILE // 2:
             _learn(self._token_s, _octave(work.context), seconds / work.n_tokens, 2.0)
@@ -155,6 +157,8 @@ class Pace:
     def _target(self, n_decodes: int, slack: float) -> float:
         streams = n_decodes.bit_length()
         known = [seconds for n, seconds in (self._beside_s | self._decode_s).items() if n <= streams]
+        if streams in self._decode_s:  # twice as many may take twice as long
+            known.append(self._decode_s[streams] * n_decodes / self._decode_n[streams])
         return max(slack * self._target_s, SHARE * max(known, default=0.0))
 
 

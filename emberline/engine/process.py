@@ -15,6 +15,9 @@ from typing import Any, get_args
 from emberline.engine.server import Server
 from emberline.kv.transfer import shared_memory
 from emberline.kv.transfer.hub import Hub
+from emberline.kv.transfer.memory import HostMemory
+from emberline.kv.transfer.mooncake import Engine
+from emberline.kv.transfer.ways import WayClosed
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import Role
 
@@ -32,6 +35,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")
     parser.add_argument("--role", choices=get_args(Role), default="both", help="prompts, replies or both")
     parser.add_argument("--cores", type=cores, metavar="N,N", help="the only cores to run on")
+    parser.add_argument("--mooncake", metavar="HOW", help="move KV by its Transfer Engine, too: tcp, or rdma:DEVICE")
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences computed at once")
     parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="tokens computed in a step")
     return parser
@@ -58,6 +62,17 @@ def transfers(hub: Hub | None, args: argparse.Namespace) -> tuple[str, ...]:
     if hub is None or args.role == "prefill":
         return ()
     return tuple(way for way in hub.takes_by if way != shared_memory.NAME or not args.socket.startswith("tcp:"))
+
+
+def mooncake(memory: HostMemory, args: argparse.Namespace) -> Engine | None:
+    """Mooncake's Transfer Engine over our pools, where it was asked for."""
+    if not args.mooncake:
+        return None
+    host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
+    try:
+        return Engine(memory, host, args.mooncake)
+    except WayClosed as error:
+        raise BadInput(str(error), param="mooncake") from None
 
 
 @contextlib.contextmanager

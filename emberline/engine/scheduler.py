@@ -7,10 +7,8 @@ from itertools import islice
 from operator import attrgetter
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from emberline.engine import drawing
+from emberline.engine import drawing, masking
 from emberline.engine.limits import Limits
 from emberline.engine.pace import Pace, Work
 from emberline.engine.plan import Admission, Guides, Masks, Row, Sampled, StepPlan
@@ -31,9 +29,7 @@ QUIET_STEPS = 512  # without another's request: then queued work need not be pol
 PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
 STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
 
-LONG_QUEUE = 32_768  # waiting tokens, beyond which streams give some of their pace for throughput
-
-GRAMMAR_FAILED = "the engine could not follow this request's grammar"
+LONG_QUEUE = 16_384  # waiting tokens, beyond which streams give some of their pace for throughput
 
 _log = logging.getLogger(__name__)
 _by_rank = attrgetter("rank")
@@ -196,7 +192,7 @@ class Scheduler:
                 deltas.append(self._end(seq, "error", error=error.info()))
             except Exception:
                 _log.exception("a grammar cannot be followed", extra={"request_id": seq.id})
-                deltas.append(self._end(seq, "error", error=Internal(GRAMMAR_FAILED).info()))
+                deltas.append(self._end(seq, "error", error=Internal(masking.GRAMMAR_FAILED).info()))
             else:
                 seq.pending = None
                 self._pending.remove(seq)
@@ -255,43 +251,7 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """What the grammars of the plan's rows allow next; None when no row has one."""
-        places: list[int] = []
-        guided: list[Sequence] = []
-        sampling = (row for row in plan.rows if row.samples)
-        for place, row in enumerate(sampling):
-            seq = self._by_number.get(row.number)
-            if seq is not None and seq.guide is not None:
-                places.append(place)
-                guided.append(seq)
-        if not guided:
-            return None
-        bits = np.zeros((len(guided), max(seq.guide.n_words for seq in guided if seq.guide is not None)), np.uint32)
-        for row_bits, seq in zip(bits, guided):
-            self._fill(row_bits, seq)
-        return Masks(places, bits)
-
-    def _fill(self, bits: NDArray[np.uint32], seq: Sequence) -> None:
-        try:
-            drawing.allow(bits, seq, self.limits.eos_ids)
-        except Exception as error:
-            self._guide_failed(seq, error)
-            bits[:] = ~np.uint32(0)  # something is drawn, and ignored
-            return
-        if not bits.any():
-            self._guide_failed(seq, None)
-            bits[:] = ~np.uint32(0)
-
-    def _guide_failed(self, seq: Sequence, error: Exception | None) -> EmberlineError:
-        digest = seq.guide.digest if seq.guide is not None else ""
-        what = "a grammar allows no token" if error is None else "a grammar cannot be followed"
-        extra = {"request_id": seq.id, "grammar": digest}
-        if isinstance(error, EmberlineError):  # the caller's: it is told why
-            _log.warning(what, extra=extra)
-            seq.failure = error
-        else:
-            _log.error(what, exc_info=error, extra=extra)
-            seq.failure = Internal(GRAMMAR_FAILED)
-        return seq.failure
+        return masking.masks(plan, self._by_number, self.limits.eos_ids)
 
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
@@ -559,7 +519,7 @@ class Scheduler:
         except Exception as error:
             if seq.guide is None:
                 raise
-            return self._end(seq, "error", error=self._guide_failed(seq, error).info())
+            return self._end(seq, "error", error=masking.guide_failed(seq, error).info())
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
         packed = pack([entry.token_id for entry in entries])

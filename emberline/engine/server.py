@@ -32,6 +32,7 @@ from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
 HEARTBEAT_S = 1.0  # a client whose requests wait for longer hears that the engine computes
+QUIET_S = 0.5  # without work; then the engine sees to its chores, for which a request may have to wait a little
 HELD_UP_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
 
@@ -51,6 +52,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._owners: dict[str, Connection] = {}  # of the requests that the engine has accepted
         self._drain_until_s: float | None = None
+        self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
         if engine.hub is not None:
             self.watch(engine.hub.wake, engine.hub.swallow)  # the next step hears what there is
@@ -82,7 +84,8 @@ class Server:
         self._poll()
         if self._engine.busy:
             self._route(self._engine.step(time.monotonic()))
-        elif self._engine.has_chores:
+            self._busy_s = time.monotonic()
+        elif self._engine.has_chores and time.monotonic() >= self._busy_s + QUIET_S:
             self._engine.do_chore()
         self._flush()
 
@@ -105,11 +108,11 @@ class Server:
         """How long to sleep at most: not at all with work to do, for ever when only clients can bring some."""
         if self._engine.busy and not self._engine.held_up:
             return 0
-        if not self._engine.busy and self._engine.has_chores:
-            return 0
         limits = [c.opened_s + HELLO_LIMIT_S for c in self._connections if not c.greeted]
         if self._engine.busy:
             limits.append(max(self._engine.next_s, time.monotonic() + HELD_UP_S))
+        elif self._engine.has_chores:
+            limits.append(self._busy_s + QUIET_S)
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
         soonest_s = min(limits, default=inf)
@@ -150,7 +153,8 @@ class Server:
                 self._send(connection)
             if events & selectors.EVENT_READ and not connection.closing:
                 for payload in connection.receive():
-                    self._handle(connection, frames.to_engine_decoder.decode(payload))
+                    if connection in self._connections:  # else it was handed over, or closed by what came before
+                        self._handle(connection, frames.to_engine_decoder.decode(payload))
         except (ConnectionLost, msgspec.DecodeError) as error:
             self._close(connection, str(error))
 

@@ -192,7 +192,8 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
     if args.role != "both":
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
-        hub = host_hub(args.id or args.socket, args.fingerprint, [layout], memory)
+        engine = process.mooncake(memory, args)
+        hub = host_hub(args.id or args.socket, args.fingerprint, [layout], memory, engine)
         stamps = Stamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",

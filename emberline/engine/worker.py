@@ -1,10 +1,10 @@
 """The engine process: `python -m emberline.engine.worker --model PATH --socket ADDRESS`."""
 
 import argparse
+import gc
 import logging
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
-GPU_DEFAULTS = {"max_running": 512, "token_budget": 4096}
-PREPARE_S = 2.5  # spent at a start on steps that would else be captured while somebody waits
+GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         token = process.join_token(args.socket)
         loop, info, facts = build(args)
+        gc.freeze()  # it is there to stay: collections between steps need not look at it
         with process.listening(args.socket) as (listener, address):
             server = Server(listener, loop, info, token)
             facts |= {"address": address, "load_s": round(time.monotonic() - began_s, 3)}
@@ -81,7 +81,8 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     fingerprint = checkpoint.fingerprint
     loop, cache, limits = _engine(model, fingerprint, device, args)
     if weights is not None:
-        _wait(weights, loop)
+        loop.do_chore()  # what the first request will need, beside the reading; more would only slow that down
+        weights.finish()
     checkpoint.close()
 
     info = EngineInfo(
@@ -101,21 +102,6 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
-
-
-def _wait(weights: Any, loop: StepLoop) -> None:
-    """For the weights; what can be done without them is done meanwhile, and a little more of it behind them."""
-    before, began_s, n_chores = sys.getswitchinterval(), time.monotonic(), 0
-    sys.setswitchinterval(0.0005)  # the threads that read need the interpreter often, and never for long
-    while loop.has_chores and (not weights.done or time.monotonic() < began_s + PREPARE_S):
-        loop.do_chore()
-        n_chores += 1
-    waited_s = time.monotonic() - began_s
-    weights.finish()
-    sys.setswitchinterval(before)
-    _log.info(
-        "prepared %d steps in %.1f s; weights are there after %.1f s", n_chores, waited_s, time.monotonic() - began_s
-    )
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
@@ -147,16 +133,21 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
         runner = TorchRunner(model, n_blocks, limits, device, pace, shared=args.role == "decode")
         hub = None
         if runner.memory is not None:
-            hub = host_hub(args.id or args.socket, fingerprint, model.kv_groups, runner.memory)
+            mooncake = process.mooncake(runner.memory, args)
+            hub = host_hub(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
         scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace, hub)
         return StepLoop(scheduler, runner, hub=hub), cache, limits
     from emberline.engine.gpu_engine import GpuEngine
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
     n_blocks, cache, limits = caches(engine.memory.kv)
-    on_gpu = engine.runner(n_blocks, limits)
-    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.pace)
-    return StepLoop(scheduler, on_gpu, GPU_STEPS_IN_FLIGHT, engine.chores(on_gpu)), cache, limits
+    from emberline.engine.gpu_transfer import exported_pools, gpu_hub
+
+    pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
+    on_gpu = engine.runner(n_blocks, limits, pools=pools)
+    hub = gpu_hub(args.id or args.socket, fingerprint, model.kv_groups, on_gpu.pools, spans)
+    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.pace, hub)
+    return StepLoop(scheduler, on_gpu, GPU_STEPS_IN_FLIGHT, engine.chores(on_gpu), hub), cache, limits
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:

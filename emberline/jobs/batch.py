@@ -109,8 +109,8 @@ class Batch(msgspec.Struct, kw_only=True):
 COLUMNS = (
     "id, account, key_id, kind, endpoint, model, status, total, completed, failed, cancelled, expired, n_released, "
     "n_bytes, input_tokens, output_tokens, cached_tokens, reasoning_tokens, loader, metadata, attributes, errors, "
-    "input_file_id, input_blob, created_us, deadline_us, in_progress_us, finalizing_us, completed_us, failed_us, expired_us, cancelling_us, "
-    "cancelled_us, expires_us"
+    "input_file_id, input_blob, created_us, deadline_us, in_progress_us, finalizing_us, completed_us, failed_us, "
+    "expired_us, cancelling_us, cancelled_us, expires_us"
 )
 _NAMES = COLUMNS.split(", ")
 _JSON = ("metadata", "attributes", "errors")

@@ -190,5 +190,6 @@ def _noise(seed: int, position: int, ids: NDArray[Any]) -> NDArray[np.float32]:
     start = np.array([(seed + 0x9E3779B97F4A7C15 * (position + 1)) & (2**64 - 1)], np.uint64)
     bits = _mix(_mix(start) ^ (ids.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)))
     uniform = ((bits >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-24)
+    uniform = np.minimum(uniform, np.float32(1 - 2**-24))  # the largest would round to 1, and win against any logit
     noise: NDArray[np.float32] = -np.log(-np.log(uniform))
     return noise

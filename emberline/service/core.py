@@ -95,7 +95,7 @@ class LocalCore:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, ask: Ask) -> Route:
-        if self._release(ask.id, took_s=None):
+        if self._release(ask.id):
             self._open[ask.id] = (ask, None, False)  # between two engines
         route = await self.gate.admit(ask)
         member = self.fleet[route.decode]
@@ -109,7 +109,7 @@ class LocalCore:
     async def settle(self, settlement: Settlement) -> None:
         row = settlement.row
         self._learn(row)
-        self._release(row.id, took_s=(row.finished_us - row.created_us) / 1e6)
+        self._release(row.id)
         self.gate.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
         for memory in settlement.memories:
             entry = memory.entry
@@ -153,13 +153,13 @@ class LocalCore:
     def refused(self, kind: str, times: int = 1) -> None:
         self._metrics.refused(kind, times)
 
-    def _release(self, request_id: str, took_s: float | None) -> bool:
+    def _release(self, request_id: str) -> bool:
         """Whether the request was open."""
         if request_id not in self._open:
             return False
         ask, member, _ = self._open.pop(request_id)
         if member is not None:
-            member.give_back(ask.n, took_s, batch=bool(ask.engine))
+            member.give_back(ask.n, batch=bool(ask.engine))
             self.grants.stir()
         return True
 

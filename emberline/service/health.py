@@ -32,6 +32,8 @@ def _describe(member: Member) -> dict[str, Any]:
         "in_flight": member.in_flight,
         "load": msgspec.structs.asdict(member.load),
     }
+    if notes := getattr(client, "notes", ""):
+        described["notes"] = notes
     if (info := client.info) is not None:
         described |= {
             "fingerprint": info.fingerprint,

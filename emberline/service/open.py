@@ -6,14 +6,16 @@ from pathlib import Path
 from emberline.accounts.ledger import Ledger
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.engine_client import EngineClient
-from emberline.balancer.fleet import MAX_WAITING, Fleet
+from emberline.balancer.fleet import Fleet
 from emberline.balancer.gate import Gate
 from emberline.balancer.grants import SHARE, Grants
-from emberline.balancer.settings import Settings
+from emberline.balancer.http.upstream import Upstream
+from emberline.balancer.settings import DEFAULTS, Settings
 from emberline.protocol.frames import Vocabulary
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.prepare import Served
+from emberline.service.relay.open import open_relay
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
@@ -30,15 +32,17 @@ async def open_service(
     served: Sequence[Served],
     *,
     data_dir: Path,
-    max_waiting: int = MAX_WAITING,
+    max_waiting: int = DEFAULTS.max_waiting,
     retention_days: int = RETENTION_DAYS,
     store_url: str = "",
     queue_share: float = SHARE,
     store: Database | None = None,
+    upstreams: Sequence[Upstream] = (),
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
-    A `store` that is given is used instead, and stays its owner's to close.
+    A `store` that is given is used instead, and stays its owner's to close. `upstreams` are other people's servers,
+    whose models are known by now (`discover`).
     """
     engines = _engines(served)
     by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
@@ -47,10 +51,10 @@ async def open_service(
     assert store is not None
     responses = Responses(store, retention_days)
     await responses.open()
-    fleet = Fleet(by_model)
+    fleet = Fleet({**by_model, **_by_model(upstreams)})
     gate = Gate(Balancer(Settings(max_waiting=max_waiting)))
     for member in fleet:
-        gate.watch(member.client, [member.model])
+        gate.watch(member.client, member.client.endpoint.models or [member.model])
     core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, queue_share))
 
     async def close_core() -> None:
@@ -59,7 +63,10 @@ async def open_service(
         if own is not None:
             await own.close()
 
-    return Service(core, served, engines, close_core, GrammarCompiler())
+    relay = open_relay(core, upstreams) if upstreams else None
+    if relay is not None:
+        relay.start(watch=True)
+    return Service(core, served, engines, close_core, GrammarCompiler(), relay)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -70,12 +77,23 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
     return server
 
 
-async def open_door(served: Sequence[Served], *, core_socket: Path) -> Service:
+async def open_door(served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[Upstream] = ()) -> Service:
     """A door process's service. Waits a moment for the core; while that is gone, it answers Unavailable."""
     engines = _engines(served)
     core = RemoteCore(core_socket, list(engines.values()))
     await core.wait_connected(CORE_WAIT_S)
-    return Service(core, served, engines, core.close, GrammarCompiler())
+    relay = open_relay(core, upstreams) if upstreams else None
+    if relay is not None:
+        relay.start(watch=False)
+    return Service(core, served, engines, core.close, GrammarCompiler(), relay)
+
+
+def _by_model(upstreams: Sequence[Upstream]) -> dict[str, list[Upstream]]:
+    """A server's load is its first model's in the books; it may serve more."""
+    found: dict[str, list[Upstream]] = {}
+    for upstream in upstreams:
+        found.setdefault(upstream.models[0], []).append(upstream)
+    return found
 
 
 def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:

@@ -57,7 +57,7 @@ class Run:
         self.first_token_us: int | None = None
         self.settling: asyncio.Task[None] | None = None  # the service's, once the request has ended
         self._n_open = len(self.choices)
-        self._cached_by_tier: dict[str, int] = {}
+        self._cached_by_tier: dict[str, int] | None = None  # once it is known
         self._admit = admit
         self._began = began
         self._told = False  # the core, of the engines that it has now
@@ -83,7 +83,7 @@ class Run:
             prompt_tokens=self.prepared.prompt.n_ids,
             completion_tokens=sum(choice.n_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.n_reasoning for choice in self.choices),
-            cached_by_tier=self._cached_by_tier,
+            cached_by_tier=self._cached_by_tier or {},
         )
 
     @property
@@ -103,8 +103,8 @@ class Run:
             if self._stream is None:
                 self._stream = await self._open()
             deltas = await self._stream.next()
-            if self.first_token_us is None and self._prefill is not None:
-                self._cached_by_tier = await self._prefill.cached_by_tier()
+            if self.first_token_us is None and self._prefill is not None and any(delta.token_ids for delta in deltas):
+                self._found(await self._prefill.cached_by_tier())
             return self._absorb(deltas)
         except Unavailable as error:
             if not self._may_move:
@@ -152,6 +152,9 @@ class Run:
     def _leave(self, error: Unavailable) -> None:
         """Give up the engines. What clients have seen is kept: the reply goes on behind it, under new ids."""
         assert self.placed is not None
+        self._lost = self._blamed(error)
+        if self._prefill is not None and self._prefill.told is not None:
+            self._found(self._prefill.told)
         self.close()
         self._failed = None
         self._told = False
@@ -160,14 +163,19 @@ class Run:
         for engine in (self.placed.decode, self.placed.prefill):
             if engine is not None and engine.name not in self._avoid:
                 self._avoid.append(engine.name)
-        # A lost connection is seen by the core, too; who fails to push its KV is not.
-        blamed = self.placed.prefill if error.param == "transfer" else None
-        self._lost = () if blamed is None else (blamed.name,)
         log.warning(
             "moving: %s",
             error.message,
             extra={"request_id": self.prepared.request.id, "tokens": sum(choice.n_tokens for choice in self.choices)},
         )
+
+    def _blamed(self, error: Unavailable) -> tuple[str, ...]:
+        """A lost connection is seen by the core, too; who does not push its KV, or does not take it, is not."""
+        assert self.placed is not None
+        if error.param != "transfer" or self.placed.prefill is None:
+            return ()
+        told_by_prefill = self._prefill is not None and self._prefill.error is error
+        return ((self.placed.decode if told_by_prefill else self.placed.prefill).name,)
 
     def _ask(self) -> Ask:
         request, principal = self.prepared.request, self.prepared.principal
@@ -260,7 +268,7 @@ class Run:
                 events.append(self._start(delta))
             if not self._told:
                 self._told = True
-                self._began(self.prepared.request.id, sum(self._cached_by_tier.values()))
+                self._began(self.prepared.request.id, self.usage.cached_tokens)
             if self.errand is not None and self.errand.heard is not None:
                 self.errand.heard(delta)
             self._n_stuck = 0
@@ -276,6 +284,11 @@ class Run:
         (choice,) = self.choices
         choice.push(delta)
         self._n_open -= choice.done is not None
+
+    def _found(self, cached_by_tier: dict[str, int]) -> None:
+        """What lay in caches. After a move that is known already: the rest was computed here, if in vain."""
+        if self._cached_by_tier is None:
+            self._cached_by_tier = cached_by_tier
 
     def _fail(self, choice: Choice, delta: TokenDelta) -> None:
         """A sequence ended without its reply. What can go on elsewhere does, once the other events are told."""
@@ -299,7 +312,7 @@ class Run:
         assert self._stream is not None
         self.first_token_us = self.prepared.clock.now_us()
         if delta.usage is not None and self._prefill is None:
-            self._cached_by_tier = delta.usage.cached_by_tier
+            self._found(delta.usage.cached_by_tier)
         if len(self.choices) > 1:
             try:
                 self._stream.submit(self._sequences(self.choices[1:], self._time_left_s()))

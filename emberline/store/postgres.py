@@ -181,7 +181,8 @@ class PostgresStore:
         await asyncio.gather(*(t for t in (self._tending, self._saying) if t is not None), return_exceptions=True)
         await self._listener.close()
         try:
-            await asyncio.wait_for(self._pool.close(), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                await self._pool.close()
         except (TimeoutError, *_TROUBLE):
             self._pool.terminate()
 

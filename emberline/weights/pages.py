@@ -5,6 +5,8 @@ import mmap
 from functools import cache
 from typing import Any
 
+_FIRST_BIT = bytes(n & 1 for n in range(256))  # of what is told of a page: it is in memory
+
 
 @cache
 def _mincore() -> Any:
@@ -26,4 +28,4 @@ def resident(address: int, n_bytes: int) -> bool:
     pages = ctypes.create_string_buffer(n_pages)
     if function(start, n_pages * mmap.PAGESIZE, pages):
         return False
-    return sum(byte & 1 for byte in pages.raw) > 0.9 * n_pages
+    return pages.raw.translate(_FIRST_BIT).count(1) > 0.9 * n_pages

@@ -6,18 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, create_app
+from emberline.balancer.ask import Ask
+from emberline.balancer.http.kv_feed import KVFeed, key_root
+from emberline.balancer.route import Route
 from emberline.cluster.standin_openai.replies import Prompt
 from emberline.cluster.standin_openai.script import Script
+from emberline.protocol import tokens
+from emberline.protocol.request import GenerateRequest, Message
 from emberline.service.service import Service
 from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.model import TextModel
+from emberline.text.prompt import build_prompt
+from tests.service.conftest import text_model
 from tests.service.relay.conftest import LONG, Bench, Opener, bench
 
-__all__ = ["bench"]
+__all__ = ["bench", "text_model"]
 
 CHAT = {"model": "standin", "messages": [{"role": "user", "content": LONG}]}
 
@@ -227,3 +236,27 @@ async def test_the_models_are_listed(door: Door) -> None:
 async def test_a_session_id_of_a_megabyte_is_harmless(door: Door) -> None:
     answer = await door.post("/v1/chat/completions", CHAT, **{"x-session-affinity": "s" * (1 << 20)})
     assert answer.status_code == 200
+
+
+async def test_with_a_tokenizer_keys_are_those_of_the_servers_own_events(door: Door, text_model: TextModel) -> None:
+    """What a KV event says of these token ids is what the balancer is asked for."""
+    relay = door.bench.relay
+    relay._texts = {"standin": text_model}
+    asks: list[Ask] = []
+    admit = door.bench.core.admit
+
+    async def spy(ask: Ask) -> Route:
+        asks.append(ask)
+        return await admit(ask)
+
+    door.bench.core.admit = spy  # type: ignore[method-assign]
+    await door.post("/v1/chat/completions", CHAT)
+    await door.post("/v1/messages", {**CHAT, "max_tokens": 5})
+    request = GenerateRequest(id="x", model="standin", messages=(Message("user", LONG),))
+    ids = build_prompt(text_model, request).ids
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens.unpack(ids)}
+    payload = msgspec.msgpack.encode([0.0, [{**event, "block_size": tokens.count(ids)}]])
+    told = KVFeed(key_root("vllm", "standin")).absorb(payload).stored
+    assert told
+    assert [ask.keys for ask in asks] == [told, told]
+    assert {ask.input_tokens for ask in asks} == {tokens.count(ids)}

@@ -247,3 +247,17 @@ def test_one_tenants_long_queue_at_one_home_leaves_others_alone() -> None:
     tickets = [balancer.offer(other, 0.1) for other in others]
     routes = [ticket.route.decode for ticket in balancer.dispatch(0.1) if ticket in tickets and ticket.route]
     assert routes == ["e1"] or routes == []
+
+
+def test_streams_that_share_their_prompt_share_its_memory() -> None:
+    """By our own count there is room for two; the engine says that they take little."""
+    balancer = fleet("both", kv_tokens=50_000, max_running=64)
+    chain = keys(("tree", 1000))
+    for i in range(2):
+        first = ask(chain, id=f"leaf{i}")
+        send(balancer, first)
+        balancer.began(first.id, 0.0)
+    third = balancer.offer(ask(chain), 1.0)
+    assert balancer.dispatch(1.0) == []
+    balancer.report("e0", EngineLoad(running=2, kv_used_blocks=1010, kv_total_blocks=3125), 1.1)
+    assert balancer.dispatch(1.1) == [third]

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emberline.balancer.balancer import ORPHAN_RUNNING_S
+from emberline.balancer.balancer import ORPHAN_RUNNING_S, ORPHAN_S
 from emberline.balancer.endpoint import Capacity
 from emberline.balancer.ticket import Ticket
 from emberline.protocol.errors import EmberlineError
@@ -18,7 +18,9 @@ SOME = st.integers(0, 9)
 
 class Life(RuleBasedStateMachine):
     @initialize(
-        roles=st.sampled_from([("both",) * 4, ("prefill", "decode", "decode", "both"), ("prefill",) * 2 + ("decode",) * 2]),
+        roles=st.sampled_from(
+            [("both",) * 4, ("prefill", "decode", "decode", "both"), ("prefill",) * 2 + ("decode",) * 2]
+        ),
         policy=st.sampled_from(["sticky", "sticky", "affinity", "prefix", "least_loaded"]),
         events=st.booleans(),
     )
@@ -49,7 +51,9 @@ class Life(RuleBasedStateMachine):
                 for name in {ticket.route.decode, ticket.route.prefill} - {""}:
                     assert name not in self.gone
 
-    @rule(chain=st.sampled_from(CHAINS), tenant=SOME, priority=st.sampled_from(["priority", "default", "flex"]), mood=SOME)
+    @rule(
+        chain=st.sampled_from(CHAINS), tenant=SOME, priority=st.sampled_from(["priority", "default", "flex"]), mood=SOME
+    )
     def offer(self, chain: bytes, tenant: int, priority: str, mood: int) -> None:
         self.n += 1
         wanted = ask(
@@ -76,7 +80,9 @@ class Life(RuleBasedStateMachine):
             return
         before = self.running.pop(request_id)
         assert before.route is not None
-        wanted = ask(before.ask.keys, id=request_id, account=before.ask.account, lost=(before.route.decode,), wait_s=1.0)
+        wanted = ask(
+            before.ask.keys, id=request_id, account=before.ask.account, lost=(before.route.decode,), wait_s=1.0
+        )
         try:
             self.waiting[request_id] = self.balancer.offer(wanted, self.now_s)
         except EmberlineError:
@@ -97,7 +103,11 @@ class Life(RuleBasedStateMachine):
     def progress(self, which: int, n: int) -> None:
         self.balancer.progress(self.pick(which, self.running), n, self.now_s)
 
-    @rule(which=SOME, queued=st.booleans(), outcome=st.sampled_from(["finished", "cancelled", "client_error", "engine_failed"]))
+    @rule(
+        which=SOME,
+        queued=st.booleans(),
+        outcome=st.sampled_from(["finished", "cancelled", "client_error", "engine_failed"]),
+    )
     def ended(self, which: int, queued: bool, outcome: str) -> None:
         of = self.waiting if queued else self.running
         request_id = self.pick(which, of)
@@ -143,13 +153,15 @@ class Life(RuleBasedStateMachine):
         self.balancer.report(name, load, self.now_s)
         self.pump()
 
-    @rule(name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS), what=st.sampled_from(["stored", "removed", "whole"]))
+    @rule(
+        name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS), what=st.sampled_from(["stored", "removed", "whole"])
+    )
     def cached(self, name: str, chain: bytes, what: str) -> None:
         getattr(self.balancer, what)(name, chain, self.now_s)
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 3.0, 61.0]))
     def wait(self, seconds: float) -> None:
-        self.now_s += seconds
+        self.now_s = min(self.now_s + seconds, ORPHAN_S - 1.0)
         self.pump()
 
     @invariant()

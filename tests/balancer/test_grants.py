@@ -1,12 +1,11 @@
 import time
 
-import pytest
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.balancer.fleet import Fleet
+from emberline.balancer.fleet import Fleet, Member
 from emberline.balancer.grants import QUIET_S, Grants
-from emberline.protocol.errors import Unavailable
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.test_fleet import Engine
 
@@ -30,6 +29,12 @@ class Bench:
             for grant in self.grants.issue("m", most):
                 grant.give_back()
 
+    def ask(self) -> Member:
+        """A request that comes, and where it runs."""
+        member = self.fleet["e0"]
+        member.take(1)
+        return member
+
     def free(self) -> int:
         grants = self.grants.issue("m", 1000)
         for grant in grants:
@@ -47,11 +52,11 @@ def test_when_nobody_else_is_there_the_engine_is_full_and_a_little_ahead() -> No
 
 def test_requests_leave_queued_work_its_share() -> None:
     bench = Bench(max_running=32, share=0.25)
-    member = bench.fleet.choose("m", None, 1)
+    member = bench.ask()
     assert bench.free() == 8
     member.take(28)
     assert bench.free() == 3  # places that are free
-    member.give_back(29, None)
+    member.give_back(29)
     bench.run(QUIET_S / 2)
     assert bench.free() == 8  # another request may come any moment
     bench.run(QUIET_S)
@@ -60,7 +65,7 @@ def test_requests_leave_queued_work_its_share() -> None:
 
 def test_some_room_is_always_granted() -> None:
     bench = Bench(max_running=32)
-    bench.fleet.choose("m", None, 1).take(31 + 100)
+    bench.ask().take(31 + 100)
     bench.engines[0].load.waiting = 50
     assert bench.free() == 2
     held = bench.grants.issue("m", 10)
@@ -89,7 +94,7 @@ def test_a_full_cache_takes_no_more_lines() -> None:
 
 def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
     bench = Bench(max_running=32)
-    bench.fleet.choose("m", None, 1)
+    bench.ask()
     held = bench.grants.issue("m", 4)
     assert bench.free() == 12
     bench.run(5, step_s=0.1)
@@ -101,7 +106,7 @@ def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
 
 def test_late_first_tokens_take_room_away() -> None:
     bench = Bench(max_running=32)
-    member = bench.fleet.choose("m", None, 1)
+    member = bench.ask()
     for _ in range(10):
         bench.grants.heard(member, 0.1, mixed=False)
         bench.grants.heard(member, 0.3, mixed=True)
@@ -116,7 +121,7 @@ def test_late_first_tokens_take_room_away() -> None:
 
 def test_an_accelerator_with_nothing_to_give_gives_nothing() -> None:
     bench = Bench(max_running=32)
-    bench.fleet.choose("m", None, 1)
+    bench.ask()
     bench.grants.issue("m", 2)
     bench.engines[0].load.utilisation = 0.99
     bench.run(5)
@@ -128,8 +133,6 @@ def test_an_engine_that_is_gone_has_no_room() -> None:
     assert bench.free() == 18
     bench.engines[0].up = False
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
-    with pytest.raises(Unavailable):
-        bench.fleet.place("e0", 1)
 
 
 def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
@@ -155,14 +158,11 @@ def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
     assert bench.free() == 18
 
 
-def test_queued_work_keeps_no_request_out() -> None:
-    bench = Bench(max_running=4)
-    member = bench.fleet.place("e0", 4)
-    bench.engines[0].load = EngineLoad(running=4, waiting=2, waiting_batch=2)
-    assert bench.fleet.choose("m", None, 1, reject_if_busy=True) is member
-    member.give_back(1, 1.0)
-    member.give_back(4, 1.0, batch=True)
-    assert (member.in_flight, member.batch_in_flight) == (0, 0)
+def test_an_engine_for_prompts_alone_is_given_no_lines() -> None:
+    bench = Bench(n=2, max_running=8)
+    assert bench.engines[0].info is not None
+    bench.engines[0].info = msgspec.structs.replace(bench.engines[0].info, role="prefill")
+    assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
 @given(
@@ -180,7 +180,7 @@ def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
         elif act == "sync":
             member.take(n)
         elif act == "end" and member.in_flight:
-            member.give_back(1, None)
+            member.give_back(1)
         elif act == "wait":
             bench.engines[0].load.waiting = n
         else:

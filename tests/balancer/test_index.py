@@ -86,9 +86,7 @@ class AgainstNaive(RuleBasedStateMachine):
     def closed(self, worker: int) -> bool:
         """An expectation that lapses may leave a hole: then the index may be wrong about this endpoint."""
         known = self.held[worker] | self.expected[worker].keys()
-        return all(
-            sum(key in known for key in self.cut(chain)) == self.naive(worker, chain) for chain in CHAINS
-        )
+        return all(sum(key in known for key in self.cut(chain)) == self.naive(worker, chain) for chain in CHAINS)
 
 
 AgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

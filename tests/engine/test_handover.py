@@ -26,6 +26,7 @@ def halves(request, address, transfer, token="secret"):
         prompt_ids=request.prompt_ids,
         sampling=SamplingParams(max_tokens=1),
         salt=request.salt,
+        session=request.session,
         keys=request.keys,
         push=Push(transfer=transfer, address=address, token=token),
     )

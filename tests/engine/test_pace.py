@@ -150,6 +150,7 @@ def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
         quick.add(1016, 1016)
         pace.observe(quick, 0.002)
     assert pace.chunk(Work(8), 0, 8192, slack=3.0) == MAX_CAPTURED_TOKENS - 8
+    assert pace.chunk(Work(8), 0, 8184, slack=4.0) == 8184, "overload: as many as there are"
 
 
 def test_a_long_queue_lengthens_steps():
@@ -182,8 +183,9 @@ def test_steps_without_streams_are_full_or_captured():
 
 def test_long_prompts_are_cut_at_round_places():
     pace = Pace()
-    assert pace.cut(Work(0), 4112, 4096) == 8192 - 4112
+    assert pace.cut(Work(0), 4112, 8192) == 8192 - 4112
     assert pace.cut(Work(0), 4112, 1024) == 1024
-    assert pace.cut(Work(0), 8192, 4096) == 4096
-    assert pace.cut(Work(3), 4112, 4096) == 4096
-    assert Pace(inf).cut(Work(0), 4112, 4096) == 4096
+    assert pace.cut(Work(0), 8192, 8192) == 8192
+    assert pace.cut(Work(0), 0, 4096) == 4096
+    assert pace.cut(Work(3), 4112, 8192) == 8192
+    assert Pace(inf).cut(Work(0), 4112, 8192) == 8192

@@ -26,7 +26,7 @@ LONG = {"max_tokens": None}
 class Engine:
     """A server in a thread. `pause` holds its steps up."""
 
-    def __init__(self, path, **setup):
+    def __init__(self, path, chore=None, **setup):
         self.scheduler, self.cache = scheduler_of(**{"n_blocks": 400, "context_len": 4000, **setup})
         self.runner = FakeRunner(self.cache)
         self.go = threading.Event()
@@ -36,7 +36,7 @@ class Engine:
         self.info = EngineInfo(model="fake", fingerprint="fake", context_len=4000, vocab_size=VOCAB, eos_ids=(EOS,))
         self._listening = listening(str(path))
         listener, self.address = self._listening.__enter__()
-        self.server = Server(listener, StepLoop(self.scheduler, self.runner), self.info, "secret")
+        self.server = Server(listener, StepLoop(self.scheduler, self.runner, chore=chore), self.info, "secret")
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 
@@ -214,6 +214,30 @@ def test_an_engine_that_makes_no_step_gives_no_sign_of_life(engine, monkeypatch)
         client.sock.settimeout(0.1)
         with pytest.raises(TimeoutError):
             client.receive()
+
+
+def test_chores_are_done_when_nobody_has_asked_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "QUIET_S", 0.2)
+    done_s = []
+
+    def chore():
+        done_s.append(time.monotonic())
+        return len(done_s) < 3
+
+    engine = Engine(tmp_path / "engine.sock", chore)
+    try:
+        with Client(engine.address) as client:
+            client.submit(request("a", [1, 2], max_tokens=3))
+            client.finish("a")
+            answered_s = time.monotonic()
+            wait_until(lambda: len(done_s) == 3)
+            assert done_s[0] > answered_s + 0.1
+            client.submit(request("b", [1, 2], max_tokens=3))
+            client.finish("b")
+        time.sleep(0.4)
+        assert len(done_s) == 3, "the last one said so"
+    finally:
+        engine.stop()
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(engine):

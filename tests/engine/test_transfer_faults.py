@@ -273,7 +273,7 @@ def garbage():
     yield frames.encode(Open("shm"))
     yield frames.encode(Open("shm")) + frames.encode(Open("tcp"))
     yield frames.encode(Open("pigeon"))
-    yield frames.encode(Offer("t", "standin", ("x",), -1))
+    yield frames.encode(Offer("t", "standin", ("x",), (1,), -1))
     for _ in range(20):
         payload = rng.randbytes(rng.randrange(1, 40))
         yield struct.pack("<I", len(payload)) + payload

@@ -130,14 +130,15 @@ class Witness:
             self.now_s += what
 
     def finish(self):
-        for turn in range(4000):
+        for _ in range(3000):
             if self.wire.quiet and not self.wire.prefill.busy and not self.wire.decode.busy:
                 return
             self.wire.tick()
             self.step(self.wire.prefill)
             self.step(self.wire.decode)
-            if turn > 1000:  # halves that wait for one that never came
-                self.now_s += 0.5
+            sides = (self.wire.prefill, self.wire.decode)
+            if self.wire.quiet and not any(side.scheduler._running or side.transfers.told for side in sides):
+                self.now_s += 5.0  # for halves that wait for one that never came
         raise AssertionError("it never ends")
 
     def check(self):
@@ -156,7 +157,7 @@ class Witness:
                     assert (side.tokens[id], side.ended[id].finish) == (ids, finish)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(layouts, setups, setups, st.lists(actions, min_size=2, max_size=25))
 def test_whatever_happens_on_the_way(layouts, prefill, decode, script):
     witness = Witness(layouts, prefill, decode)
@@ -166,7 +167,7 @@ def test_whatever_happens_on_the_way(layouts, prefill, decode, script):
     witness.check()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(layouts, setups, setups, st.lists(prompts, min_size=1, max_size=6))
 def test_when_nothing_goes_wrong_everything_is_delivered(layouts, prefill, decode, wanted):
     witness = Witness(layouts, prefill, decode)
@@ -195,10 +196,11 @@ def test_a_block_that_may_still_be_written_is_not_used_again(how):
             witness.step(wire.decode)
     assert wire.decode.loop.load.quarantined >= 5
     witness.submit(wire.decode, request("local", [5, 6] * 50, max_tokens=12))
-    for _ in range(20):
+    for _ in range(3):
         witness.step(wire.decode)
-    assert "local" not in wire.decode.ended, "there is no room for it but in quarantined blocks"
-    wire.prefill.transfers.tick()  # it has begun to write when the news comes
+    assert wire.decode.loop.load.running == 0, "there is no room for it but in quarantined blocks"
+    for _ in range(20):
+        wire.prefill.transfers.tick()  # nobody has told it yet: it writes all
     witness.finish()
     witness.check()
     assert wire.decode.ended["local"].finish == "length"

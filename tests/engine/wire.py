@@ -59,8 +59,9 @@ class Prefill(Queue):
         self.writing = None
 
     def offer(self, number, push, n_blocks):
-        tags = tuple(group.layout.tag for group in self.wire.prefill.cache.groups)
-        self.orders.append(("offer", number, Offer(push.transfer, push.token or "fake", tags, n_blocks)))
+        layouts = [group.layout for group in self.wire.prefill.cache.groups]
+        tags, sizes = zip(*((layout.tag, layout.block_bytes) for layout in layouts))
+        self.orders.append(("offer", number, Offer(push.transfer, push.token or "fake", tags, sizes, n_blocks)))
 
     def send(self, number, items):
         for item in items:

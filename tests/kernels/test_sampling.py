@@ -45,6 +45,14 @@ def test_frequencies_follow_the_probabilities() -> None:
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / n, [0.5, 0.3, 0.15, 0.05], atol=0.01)
 
 
+def test_no_noise_wins_against_every_logit() -> None:
+    row = SamplerRow(seed=5241)  # of all 2^24 numbers, its token 3470 draws the one that would round to 1
+    assert np.isfinite(sampling._noise(row.seed, row.position, np.array([3470])))
+    numbers = logits(0, 4500)
+    numbers[3470] = -60.0
+    assert draw(row, numbers) == choose_reference(numbers, row) != 3470
+
+
 def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     batch = [SamplerRow(seed=5, position=i, top_p=0.9) for i in range(9)]
     table = np.stack([logits(i) for i in range(9)])

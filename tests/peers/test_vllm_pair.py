@@ -48,7 +48,7 @@ class Pairs(Gate):
 
     async def admit(self, ask: Ask) -> Route:
         await super().admit(ask)
-        if "decode" in ask.avoid or "decode" in ask.lost:
+        if "decode" in ask.lost:
             return Route(decode="spare")
         return Route(decode="decode", prefill="" if "prefill" in ask.lost else "prefill")
 

@@ -8,13 +8,16 @@ import pytest
 
 from emberline.accounts.ledger import Ledger
 from emberline.accounts.usage import UsageRow
+from emberline.protocol import tokens
 from emberline.protocol.errors import EngineLost, Unavailable
+from emberline.protocol.events import Completed, TextDelta, TokenDelta
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.errand import Errand
 from emberline.service.gathering import gather
-from tests.balancer.fake_engine import FakeEngine, Script
+from emberline.text.model import TextModel
+from tests.balancer.fake_engine import EOS, FakeEngine, Script
 
 from .conftest import ALICE, MODEL, Opener
 
@@ -82,3 +85,34 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
         run.cancel()
     await asyncio.gather(*runs, asked, return_exceptions=True)
     assert (member.in_flight, member.batch_in_flight) == (0, 0)
+
+
+async def test_a_reply_goes_on_behind_what_was_said(
+    engine: FakeEngine, service: Service, text_model: TextModel
+) -> None:
+    """Only what is new is told; all of it is counted, and the engine draws nothing twice."""
+    ids = tokens.unpack(text_model.encode("Hello!", special=False))
+    engine.script = lambda request: [*ids, EOS][len(request.output_ids) // 4 :]
+    for n_said in range(len(ids) + 1):
+        heard: list[TokenDelta] = []
+        name = f"b-{n_said}"
+        so_far = TokenDelta(name, tokens.pack(ids[:n_said]))
+        events = service.generate(queued(name), ALICE, Errand("e0", lambda row: None, so_far, heard.append))
+        told = [event async for event in events]
+        assert "".join(event.text for event in told if isinstance(event, TextDelta)) == "Hello!"[n_said:]
+        assert b"".join(delta.token_ids for delta in heard) == tokens.pack([*ids[n_said:], EOS])
+        assert isinstance(told[-1], Completed)
+        assert told[-1].usage.completion_tokens == len(ids) + 1
+        assert engine.submitted[-1].output_ids == tokens.pack(ids[:n_said])
+
+
+async def test_a_reply_that_was_all_said_needs_no_engine(
+    engine: FakeEngine, service: Service, text_model: TextModel
+) -> None:
+    ids = [*tokens.unpack(text_model.encode("Hello!", special=False)), EOS]
+    rows: list[UsageRow] = []
+    so_far = TokenDelta("b-0", tokens.pack(ids), "stop")
+    told = [event async for event in service.generate(queued(), ALICE, Errand("e0", rows.append, so_far))]
+    assert [type(event) for event in told] == [Completed]
+    assert [(row.status, row.output_tokens) for row in rows] == [("finished", len(ids))]
+    assert engine.submitted == []

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -89,13 +89,13 @@ class Attempt:
     # --- the legs ----------------------------------------------------------------------------------------------------
 
     async def _decode(self, body: bytes) -> Exchange:
-        return await _checked(self.decode, self._path, body, self._id, self._mark_sent)
+        return await _checked(self.decode, self._path, body, self._id, self._mark_sent, once=self.prefill is not None)
 
     def _mark_sent(self) -> None:
         self._sent = True
 
     async def _serial(self, adapter: Adapter, prefill: Upstream, body: bytes, decode: Fields) -> Exchange:
-        exchange = await _checked(prefill, self._path, body, self._id)
+        exchange = await _checked(prefill, self._path, body, self._id, once=True)
         answer: bytes | None = None
         try:
             answer = await exchange.read(MAX_ANSWER_BYTES)
@@ -151,7 +151,7 @@ class Attempt:
             raise
 
     async def _prefill_half(self, adapter: Adapter, prefill: Upstream, body: bytes) -> bytes:
-        exchange = await _checked(prefill, self._path, body, self._id)
+        exchange = await _checked(prefill, self._path, body, self._id, once=True)
         try:
             return await exchange.read(MAX_ANSWER_BYTES)
         except Broken as error:
@@ -167,10 +167,18 @@ class Attempt:
                 self._exchange.fail("prefill failed")
 
 
-async def _checked(server: Upstream, path: str, body: bytes, request_id: str, on_sent: Any = None) -> Exchange:
-    """An exchange whose status is 200; any other is told as what it is."""
+async def _checked(
+    server: Upstream,
+    path: str,
+    body: bytes,
+    request_id: str,
+    on_sent: Callable[[], None] | None = None,
+    *,
+    once: bool = False,
+) -> Exchange:
+    """An exchange whose status is 200; any other is told as what it is. What names a transfer goes out once."""
     try:
-        exchange = await server.pool.post(path, body, request_id, on_sent=on_sent)
+        exchange = await server.pool.post(path, body, request_id, on_sent=on_sent, once=once)
     except Broken as error:
         raise server.lost(str(error)) from error
     if exchange.status != 200:

@@ -60,6 +60,11 @@ class StreamEditor:
             raise TooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return data[:cut]
 
+    @property
+    def tail(self) -> bytes:
+        """The line that has not ended yet."""
+        return self._tail
+
     def needs_cached(self, lines: bytes) -> bool:
         """Whether the next thing is a usage to be rewritten: by then prefill has long ended."""
         return b'"usage"' in lines and _USAGE.search(lines) is not None

@@ -13,6 +13,7 @@ CONNECT_S = 5.0
 SILENT_S = 600.0  # of an answer: a long prompt in a long queue; health checks find a dead server sooner
 MAX_IDLE = 256
 IDLE_S = 60.0
+FRESH_S = 2.0  # idle for less, no server has closed it: vLLM and SGLang do after 5 s
 MAX_ANSWER_BYTES = 64 << 20
 _SWEEP_S = 5.0
 
@@ -47,15 +48,20 @@ class Pool:
         request_id: str = "",
         silent_s: float | None = None,
         on_sent: Callable[[], None] | None = None,
+        once: bool = False,
     ) -> Exchange:
-        """`on_sent` is called once the server has, or will have, the request."""
+        """`on_sent` is called once the server has, or will have, the request.
+
+        A kept connection may have been closed by the server just now; then the request is sent again on another,
+        unless it must go out `once`.
+        """
         named = f"x-request-id: {request_id}\r\n" if request_id else ""
         head = (
             f"POST {self._address.path}{path} HTTP/1.1\r\n{named}content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
         )
         request = head.encode("ascii") + self._fixed + b"\r\n"
-        return await self._send(request, body, silent_s or self._silent_s, on_sent)
+        return await self._send(request, body, silent_s or self._silent_s, on_sent, once)
 
     async def get(self, path: str, silent_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> tuple[int, bytes]:
         """Status and body of something small. Broken when that takes longer than `silent_s` in all."""
@@ -85,10 +91,15 @@ class Pool:
     # --- connections -------------------------------------------------------------------------------------------------
 
     async def _send(
-        self, head: bytes, body: bytes, silent_s: float, on_sent: Callable[[], None] | None = None
+        self,
+        head: bytes,
+        body: bytes,
+        silent_s: float,
+        on_sent: Callable[[], None] | None = None,
+        once: bool = False,
     ) -> Exchange:
         while True:
-            connection = self._take() or await self._dial()
+            connection = self._take(FRESH_S if once else IDLE_S) or await self._dial()
             reused = connection.n_exchanges > 0
             exchange = connection.begin(head, body)
             if on_sent is not None:
@@ -100,7 +111,7 @@ class Pool:
                 await exchange.head()
                 return exchange
             except Broken as error:
-                if not (reused and error.untouched) or self._closed:
+                if not (reused and error.untouched) or once or self._closed:
                     raise  # else the server had closed it while it lay idle: it never saw the request
             except BaseException:
                 exchange.close()
@@ -109,11 +120,15 @@ class Pool:
                 if timer is not None:
                     timer.cancel()
 
-    def _take(self) -> Connection | None:
+    def _take(self, max_idle_s: float) -> Connection | None:
+        """The connection that was used last; those before it have been idle for longer."""
         while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
+            if not self._idle[-1].usable:
+                self._idle.pop()
+            elif time.monotonic() - self._idle[-1].heard_s > max_idle_s:
+                return None
+            else:
+                return self._idle.pop()
         return None
 
     async def _dial(self) -> Connection:

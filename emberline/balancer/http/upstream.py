@@ -73,6 +73,11 @@ class Upstream:
     def connected(self) -> bool:
         return not self.problem
 
+    @property
+    def notes(self) -> str:
+        """What does not keep it from working, and should be known."""
+        return "; ".join(filter(None, (self.load_problem, self.kv.problem if self.kv is not None else "")))
+
     def start(self, watch: bool = True) -> None:
         if not watch:
             self.problem = ""

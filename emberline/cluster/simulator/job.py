@@ -17,6 +17,7 @@ class Job:
     n_output: int
     block_tokens: int
     asked_s: float
+    reply: tuple[int, int] = (0, 0)  # (segment, blocks) that the reply fills, if known
     known_tokens: int = 0  # that a shared cache without bounds would have had
     cached_tokens: int = 0  # that were not computed
     decode: str = ""  # the worker that wrote the reply

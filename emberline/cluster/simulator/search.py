@@ -30,7 +30,7 @@ def load_at_busy(trace: Trace, plan: Plan, busy: float) -> float:
 
 
 def load_within_slo(trace: Trace, plan: Plan, start: float) -> tuple[float, Outcome | None]:
-    """The highest load, to 3 %, at which 90 % have their first token and their pace as promised."""
+    """The highest load, to 5 %, at which 90 % have their first token and their pace as promised."""
     return _highest(lambda load: simulate(trace, replace(plan, load=load)), start)
 
 
@@ -42,7 +42,7 @@ def _highest(run: Callable[[float], Outcome], load: float) -> tuple[float, Outco
             low, best = load, outcome
         else:
             high = load
-        if high <= low * 1.03:
+        if high <= low * 1.05:
             break
         load = low * 1.3 if high == float("inf") else (low + high) / 2 if low else high / 1.5
     return low, best

@@ -119,6 +119,7 @@ class _Simulation:
             n_output=turn.n_output,
             block_tokens=self._trace.block_tokens,
             asked_s=now_s,
+            reply=(start.base + turn.reply[0], turn.reply[1]),
         )
         self._n_jobs += 1
         job.known_tokens = self._known_tokens(job)

@@ -16,6 +16,7 @@ class Turn:
     n_prompt: int  # tokens
     n_output: int
     wait_s: float = 0.0  # from the end of the turn before (of the session's start) until it is asked
+    reply: tuple[int, int] = (0, 0)  # (segment, blocks) that its reply fills, where a trace tells
     beside: bool = False  # a sub-agent's: the session's next turn does not wait for it
 
 

@@ -195,8 +195,18 @@ class Worker:
             _, _, seq = heappop(streams)
             if seq.began_step >= 0:
                 self._leave_streams(seq)
-                self._release(seq)
-                self._listener.ended(self, seq)
+                self._finish(seq)
+
+    def _finish(self, seq: Seq) -> None:
+        """Its reply stays in the cache, as far as there is room and the trace tells what it was."""
+        segment, blocks = seq.job.reply
+        if blocks and blocks <= self.cache.room:
+            self.cache.reserve(blocks)
+            new = self.cache.publish(segment, blocks, held_before=False)
+            self.cache.reserve(new - blocks)
+            self.cache.release((segment,), 1)
+        self._release(seq)
+        self._listener.ended(self, seq)
 
     def _leave_streams(self, seq: Seq) -> None:
         seq.written += self.n_steps - seq.began_step
@@ -223,8 +233,7 @@ class Worker:
         if seq.written == 1:
             self._listener.first(self, seq)
         if seq.written >= seq.n_output:
-            self._release(seq)
-            self._listener.ended(self, seq)
+            self._finish(seq)
             return
         seq.began_step = self.n_steps
         self._n_streams += 1

@@ -27,8 +27,8 @@ INLINE uint64_t mix(uint64_t x) {
 
 INLINE float noise(uint64_t stream, int64_t id) {
     uint64_t bits = mix(stream ^ (uint64_t)id * 0xD1B54A32D192ED03u);
-    float uniform = ((float)(bits >> 40) + 0.5f) * 0x1p-24f; // inside (0, 1)
-    return -logf(-logf(uniform));
+    float uniform = ((float)(bits >> 40) + 0.5f) * 0x1p-24f;
+    return -logf(-logf(fminf(uniform, 0x1.fffffep-1f))); // the largest would round to 1, and win against any logit
 }
 
 static int descending(const void *a, const void *b) {

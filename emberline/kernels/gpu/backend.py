@@ -190,7 +190,6 @@ class TritonBackend:
             written = (copy[0][mine], copy[1][mine])
             dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
 
-
     def rehearse(self, attentions: Sequence[Attention]) -> Iterator[bool]:
         """What long prompts would wait for the first time, done ahead, a little with every turn."""
         space, tokens = self._workspace, self._workspace.sizes.max_tokens

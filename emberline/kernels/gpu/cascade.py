@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.decode_attention import LOG2_E, attend_tile
+from emberline.kernels.gpu.decode_attention import LOG2_E, attend_range
 from emberline.kernels.gpu.launch import SM_COUNT, await_inputs, cdiv, options, power_of_two, release_next
 
 
@@ -62,19 +62,9 @@ def _prefix(
         table = tables + tl.load(shared).to(tl.int64) * table_stride
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
-        peak = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, PAD], tl.float32)
-        t = tl.arange(0, TILE)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            token = start + t
-            seen = token < end
-            block = tl.load(table + token // 16, mask=seen, other=0).to(tl.int64)
-            at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
-            mask = seen[:, None] & (d < DIM)[None, :]
-            k = tl.load(keys + at, mask=mask, other=0.0)
-            v = tl.load(values + at, mask=mask, other=0.0)
-            peak, total, acc = attend_tile(q, k, v, seen[None, :], peak, total, acc, scale)
+        peak, total, acc = attend_range(
+            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES
+        )
         to = ((part * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
         tl.store(partial + to[:, None] * DIM + d[None, :], acc, mask=ok)
         tl.store(peaks + to * 2, peak, mask=row < n_rows)

@@ -52,6 +52,28 @@ def attend_tile(q, k, v, ok, peak, total, out, scale):
 
 
 @triton.jit
+def attend_range(
+    q, table, keys, values, begin, end, d, scale, block_stride,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tokens begin .. end - 1 of a row's blocks: each query's maximum (base 2), sum and weighted values."""
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    out = tl.zeros([QUERIES, PAD], tl.float32)
+    t = tl.arange(0, TILE)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = start + t
+        ok = token < end
+        block = tl.load(table + token // 16, mask=ok, other=0).to(tl.int64)
+        at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
+        mask = ok[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + at, mask=mask, other=0.0)
+        v = tl.load(values + at, mask=mask, other=0.0)
+        peak, total, out = attend_tile(q, k, v, ok[None, :], peak, total, out, scale)
+    return peak, total, out
+
+
+@triton.jit
 def _merge(
     partial, peaks, first, stride, n, head, g, d, peak, total, out,
     DIM: tl.constexpr, GROUP: tl.constexpr, MANY: tl.constexpr,
@@ -111,19 +133,9 @@ def _decode(
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
 
-        peak = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, PAD], tl.float32)
-        t = tl.arange(0, TILE)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            token = start + t
-            ok = token < end
-            block = tl.load(table + token // 16, mask=ok, other=0).to(tl.int64)
-            at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
-            mask = ok[:, None] & (d < DIM)[None, :]
-            k = tl.load(keys + at, mask=mask, other=0.0)
-            v = tl.load(values + at, mask=mask, other=0.0)
-            peak, total, acc = attend_tile(q, k, v, ok[None, :], peak, total, acc, scale)
+        peak, total, acc = attend_range(
+            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES
+        )
 
         if split == n_splits - 1:  # the newest token
             place = tl.load(table + (context - 1) // 16).to(tl.int64) * block_stride + ((context - 1) % 16) * DIM

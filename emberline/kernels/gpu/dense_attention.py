@@ -22,7 +22,7 @@ from emberline.kernels.gpu.launch import INTERPRETED, options, power_of_two
 from emberline.protocol.layout import BLOCK_TOKENS
 
 MIN_TOKENS = 2048  # of a chunk: shorter ones are ours
-SEGMENT = 16_384  # tokens of context gathered at once
+SEGMENT = 8192  # tokens of context gathered at once
 ROUND_CHUNK, ROUND_CONTEXT = 2048, 4096  # multiples of these have plans of their own
 DIMS = (64, 128)
 
@@ -145,15 +145,16 @@ def attend(
     table: int32 [blocks] of its row; space: room for SEGMENT tokens' k and v.
     """
     n = len(q)
-    queries = q.view(n, at.heads, at.head_dim)
+    queries, merged = q.view(n, at.heads, at.head_dim), out.view(n, at.heads, at.head_dim)
     result, sums = _cudnn(queries, *own, at.scale, True)
-    result = result.contiguous()
+    merged.copy_(result)
+    del result  # cuDNN's results are as large as the queries: never have two of them
     for first, tokens, exact in _segments(context - n, is_round(n)):
         k, v = (room(t, tokens, at, exact) for t in space)
         gather(pool, table, first, tokens, k, v)
         more, more_sums = _cudnn(queries, k, v, at.scale, False)
-        join(result, sums, more.contiguous(), more_sums)
-    out.copy_(result.view(n, -1))
+        join(merged, sums, more.contiguous(), more_sums)
+        del more
 
 
 def _segments(context: int, round_chunk: bool) -> Iterator[tuple[int, int, bool]]:

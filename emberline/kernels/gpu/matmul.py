@@ -178,7 +178,7 @@ class Multiplier:
         else:
             if job.norm is not None:
                 x = self._normed(x, job)
-            few = quantised_tile(m, out.shape[1], matrix.bits, bool(job.gate))
+            few = quantised_tile(m, out.shape[1])
             space = self._space
             multiply(
                 x, matrix, out, few, space.matmul, space.counters, gate=job.gate, add=job.add, pdl=2 * self._pdl
@@ -188,18 +188,19 @@ class Multiplier:
 def vector_tile(n: int, words: int, gated: bool) -> VectorTile:
     if INTERPRETED:
         return VectorTile(32, 1, 1)
-    warps = min(16, max(1, power_of_two(words) // 128))  # a thread then holds 16 bytes of a row
-    rows = 2 if gated else 4
-    while rows > 1 and n // rows < 4 * SM_COUNT:
+    wide = power_of_two(words)
+    warps = max(1, wide // 128) if wide <= 1024 else min(16, wide // 256)  # a thread holds 16 or 32 bytes of a row
+    rows = 2 if wide > 1024 else 4 if gated or wide > 512 else 8
+    while rows > 1 and n // rows < 3 * SM_COUNT:
         rows //= 2
     return VectorTile(rows, warps, 16 // warps)
 
 
-def quantised_tile(m: int, n: int, bits: int, gated: bool) -> QuantisedTile:
+def quantised_tile(m: int, n: int) -> QuantisedTile:
     splits = 1
     while splits < 4 and cdiv(n, 64) * splits < SM_COUNT:
         splits *= 2
-    return QuantisedTile(64, 32, splits, 3, 4)
+    return QuantisedTile(64, 32, splits, 3, 4) if m <= 16 else QuantisedTile(64, 16, splits, 4, 4)
 
 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:

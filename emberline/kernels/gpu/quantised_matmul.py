@@ -154,11 +154,12 @@ class QuantisedTile:
     warps: int
 
 
-@triton.jit(do_not_specialize=["m", "of_256", "of_16"])
+@triton.jit(do_not_specialize=["m"])
 def _multiply(
-    x, codes, affine, bias, out, partial, counters, m, n, groups, of_256, of_16,
+    x, codes, affine, bias, out, partial, counters, m, n, groups,
     BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = 32 // BITS
     SPAN: tl.constexpr = 32 // EACH
@@ -170,7 +171,9 @@ def _multiply(
     each = tl.cdiv(tl.cdiv(width, WORDS), SPLITS) * WORDS
     begin, end = split * each, tl.minimum(split * each + each, width)
     safe = tl.minimum(row, n - 1).to(tl.int64)[:, None]
-    near = tl.where(tile * ROWS + ROWS <= n, row, tl.minimum(row, n - 1))
+    near = row
+    if not EVEN:
+        near = tl.minimum(row, n - 1)
     await_inputs(PDL)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -182,12 +185,14 @@ def _multiply(
         source = x + t[:, None] * k + (place // SPAN * 32 + place % SPAN)[None, :]
         w = tl.load(codes + safe * width + place[None, :], mask=inside, other=0)
         s = tl.load(scales + near[:, None], mask=inside, other=0)
-        wide = weights(w, s, of_256, of_16, BITS)
+        wide = weights(
+            w, s, 0x43800000, 0x41800000, BITS
+        )  # constants here: else the compiler moves weights through memory
         if GATE:
             up = safe + n
             w2 = tl.load(codes + up * width + place[None, :], mask=inside, other=0)
             s2 = tl.load(scales + near[:, None] + n, mask=inside, other=0)
-            wide2 = weights(w2, s2, of_256, of_16, BITS)
+            wide2 = weights(w2, s2, 0x43800000, 0x41800000, BITS)
         for i in tl.static_range(EACH):
             v = tl.trans(tl.load(source + i * SPAN, mask=(t < m)[:, None] & inside, other=0.0))
             acc = tl.dot(wide[i].to(kind), v, acc)
@@ -219,7 +224,8 @@ def multiply(
     (m, n), k = out.shape, x.shape[1]
     _multiply[(cdiv(n, tile.rows), tile.splits)](
         x, matrix.codes, matrix.affine, x if matrix.bias is None else matrix.bias, out, partial, counters,
-        m, n, k // 32, BITS_OF_256, BITS_OF_16, BIAS=matrix.bias is not None, GATE=gate, ADD=add,
+        m, n, k // 32, BIAS=matrix.bias is not None, GATE=gate, ADD=add,
         SPLITS=tile.splits, BITS=matrix.bits, ROWS=tile.rows, WORDS=tile.words, TOKENS=max(16, power_of_two(m)),
-        STAGES=tile.stages, PDL=int(pdl), **options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
+        EVEN=n % tile.rows == 0, STAGES=tile.stages, PDL=int(pdl),
+        **options(bool(pdl), num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -21,10 +21,11 @@ FIELDS = 16
 MAX_TOP = 20  # log-probabilities beside the chosen token's
 MAX_EDITS = 2048  # biased and banned tokens of one slot
 IN_PROMPT = 1 << 14  # in a slot's counts; below it, how often the token was drawn
-CANDIDATES = 1024  # tokens that a filter can tell apart without passes over the whole vocabulary
-MAX_LISTED_K = 512  # up to this top_k, candidates are found by the highest logit of each SPAN of tokens
+CANDIDATES = 8192  # tokens that a filter can tell apart without passes over the whole vocabulary
+MAX_LISTED_K = 256  # up to this top_k, candidates are found by the highest logit of each SPAN of tokens
+RANKED = 1024  # of them under such a top_k
 CHUNK = 4096  # tokens one program looks at
-SPAN = 128
+SPAN = 256
 FOUND = 16  # numbers that a draw keeps of each chunk
 SPARE_ROWS = 64  # a draw may have more rows than there are slots: padding
 

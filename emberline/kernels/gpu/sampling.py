@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import options, power_of_two
+from emberline.kernels.gpu.launch import cdiv, options, power_of_two
 from emberline.kernels.gpu.sampler_table import (
     CANDIDATES,
     CHUNK,
@@ -22,6 +22,7 @@ from emberline.kernels.gpu.sampler_table import (
     MAX_EDITS,
     MAX_LISTED_K,
     MAX_TOP,
+    RANKED,
     SPAN,
     Drawn,
     SamplerTable,
@@ -51,7 +52,7 @@ def _noise(state, position, ids):
     start = _mix(seed + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     bits = _mix(start ^ (ids.to(tl.uint64) * 0xD1B54A32D192ED03))
     uniform = ((bits >> 40).to(tl.float32) + 0.5) * 5.9604644775390625e-08  # 2 ** -24
-    return -tl.log(-tl.log(uniform))
+    return -tl.log(-tl.log(tl.minimum(uniform, 0.99999994)))  # 1 - 2 ** -24; not 1, which would win against any logit
 
 
 @triton.jit
@@ -180,12 +181,12 @@ def _bound(spans, row, chunks, best, top_k, CHUNKS: tl.constexpr, SPANS: tl.cons
     s = tl.arange(0, CHUNKS * SPANS)
     highest = tl.load(spans + row * chunks * SPANS + s, mask=s < chunks * SPANS, other=float("-inf"))
     low = best - 30.0  # NEGLIGIBLE
-    step = 30.0 / 32
+    step = 30.0 / 16
     for _ in tl.static_range(2):
-        pivots = low + step * tl.arange(0, 32).to(tl.float32)
+        pivots = low + step * tl.arange(0, 16).to(tl.float32)
         enough = tl.sum((highest[None, :] >= pivots[:, None]).to(tl.int32), 1) >= top_k
         low = tl.maximum(low, tl.max(tl.where(enough, pivots, float("-inf")), 0))
-        step = step / 32
+        step = step / 16
     return low
 
 
@@ -193,9 +194,10 @@ def _bound(spans, row, chunks, best, top_k, CHUNKS: tl.constexpr, SPANS: tl.cons
 def _narrow(
     logits, slots, states, edit_ids, edit_values, masks, counts, found, spans, listed, candidates, candidate_ids,
     vocab, words, chunks, FIELDS: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    SPAN: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    EACH: tl.constexpr, SPAN: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr,
+    MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row, first = tl.program_id(0), tl.program_id(1) * EACH
     slot = tl.load(slots + row)
     if slot >= 0:
         state = states + slot * FIELDS
@@ -210,37 +212,43 @@ def _narrow(
                 pivot = _bound(spans, row, chunks, best, tl.load(state + 6), CHUNKS, CHUNK // SPAN)
             else:
                 pivot_id, pivot = _drawn(at, c < chunks)
-            mine = found + (row * chunks + chunk) * FOUND
-            n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
-            if tl.load(mine) * scale >= pivot:
-                source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
-                ids, _, x = _chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
-                x = x * scale
-                ahead = _ahead(x, ids, pivot, pivot_id)
-                n = tl.sum(ahead.to(tl.int32), 0)
-                if n > 0:
-                    weight = tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0)
-                    start = tl.atomic_add(listed + row, n)
-                    if start + n <= CANDIDATES:
-                        place = start + tl.cumsum(ahead.to(tl.int32), 0) - 1
-                        tl.store(candidates + row * CANDIDATES + place, x, mask=ahead)
-                        tl.store(candidate_ids + row * CANDIDATES + place, ids, mask=ahead)
-            tl.store(mine + 8, n.to(tl.float32, bitcast=True))
-            tl.store(mine + 9, weight)
+                min_p = _float(state, 2)
+                lowest = tl.where(min_p > 0, best + tl.log(min_p) - 0.001, pivot)
+                pivot = tl.maximum(pivot, lowest)
+            source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
+            for chunk in range(first, tl.minimum(first + EACH, chunks)):
+                mine = found + (row * chunks + chunk) * FOUND
+                n, weight = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+                if tl.load(mine) * scale >= pivot:
+                    ids, _, x = _chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
+                    x = x * scale
+                    ahead = _ahead(x, ids, pivot, pivot_id)
+                    n = tl.sum(ahead.to(tl.int32), 0)
+                    if n > 0:
+                        weight = tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0)
+                        start = tl.atomic_add(listed + row, n)
+                        if start + n <= CANDIDATES:
+                            place = start + tl.cumsum(ahead.to(tl.int32), 0) - 1
+                            tl.store(candidates + row * CANDIDATES + place, x, mask=ahead)
+                            tl.store(candidate_ids + row * CANDIDATES + place, ids, mask=ahead)
+                tl.store(mine + 8, n.to(tl.float32, bitcast=True))
+                tl.store(mine + 9, weight)
 
 
 @triton.jit
-def _from_list(values_at, ids_at, n, best, mass, top_k, top_p, min_p, state, position, CANDIDATES: tl.constexpr):
-    """The draw from the first n candidates, in any order: each one's place is found by comparing it with all.
+def _from_ranked(
+    values_at, ids_at, n, best, top_k, top_p, min_p, state, position, RANKED: tl.constexpr
+):  # fmt: skip
+    """The draw from n candidates in any order, the k best among them: each one's place is found by comparison with all.
 
-    mass: what all tokens weigh; top_p is a share of it, or of what top_k keeps.
+    top_p is a share of what the k best weigh.
     """
-    c = tl.arange(0, CANDIDATES)
+    c = tl.arange(0, RANKED)
     real = c < n
     values = tl.load(values_at + c, mask=real, other=float("-inf"))
     ids = tl.load(ids_at + c, mask=real, other=2147483647)
-    rank = tl.zeros([CANDIDATES], tl.int32)
-    before = tl.zeros([CANDIDATES], tl.float64)
+    rank = tl.zeros([RANKED], tl.int32)
+    before = tl.zeros([RANKED], tl.float64)
     for start in range(0, n, 32):
         j = start + tl.arange(0, 32)
         theirs = tl.load(values_at + j, mask=j < n, other=float("-inf"))
@@ -250,38 +258,70 @@ def _from_list(values_at, ids_at, n, best, mass, top_k, top_p, min_p, state, pos
         rank += tl.sum(ahead.to(tl.int32), 0)
         before += tl.sum(tl.where(ahead, weights[:, None], 0.0), 0).to(tl.float64)
     likelihood = tl.exp(values - best)
-    keep = real & (values >= best - 30.0)
-    if top_k > 0:
-        keep = keep & (rank < top_k)
-        mass = tl.sum(tl.where(keep, likelihood, 0.0).to(tl.float64), 0)
-    goal = tl.where(top_p < 1, top_p.to(tl.float64) * mass, float("inf"))
+    keep = real & (values >= best - 30.0) & (rank < top_k)
+    goal = tl.sum(tl.where(keep, likelihood, 0.0).to(tl.float64), 0) * top_p.to(tl.float64)
+    goal = tl.where(top_p < 1, goal, float("inf"))
     keep = (keep & (before < goal) & (likelihood >= min_p)) | (real & (rank == 0))
     _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
     return chosen
 
 
 @triton.jit
-def _pass(
-    source, row, slot, state, best, scale, pivot, pivot_id, position, NOISE: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr,
+def _from_list(
+    values_at, ids_at, n, best, goal, top_k, top_p, min_p, state, position, CANDIDATES: tl.constexpr
 ):  # fmt: skip
-    """Over a whole row, what stands before the pivot: how many, what they weigh, and the draw from them."""
-    n = 0
-    weight = tl.zeros([], tl.float64)
-    drawn, drawn_id, drawn_at = float("-inf"), 2147483647, float("-inf")
+    """The draw from n candidates in any order, all that stand before some token: draws until one is kept."""
+    c = tl.arange(0, CANDIDATES)
+    values = tl.load(values_at + c, mask=c < n, other=float("-inf"))
+    ids = tl.load(ids_at + c, mask=c < n, other=2147483647)
+    likelihood = tl.exp(values - best)
+    able = (values >= best - 30.0) & (likelihood >= min_p)
+    noisy = tl.where(able, values + _noise(state, position, ids), float("-inf"))
+    _, chosen = _best(noisy, ids)
+    kept = chosen < 0  # not yet
+    while ~kept:
+        value = _value_of(values, ids, chosen)
+        ahead = _ahead(values, ids, value, chosen)
+        before = tl.sum(ahead.to(tl.int32), 0)
+        weight = tl.sum(tl.where(ahead, likelihood, 0.0).to(tl.float64), 0)
+        kept = (((top_k == 0) | (before < top_k)) & ((top_p >= 1) | (weight < goal))) | (before == 0)
+        _, following = _best(tl.where(ahead, noisy, float("-inf")), ids)
+        chosen = tl.where(kept, chosen, following)
+    return chosen
+
+
+@triton.jit
+def _pass(
+    source, row, slot, state, at, best, scale, pivot, pivot_id, min_p, position, DRAW: tl.constexpr,
+    LISTED: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr,
+):  # fmt: skip
+    """Over a whole row, what stands before the pivot: how many, what they weigh, and the draw from them.
+
+    at: what the first chunk found. A chunk's own draw, if it stands before the pivot, is also the draw from those.
+    """
+    n = tl.zeros([CHUNK], tl.int32)
+    weight = tl.zeros([CHUNK], tl.float32)
+    drawn, drawn_at = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    drawn_id = tl.full([], 2147483647, tl.int32)
     for start in range(0, source[6], CHUNK):
         ids, _, x = _chunk(source, row, slot, state, start, CHUNK, MAX_EDITS)
         x = x * scale
         ahead = _ahead(x, ids, pivot, pivot_id) & (x >= best - 30.0)
-        here = tl.sum(ahead.to(tl.int32), 0)
-        if here > 0:
-            n += here
-            weight += tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0).to(tl.float64)
-            if NOISE:
-                value, value_id = _best(tl.where(ahead, x + _noise(state, position, ids), float("-inf")), ids)
-                if value > drawn:
-                    drawn, drawn_id, drawn_at = value, value_id, _value_of(x, ids, value_id)
-    return n, weight, drawn_id, drawn_at
+        likelihood = tl.exp(x - best)
+        n += ahead.to(tl.int32)
+        weight += tl.where(ahead, likelihood, 0.0)
+        if DRAW:
+            mine = at + start // CHUNK * FOUND
+            value, value_at = tl.load(mine + 2), tl.load(mine + 6)
+            value_id = tl.load(mine + 3).to(tl.int32, bitcast=True)
+            good = _ahead(value_at, value_id, pivot, pivot_id) & (value_at >= best - 30.0)
+            if _is_listed(state, LISTED) | ~(good & (tl.exp(value_at - best) >= min_p)):
+                able = ahead & (likelihood >= min_p)
+                value, value_id = _best(tl.where(able, x + _noise(state, position, ids), float("-inf")), ids)
+                value_at = _value_of(x, ids, value_id)
+            if value > drawn:
+                drawn, drawn_id, drawn_at = value, value_id, value_at
+    return tl.sum(n, 0), tl.sum(weight.to(tl.float64), 0), drawn_id, drawn_at
 
 
 @triton.jit
@@ -297,7 +337,7 @@ def _unorder(place):
 
 
 @triton.jit
-def _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr):
+def _mass_of_top(source, row, slot, state, at, best, scale, top_k, CHUNK: tl.constexpr, MAX_EDITS: tl.constexpr):
     """What the k best weigh, by bisection: some thirty passes, for a large k or a crowd of equals."""
     below, above = _order(best - 30.0) - 1, _order(best)  # more than `above` are fewer than top_k
     n_above = tl.zeros([], tl.int32)
@@ -305,7 +345,7 @@ def _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK: tl.constex
     while above.to(tl.int64) - below.to(tl.int64) > 1:
         middle = ((above.to(tl.int64) + below.to(tl.int64)) >> 1).to(tl.int32)
         n, weight, _i, _x = _pass(
-            source, row, slot, state, best, scale, _unorder(middle), -1, 0, False, CHUNK, MAX_EDITS
+            source, row, slot, state, at, best, scale, _unorder(middle), -1, 0.0, 0, False, 0, 0, CHUNK, MAX_EDITS
         )  # fmt: skip
         if n < top_k:
             above, n_above, mass = middle, n, weight
@@ -316,10 +356,11 @@ def _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK: tl.constex
 
 @triton.jit
 def _filtered(
-    source, row, slot, state, at, real, n_listed, best, scale, position, values_at, ids_at,
-    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    source, row, slot, state, first, at, real, n_listed, best, scale, position, values_at, ids_at,
+    FOUND: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, RANKED: tl.constexpr, MAX_EDITS: tl.constexpr,
+    MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """The draw of a row with a filter. at: what its chunks found; n_listed: how many were to be listed."""
+    """The draw of a row with a filter. first, at: what its first and all its chunks found; n_listed: to be listed."""
     top_k, top_p, min_p = tl.load(state + 6), _float(state, 1), _float(state, 2)
     peaks = tl.load(at, mask=real, other=float("-inf")) * scale
     sums = tl.load(at + 7, mask=real, other=0.0)
@@ -337,20 +378,24 @@ def _filtered(
     goal = top_p.to(tl.float64) * tl.where(whole, weight + own.to(tl.float64), mass)  # at least, if not known
     kept = ((top_k == 0) | (n < top_k)) & ((top_p >= 1) | (weight < goal)) & (own >= min_p)
     kept = ((kept & (value >= best - 30.0)) | (n == 0)) & ~listed
-    fits = (n_listed <= CANDIDATES) & (listed | (n_listed >= top_k) | ~whole)
     if ~kept:
-        if fits:
+        if listed & (n_listed <= RANKED):
+            chosen = _from_ranked(
+                values_at, ids_at, n_listed, best, top_k, top_p, min_p, state, position, RANKED
+            )  # fmt: skip
+        elif (n_listed <= CANDIDATES) & ~listed & ~whole:
             chosen = _from_list(
-                values_at, ids_at, n_listed, best, mass, top_k, top_p, min_p, state, position, CANDIDATES
-            )
+                values_at, ids_at, n_listed, best, goal, top_k, top_p, min_p, state, position, CANDIDATES
+            )  # fmt: skip
         else:
             if whole:
-                mass = _mass_of_top(source, row, slot, state, best, scale, top_k, CHUNK, MAX_EDITS)
+                mass = _mass_of_top(source, row, slot, state, first, best, scale, top_k, CHUNK, MAX_EDITS)
             goal = top_p.to(tl.float64) * mass
             while ~kept:
                 n, weight, next_id, next_value = _pass(
-                    source, row, slot, state, best, scale, value, chosen, position, True, CHUNK, MAX_EDITS
-                )
+                    source, row, slot, state, first, best, scale, value, chosen, min_p, position, True,
+                    MAX_LISTED_K, FOUND, CHUNK, MAX_EDITS,
+                )  # fmt: skip
                 kept = ((top_k == 0) | (n < top_k)) & ((top_p >= 1) | (weight < goal))
                 kept = (kept & (tl.exp(value - best) >= min_p) & (value >= best - 30.0)) | (n == 0)
                 chosen = tl.where(kept, chosen, next_id)
@@ -363,7 +408,8 @@ def _finish(
     logits, slots, positions, states, edit_ids, edit_values, masks, counts, found, tops, listed, candidates,
     candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
     FIELDS: tl.constexpr, FOUND: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    RANKED: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, TOPS: tl.constexpr,
+    MAX_LISTED_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -384,9 +430,9 @@ def _finish(
                 scale = tl.math.div_rn(1.0, temperature)
                 source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
                 chosen = _filtered(
-                    source, row, slot, state, at, c < chunks, tl.load(listed + row), best * scale, scale,
-                    tl.load(positions + row), candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES,
-                    CHUNK, CANDIDATES, MAX_EDITS, MAX_LISTED_K,
+                    source, row, slot, state, found + row * chunks * FOUND, at, c < chunks, tl.load(listed + row),
+                    best * scale, scale, tl.load(positions + row), candidates + row * CANDIDATES,
+                    candidate_ids + row * CANDIDATES, FOUND, CHUNK, CANDIDATES, RANKED, MAX_EDITS, MAX_LISTED_K,
                 )  # fmt: skip
             else:
                 chosen, _value = _drawn(at, c < chunks)
@@ -435,13 +481,15 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
         logits, slots, positions, *state, table.found, table.tops, table.spans, table.listed, vocab, words,
         SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
-    _narrow[(rows, chunks)](
+    each = 1 if rows <= 8 else 4  # chunks: with many rows, fewer programs that look at a row as a whole first
+    _narrow[(rows, cdiv(chunks, each))](
         logits, slots, *state, table.found, table.spans, *lists, vocab, words, chunks,
-        CHUNKS=wide, SPAN=SPAN, CANDIDATES=CANDIDATES, **fixed, **options(False, num_warps=16, maxnreg=64),
+        CHUNKS=wide, EACH=each, SPAN=SPAN, CANDIDATES=CANDIDATES, **fixed,
+        **options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
     _finish[(rows,)](
         logits, slots, positions, *state, table.found, table.tops, *lists,
         out.token_ids, out.logprob, out.top_ids, out.top_logprobs, vocab, words, chunks,
-        CHUNKS=wide, CANDIDATES=CANDIDATES, MAX_TOP=MAX_TOP, TOPS=power_of_two(chunks * MAX_TOP), **fixed,
-        **options(False, num_warps=16),
+        CHUNKS=wide, CANDIDATES=CANDIDATES, RANKED=RANKED, MAX_TOP=MAX_TOP, TOPS=power_of_two(chunks * MAX_TOP),
+        **fixed, **options(False, num_warps=16),
     )  # fmt: skip

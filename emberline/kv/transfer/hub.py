@@ -97,11 +97,13 @@ class Hub:
     # --- pushes -----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, push: Push, n_blocks: int) -> None:
-        offer = Offer(push.transfer, self._fingerprint, tuple(layout.tag for layout in self._layouts), n_blocks)
+        tags, sizes = zip(*((layout.tag, layout.block_bytes) for layout in self._layouts))
+        offer = Offer(push.transfer, self._fingerprint, tags, sizes, n_blocks)
         where = f"{push.address} {hashlib.blake2b(push.token.encode(), digest_size=8).hexdigest()}"
         for _ in range(2):  # a connection that was lost is dialled anew, once
             sender = self._senders.get(where)
             if sender is None or sender.lost:
+                self._senders = {key: each for key, each in self._senders.items() if not each.lost}
                 sender = self._senders[where] = Sender(
                     self._name,
                     push,

@@ -45,9 +45,9 @@ class Link:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody waits
             self._wake_writer.send(b"\0")
 
-    def wait(self, block: bool = True) -> bool:
-        """Until a message is there (True), or somebody wakes us."""
-        ready = {key.fileobj for key, _ in self._selector.select(None if block else 0)}
+    def wait(self, block: bool = True, at_most_s: float | None = None) -> bool:
+        """Until a message is there (True), somebody wakes us, or time is up."""
+        ready = {key.fileobj for key, _ in self._selector.select(at_most_s if block else 0)}
         if self._wake_reader in ready:
             with contextlib.suppress(BlockingIOError):
                 while self._wake_reader.recv(4096):

@@ -10,7 +10,7 @@ class HostMemory:
         self, pools: Sequence[memoryview], block_bytes: Sequence[int], descriptors: Sequence[int] = ()
     ) -> None:
         assert len(pools) == len(block_bytes)
-        self._pools = [pool.cast("B") for pool in pools]
+        self.pools = [pool.cast("B") for pool in pools]
         self.block_bytes = tuple(block_bytes)
         self.descriptors = tuple(descriptors)  # of the shared memory behind the pools, where it is shared
 
@@ -20,4 +20,4 @@ class HostMemory:
 
     def block(self, group: int, block: int) -> memoryview:
         n = self.block_bytes[group]
-        return self._pools[group][block * n : (block + 1) * n]
+        return self.pools[group][block * n : (block + 1) * n]

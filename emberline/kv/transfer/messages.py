@@ -9,6 +9,7 @@
                                 ◀─────────    Grant(transfer, epoch, blocks), or Denied
     Data, bytes (TCP alone)     ─────────▶
     Landed(epoch, items)        ─────────▶
+    Alive(epochs)               ─────────▶            every other second: these are still computed
                                 ◀─────────    Received(epoch): all of it is there
     Failed(epoch)               ─────────▶            nothing more will be written
                                 ◀─────────    Revoke(epoch): write no more
@@ -41,6 +42,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     transfer: str
     fingerprint: str  # of the weights
     tags: tuple[str, ...]  # of the KV groups: where bytes lie in a block
+    block_bytes: tuple[int, ...]  # of each group
     n_blocks: int  # of the prompt, in every group that sees everything
 
 
@@ -67,6 +69,10 @@ class Landed(msgspec.Struct, tag="landed"):
     items: list[Item]
 
 
+class Alive(msgspec.Struct, tag="alive"):
+    epochs: list[int]
+
+
 class Received(msgspec.Struct, tag="received"):
     epoch: int
 
@@ -85,7 +91,7 @@ class Revoked(msgspec.Struct, tag="revoked"):
     epoch: int
 
 
-ToDecode = Open | Offer | Data | Landed | Failed | Revoked
+ToDecode = Open | Offer | Data | Landed | Alive | Failed | Revoked
 ToPrefill = Opened | Grant | Denied | Received | Revoke
 
 to_decode = msgspec.msgpack.Decoder(ToDecode)

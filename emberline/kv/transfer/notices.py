@@ -51,6 +51,13 @@ class Arrived:
 
 
 @dataclass(slots=True, frozen=True)
+class Renewed:
+    """Nothing has come of it, but its sender lives and works on it."""
+
+    epoch: int
+
+
+@dataclass(slots=True, frozen=True)
 class GivenUp:
     """The other side will write no more, and has not written all."""
 
@@ -75,7 +82,7 @@ class PeerLost:
     message: str
 
 
-Notice = Granted | Sent | Delivered | Rejected | Offered | Arrived | GivenUp | Released | PeerLost
+Notice = Granted | Sent | Delivered | Rejected | Offered | Arrived | Renewed | GivenUp | Released | PeerLost
 
 
 class Transfers(Protocol):

@@ -12,6 +12,7 @@ import msgspec
 from emberline.kv.transfer import messages, tcp
 from emberline.kv.transfer.link import Link, LinkLost
 from emberline.kv.transfer.messages import (
+    Alive,
     Data,
     Denied,
     Failed,
@@ -25,7 +26,7 @@ from emberline.kv.transfer.messages import (
     Revoke,
     Revoked,
 )
-from emberline.kv.transfer.notices import Arrived, GivenUp, Notice, Offered, PeerLost, Released
+from emberline.kv.transfer.notices import Arrived, GivenUp, Notice, Offered, PeerLost, Released, Renewed
 from emberline.kv.transfer.ways import Inlet, Memory
 
 _log = logging.getLogger(__name__)
@@ -128,6 +129,9 @@ class Receiver:
             self._tell(Offered(self.number, message))
         elif isinstance(message, Open):
             self._open(message)
+        elif isinstance(message, Alive):
+            for epoch in self._live.keys() & set(message.epochs):
+                self._tell(Renewed(epoch))
         elif isinstance(message, Failed):
             self._live.pop(message.epoch, None)
             self._tell(GivenUp(self.number, message.transfer, message.epoch, message.message))

@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import msgspec
 from emberline.kv.transfer import messages
 from emberline.kv.transfer.link import Link, LinkLost
 from emberline.kv.transfer.messages import (
+    Alive,
     Denied,
     Failed,
     Grant,
@@ -31,7 +33,7 @@ from emberline.protocol.frames import EngineInfo, Hello, Refused, Welcome
 from emberline.protocol.request import Push
 
 DIAL_S = 5.0
-BATCH_BYTES = 16 << 20  # written before the next look at what the other side says
+ALIVE_S = 2.0  # between two signs of life; a chunk may take far longer to compute
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +47,14 @@ class _Transfer:
     offer: Offer
     epoch: int = 0
     targets: list[dict[int, int]] = field(default_factory=list)  # per group, once granted
+    last_s: float = 0.0  # when the last of it was there to be sent
 
 
 @dataclass(slots=True)
 class _Parcel:
     number: int
     blocks: Sequence[tuple[Item, int]]
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Sender:
         self._cancelled: set[int] = set()  # known here before their turn in the orders
         self._lock = threading.Lock()  # guards `lost` and what is ordered
         self._stopping = False
+        self._alive_s = 0.0  # when the last sign of life was given
         self._thread = threading.Thread(target=self._run, name=f"kv-to-{push.address}", daemon=True)
         self._thread.start()
 
@@ -93,7 +98,7 @@ class Sender:
         return self._order(_Transfer(number, offer))
 
     def send(self, number: int, blocks: Sequence[tuple[Item, int]]) -> None:
-        if not self._order(_Parcel(number, blocks)):
+        if not self._order(_Parcel(number, blocks, time.monotonic())):
             self._tell(Sent(number, [item for item, _ in blocks]))
 
     def cancel(self, number: int, message: str) -> None:
@@ -130,11 +135,20 @@ class Sender:
     def _serve(self, link: Link) -> None:
         while not self._stopping:
             busy = bool(self._orders)
-            while link.wait(block=not busy):
+            while link.wait(block=not busy, at_most_s=ALIVE_S if self._by_number else None):
                 self._hear(link, messages.to_prefill.decode(link.receive()))
                 busy = True
             if self._orders:
                 self._obey(link, self._orders.popleft())
+            self._show_life(link)
+
+    def _show_life(self, link: Link) -> None:
+        """This thread computes nothing: it can say that the engine lives while a long step keeps it silent."""
+        now_s = time.monotonic()
+        granted = [transfer.epoch for transfer in self._by_number.values() if transfer.epoch]
+        if granted and now_s - self._alive_s >= ALIVE_S:
+            self._alive_s = now_s
+            link.send(Alive(granted))
 
     def _end(self, why: str) -> None:
         """Nothing is written from here on: what was asked for and not done is given back."""
@@ -150,8 +164,8 @@ class Sender:
                 self._tell(Sent(order.number, [item for item, _ in order.blocks]))
             elif isinstance(order, _Transfer):
                 self._by_number[order.number] = order
-        if not self._stopping:
-            _log.warning("no transfer to %s: %s", self._push.address, why, extra={"transfers": len(self._by_number)})
+        level = logging.WARNING if self._by_number else logging.INFO
+        _log.log(level, "connection to %s ended: %s", self._push.address, why, extra={"lost": len(self._by_number)})
         for number in self._by_number:
             self._tell(Rejected(number, f"the connection to the decode engine is lost: {why}"))
 
@@ -212,6 +226,7 @@ class Sender:
                 transfer = self._by_number.get(parcel.number)
                 if transfer is None or parcel.number in self._cancelled:
                     return
+                transfer.last_s = parcel.since_s
                 items = [item for item, _ in blocks]
                 self._outlet.put(transfer.epoch, [Move((g, j), b, transfer.targets[g][j]) for (g, j), b in blocks])
                 link.send(Landed(transfer.epoch, items))
@@ -223,9 +238,10 @@ class Sender:
 
     def _batches(self, blocks: Sequence[tuple[Item, int]]) -> Iterator[Sequence[tuple[Item, int]]]:
         start = n_bytes = 0
+        most = self._outlet.batch_bytes if self._outlet is not None else 0
         for at, ((group, _), _) in enumerate(blocks):
             n_bytes += self._block_bytes[group]
-            if n_bytes >= BATCH_BYTES:
+            if n_bytes >= most:
                 yield blocks[start : at + 1]
                 start, n_bytes = at + 1, 0
         if start < len(blocks):
@@ -252,6 +268,9 @@ class Sender:
             if transfer is not None:
                 self._forget(transfer.number)
                 self._tell(Delivered(transfer.number))
+                late_ms = 1e3 * (time.monotonic() - transfer.last_s) if transfer.last_s else 0.0
+                n_blocks = sum(map(len, transfer.targets))
+                _log.info("pushed %d blocks", n_blocks, extra={"ms_after_compute": round(late_ms, 3)})
         else:
             raise LinkLost(f"{type(message).__name__} out of turn")
 

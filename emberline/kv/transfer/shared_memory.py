@@ -26,6 +26,8 @@ class SharedInlet:
 
 
 class SharedOutlet:
+    batch_bytes = 16 << 20
+
     def __init__(self, memory: HostMemory, descriptors: Sequence[int]) -> None:
         if len(descriptors) != len(memory.block_bytes):
             for descriptor in descriptors:

@@ -18,6 +18,8 @@ class SocketInlet:
 
 
 class SocketOutlet:
+    batch_bytes = 4 << 20
+
     def __init__(self, memory: Memory, link: Link) -> None:
         self._memory = memory
         self._link = link

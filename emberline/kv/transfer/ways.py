@@ -26,6 +26,8 @@ class WayClosed(Exception):
 class Outlet(Protocol):
     """The sender's end. One thread uses it, the one that owns the connection."""
 
+    batch_bytes: int  # put at once, before the next look at what the other side says
+
     def put(self, epoch: int, moves: Sequence[Move]) -> None:
         """Returns when the bytes are in the other's blocks, or certain to be before anything that is said later."""
 

@@ -5,7 +5,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from emberline.balancer.http.exchange import Broken
+from emberline.balancer.http.server import Server
 from emberline.balancer.http.upstream import Upstream
 from emberline.config import ConfigError
 from emberline.service.core import Core
@@ -18,10 +21,23 @@ _RETRY_S = 0.5
 log = logging.getLogger("emberline.balancer")
 
 
-async def discover(servers: Sequence[Upstream]) -> None:
-    """Ask those whose models are not configured; those that are may come up later. ConfigError where nobody answers."""
-    unknown = [server for server in servers if not server.models]
-    await asyncio.gather(*(_ask(server) for server in unknown))
+async def discover(servers: Sequence[Server]) -> list[Upstream]:
+    """Connections to the servers, one for each model that a server has.
+
+    Those whose models are not configured are asked; the others may come up later. ConfigError where nobody answers.
+    """
+    upstreams = [Upstream(server) for server in servers]
+    await asyncio.gather(*(_ask(upstream) for upstream in upstreams if not upstream.models))
+    return [single for upstream in upstreams for single in _singles(upstream)]
+
+
+def _singles(upstream: Upstream) -> list[Upstream]:
+    if len(upstream.models) == 1:
+        return [upstream]
+    upstream.pool.close()
+    endpoint = upstream.server.endpoint
+    named = [msgspec.structs.replace(endpoint, name=f"{endpoint.name}:{m}", models=(m,)) for m in upstream.models]
+    return [Upstream(msgspec.structs.replace(upstream.server, endpoint=one)) for one in named]
 
 
 async def _ask(server: Upstream) -> None:

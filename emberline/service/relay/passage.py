@@ -16,7 +16,15 @@ from emberline.balancer.adapters.usage import read_usage, usage_objects, write_c
 from emberline.balancer.ask import Ask
 from emberline.balancer.http.pool import MAX_ANSWER_BYTES
 from emberline.balancer.http.upstream import Upstream
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, EngineLost, Internal, Overloaded
+from emberline.protocol.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EmberlineError,
+    EngineLost,
+    Internal,
+    Overloaded,
+    Unavailable,
+)
 from emberline.protocol.events import Usage
 from emberline.service.core import Core, Settlement
 from emberline.service.histogram import Counts
@@ -62,10 +70,12 @@ class Passage:
 
     @property
     def usage(self) -> Usage:
-        """As the server said; until it has, a guess."""
+        """As the server said; until it has, a guess; nothing before its first byte."""
         said = self._body_usage or self._editor.usage
         if said is not None:
             return said
+        if self.first_token_us is None:
+            return Usage()
         n_events = max(0, self._kept.n_events - 1)
         return Usage(prompt_tokens=self.parcel.input_tokens, completion_tokens=n_events)
 
@@ -85,12 +95,19 @@ class Passage:
             self._end("cancelled")
 
     @property
+    def admitted(self) -> bool:
+        """Whether it has a usage row, or will have one."""
+        return self._admitted
+
+    @property
     def over(self) -> bool:
         """Nothing follows the block that was taken last."""
         return self._over and not self._first
 
     async def fail(self, error: Exception) -> None:
         """Settle it as failed; the row is durable when this returns, unless writing it failed too."""
+        if isinstance(error, EngineLost):
+            self._blame(error)
         self._close_attempt()
         await asyncio.shield(asyncio.wait((self._end("failed", error),)))
 
@@ -133,7 +150,6 @@ class Passage:
             raise attempt.decode.lost("answered a stream with something else")
         while not self._first and not self._over:
             self._first = await self._take(attempt)
-        self._began()
 
     def _began(self) -> None:
         if self.first_token_us is None:
@@ -154,8 +170,8 @@ class Passage:
         editor = self._editor
         try:
             piece = await attempt.piece()
-            lines = editor.whole(piece) if piece else b""
-            if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines or piece):
+            lines = editor.whole(piece) if piece else editor.tail
+            if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines):
                 editor.cached = await attempt.cached()
             block = editor.edit(lines) if piece else editor.flush()
         except StreamError as error:
@@ -164,12 +180,15 @@ class Passage:
             raise attempt.decode.lost(f"failed in the middle: {error.message}") from error
         except TooLong as error:
             raise attempt.decode.lost(f"sent {error}") from error
+        if block or editor.ended:
+            self._began()
         if self._splice is not None and block:
             block = self._splice.edit(block)
         if editor.ended or not piece:
             if not (editor.ended or editor.finished):
                 raise attempt.decode.lost("ended its stream before the answer was complete")
             self._over = True
+            self._end("finished")  # the row is on its way to the disk while the block is on its way to the client
         if block:
             self._kept.add(block)
         return block
@@ -197,7 +216,10 @@ class Passage:
                 write_cached(usage, cached)
         if usages:
             self._body_usage = read_usage(usages[-1])
-        return encode(answer) if cached is not None else body
+        if attempt.prefill is None:
+            return body
+        answer.pop("kv_transfer_params", None)  # between the servers
+        return encode(answer)
 
     # --- servers that fail -------------------------------------------------------------------------------------------
 
@@ -206,11 +228,23 @@ class Passage:
         self._admitted = True
         self.engine = route.decode
         self._believed = route.cached_tokens
-        decode, prefill = self._servers[route.decode], self._servers.get(route.prefill)
-        if prefill is not None and self.parcel.n > 1 and decode.server.kind == "vllm":
-            prefill = None  # its blocks are handed over once, to one sequence
+        decode = self._servers[route.decode]
+        prefill = self._prefill_for(decode, self._servers.get(route.prefill))
         again = f"-m{self._n_moves}" if self._n_moves else ""
         self._attempt = Attempt(self.parcel.path, f"{self.parcel.id}{again}", decode, prefill)
+
+    def _prefill_for(self, decode: Upstream, chosen: Upstream | None) -> Upstream | None:
+        """What the core chose, but for what the kinds cannot do."""
+        kind = decode.server.kind
+        if kind == "vllm" and self.parcel.n > 1:
+            return None  # its blocks are handed over once, to one sequence
+        if kind == "sglang" and chosen is None and decode.server.endpoint.role == "decode":
+            others = [self._servers[name] for name in self._servers_of_model()]
+            others = [server for server in others if server.server.endpoint.role == "prefill" and server.connected]
+            chosen = next((server for server in others if server.name not in self._avoid), None)
+            if chosen is None:
+                raise Unavailable(f"{decode.name} computes no prompts, and no prefill server is there", retry_after_s=2)
+        return chosen
 
     async def _move(self, error: EngineLost | Busy) -> None:
         """Another server, under fresh ids; the error itself when there is none to try."""
@@ -221,7 +255,8 @@ class Passage:
             self._blame(error)
             raise error
         for server in (self._attempt.decode, self._attempt.prefill):
-            if server is not None and server.name not in self._avoid:
+            innocent = isinstance(error, EngineLost) and server is not None and error.engine != server.name
+            if server is not None and not innocent and server.name not in self._avoid:
                 self._avoid.append(server.name)
         self._blame(error)
         if isinstance(error, Busy) and len(self._avoid) >= len(self._servers_of_model()):

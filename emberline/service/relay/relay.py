@@ -80,7 +80,7 @@ class Relay:
             await passage.open()
         except BaseException as error:
             await passage.__aexit__(type(error), error, None)
-            if isinstance(error, EmberlineError):
+            if isinstance(error, EmberlineError) and not passage.admitted:
                 self._refused(parcel.id, error)
             raise
         return passage
@@ -98,12 +98,15 @@ class Relay:
         reader = ChunkReader(request.n, request.sampling.stop)
         async with passage:
             yield Started(passage.usage)
-            while block := await passage.block():
+            while block := await self._in_time(passage):
                 try:
-                    for event in reader.feed(block):
-                        yield event
+                    events = list(reader.feed(block))
                 except Unreadable as error:
-                    raise EngineLost(passage.engine, str(error)) from error
+                    lost = EngineLost(passage.engine, str(error))
+                    await passage.fail(lost)
+                    raise lost from error
+                for event in events:
+                    yield event
         if not reader.done:
             raise EngineLost(passage.engine, "ended its answer without saying why")
         yield Completed(passage.usage)
@@ -179,6 +182,16 @@ class Relay:
             deadline_s=request.deadline_s,
             errand=errand,
         )
+
+    async def _in_time(self, passage: Passage) -> bytes:
+        parcel = passage.parcel
+        if parcel.deadline_s is None:
+            return await passage.block()
+        try:
+            async with asyncio.timeout(max(0.0, parcel.deadline_s - parcel.clock.elapsed_s())):
+                return await passage.block()
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished within {parcel.deadline_s:g} s") from None
 
     def _of(self, model: str) -> list[Upstream]:
         return [server for server in self._servers.values() if model in server.models]

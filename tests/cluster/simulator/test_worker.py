@@ -87,6 +87,19 @@ def test_a_cached_beginning_is_not_computed_again() -> None:
     assert record.first_s["j1"] - 10 == pytest.approx(MODEL.prefill_s(160, 960))
 
 
+def test_a_reply_that_the_trace_knows_is_cached_too() -> None:
+    clock, _, one = worker(Timed())
+    first = job(0, (0,), (10,), 33)
+    first.reply = (1, 2)
+    one.submit(first, 33)
+    clock.run(10)
+    second = job(1, (0, 1, 2), (10, 2, 3), 1)
+    one.submit(second, 1)
+    clock.run(20)
+    assert second.cached_tokens == 192
+    assert one.cache.n_used == 0
+
+
 def test_one_who_needs_what_another_computes_waits_for_it() -> None:
     clock, _, one = worker(Fixed(256))
     one.submit(job(0, (0,), (60,), 1), 1)

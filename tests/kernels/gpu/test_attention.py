@@ -174,6 +174,31 @@ def test_segments_cover_a_context_once() -> None:
             assert end == context
 
 
+@pytest.mark.parametrize("context", [24, 40, 88])
+def test_a_chunk_and_its_context_in_segments(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plain attention in cuDNN's place, and segments of a few blocks."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float() for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(len(q), len(k), device=DEVICE).triu(1).bool(), -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype), scores.logsumexp(-1).T.contiguous()
+
+    monkeypatch.setattr(dense_attention, "_cudnn", plain)
+    monkeypatch.setattr(dense_attention, "SEGMENT", 32)
+    at, n = attention(4, 2, 64), 24
+    b = batch([n], [context], at)
+    q = noise(n, 4 * 64, seed=4)
+    mine, theirs = torch.full_like(q, torch.nan), torch.empty_like(q)
+    blocks = b.pool[b.tables[0, : -(-context // 16)].long(), 1]
+    keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, context - n : context]
+    space = (noise(32 * 2 * 64), noise(32 * 2 * 64))
+    dense_attention.attend(q, (keys, values), at, b.pool[:, 1], b.tables[0], context, space, mine)
+    chunks(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
+    assert error(mine, theirs) < LIMIT
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "context"), [(2048, 2048), (2048, 10_000), (1500, 6516), (4096, 36_864)])
 def test_cudnn_on_gathered_blocks(n: int, context: int) -> None:

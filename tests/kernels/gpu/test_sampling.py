@@ -78,6 +78,20 @@ def test_equal_logits_are_kept_in_the_order_of_their_ids() -> None:
     assert got.token_ids.tolist() == want.token_ids.tolist()
 
 
+def test_no_noise_wins_against_every_logit() -> None:
+    numbers = logits(1, 0)
+    numbers[0, 3470] = -60.0
+    got, want = both(numbers, [SamplerRow(seed=5241)])  # whose token 3470 has the greatest noise there is
+    assert got.token_ids.tolist() == want.token_ids.tolist() != [3470]
+
+
+def test_a_crowd_of_equals_is_told_apart_by_ids() -> None:
+    numbers = torch.round(logits(4, 2, 0.1))  # nearly all are 0
+    filters = [dict(top_k=9), dict(top_k=9, top_p=0.5), dict(top_p=0.3), dict(min_p=0.5, top_p=0.9)]
+    got, want = both(numbers, [SamplerRow(**f, seed=i) for i, f in enumerate(filters)])
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+
+
 def test_penalties_bias_bans_and_masks() -> None:
     numbers = logits(5, 3)
     top = numbers.topk(3).indices.tolist()

@@ -57,6 +57,9 @@ class Bench:
         )
         return list(rows)
 
+    async def times(self) -> list[tuple[int, int, int]]:
+        return list(await self._store.read("SELECT first_token_us, created_us, finished_us FROM usage"))
+
     async def idle(self) -> bool:
         """Nothing is charged, queued or running anywhere, once what ends has ended."""
         for _ in range(100):

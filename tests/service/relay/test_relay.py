@@ -34,6 +34,8 @@ async def test_a_plain_server_answers(bench: Opener) -> None:
     assert found.usage.completion_tokens == 50
     ((request_id, status, *_),) = await made.rows()
     assert (request_id, status) == ("r1", "finished")
+    ((first_us, created_us, finished_us),) = await made.times()
+    assert created_us <= first_us <= finished_us
     assert await made.idle()
 
 

@@ -1,0 +1,313 @@
+"""Queued work beside requests on a fleet of modelled engines, in virtual time.
+
+The queue, the puller, the admission's grants and every engine's scheduler are the real ones; only the device is a
+formula: how long a step takes by its rows and its prompt tokens. The engines are small and slow, so that many fit.
+"""
+
+import asyncio
+import random
+import statistics
+import tempfile
+import zlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.virtual_time import RealTimeStore, VirtualLoop
+from emberline.accounts.usage import UsageRow
+from emberline.balancer.grants import SHARE, Grants
+from emberline.engine.limits import Limits
+from emberline.engine.plan import StepPlan
+from emberline.engine.scheduler import Scheduler
+from emberline.engine.standin import LAYOUT
+from emberline.jobs.batch import NewBatch
+from emberline.jobs.blobs import Blobs
+from emberline.jobs.limits import Limits as QueueLimits
+from emberline.jobs.line import NewLine
+from emberline.jobs.owner import Owner
+from emberline.jobs.puller import Puller
+from emberline.jobs.queue import Queue
+from emberline.kv.budget import blocks_of
+from emberline.kv.cache import KVCache
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
+from emberline.protocol.frames import EngineLoad
+from emberline.protocol.principal import Principal
+from emberline.protocol.request import EngineRequest, GenerateRequest, Priority, SamplingParams
+from emberline.service.errand import Errand
+from emberline.store import open_store
+
+MODEL = "m"
+N_PROMPT, N_OUTPUT = 256, 32
+PLACES = 16
+STEP_S, ROW_S, PROMPT_S = 25e-3, 2e-4, 1e-4  # of a step, of a sequence in it, of a prompt's token in it
+KV_TOKENS = 4 * PLACES * (N_PROMPT + N_OUTPUT)
+_AGES = "SELECT ended_us - created_us FROM lines WHERE created_us >= ? AND state = 'succeeded'"
+STOP_S = 3.0  # for cancelled lines to be gone
+
+
+@dataclass(slots=True)
+class Drawn:
+    token_id: int = 1
+    logprob: float | None = 0.0
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+class ModelledEngine:
+    """An engine as admission knows it, and its steps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.max_running = PLACES
+        self.healthy = self.writes = True
+        self.sync_in_flight = self.batch_in_flight = 0
+        self.load = EngineLoad()
+        cache = KVCache([LAYOUT], [blocks_of(KV_TOKENS) + 1], chunk=2048)
+        limits = Limits(context_len=4096, vocab_size=50_000, eos_ids=(2,), max_running=PLACES, token_budget=2048)
+        self._scheduler = Scheduler(cache, limits, name)
+        self._waiting: dict[str, tuple[asyncio.Future[None], asyncio.Future[None]]] = {}  # a first token, the last
+        self._work = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def run(self, request: EngineRequest) -> float:
+        """To its last token; the seconds to its first."""
+        loop, batch = asyncio.get_running_loop(), request.priority == Priority.BATCH
+        began_s = loop.time()
+        first, last = self._waiting[request.id] = loop.create_future(), loop.create_future()
+        self.sync_in_flight += not batch
+        self.batch_in_flight += batch
+        self._scheduler.submit(request, began_s)
+        self._work.set()
+        try:
+            await first
+            first_s = loop.time() - began_s
+            await last
+            return first_s
+        finally:
+            del self._waiting[request.id]
+            self._scheduler.abort(request.id)
+            self.sync_in_flight -= not batch
+            self.batch_in_flight -= batch
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            plan = self._scheduler.plan()
+            if not plan.rows:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await asyncio.sleep(took_s(plan))
+            for delta in self._scheduler.absorb(plan, [Drawn() for row in plan.rows if row.samples]):
+                if delta.id in self._waiting:
+                    first, last = self._waiting[delta.id]
+                    if not first.done():
+                        first.set_result(None)
+                    if delta.finish is not None and not last.done():
+                        last.set_result(None)
+            self.load = self._scheduler.load()
+
+
+def took_s(plan: StepPlan) -> float:
+    n_decodes = sum(row.end - row.start == 1 for row in plan.rows)
+    return STEP_S + ROW_S * len(plan.rows) + PROMPT_S * (plan.n_tokens - n_decodes)
+
+
+class ModelledFleet:
+    """All that admission and the puller ask of engines and of the service."""
+
+    def __init__(self, n: int) -> None:
+        self.members = [ModelledEngine(f"e{i}") for i in range(n)]
+        self._by_name = {member.name: member for member in self.members}
+        self.grants = Grants(self, SHARE, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[ModelledEngine]:
+        return iter(self.members)
+
+    def of(self, model: str) -> Sequence[ModelledEngine]:
+        return self.members
+
+    async def generate(
+        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+    ) -> AsyncGenerator[TextEvent, None]:
+        """Queued work, on the engine that it was granted."""
+        assert errand is not None
+        usage = Usage(prompt_tokens=N_PROMPT, completion_tokens=N_OUTPUT)
+        yield Started(usage)
+        await self._by_name[errand.engine].run(sequence(request.id, Priority.BATCH))
+        errand.book(row_of(request, principal))
+        yield TextDelta(0, "x")
+        yield ChoiceDone(0, "stop")
+        yield Completed(usage)
+
+    async def ask(self, request_id: str) -> float:
+        """A request with a waiting client; the seconds to its first token."""
+        member = min(self.members, key=lambda member: (member.sync_in_flight, member.batch_in_flight))
+        mixed = member.batch_in_flight > 0
+        first_s = await member.run(sequence(request_id, Priority.DEFAULT))
+        self.grants.heard(member, first_s, mixed)  # type: ignore[arg-type]
+        self.grants.stir()
+        return first_s
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+def sequence(name: str, priority: Priority) -> EngineRequest:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    prompt = rng.integers(3, 50_000, N_PROMPT, dtype="<u4").tobytes()
+    sampling = SamplingParams(max_tokens=N_OUTPUT, ignore_eos=True)
+    return EngineRequest(id=name, prompt_ids=prompt, sampling=sampling, priority=priority)
+
+
+def row_of(request: GenerateRequest, principal: Principal) -> UsageRow:
+    now_us = int(asyncio.get_running_loop().time() * 1e6)
+    return UsageRow(
+        id=request.id,
+        account=principal.account,
+        model=MODEL,
+        model_version="v",
+        input_tokens=N_PROMPT,
+        output_tokens=N_OUTPUT,
+        status="finished",
+        created_us=now_us,
+        finished_us=now_us,
+    )
+
+
+def new_lines(n: int) -> list[NewLine]:
+    return [NewLine(f"c{i}", GenerateRequest(id="", model=MODEL, prompt=f"line {i}")) for i in range(n)]
+
+
+class Run:
+    """A fleet, and a queue before it."""
+
+    def __init__(self, n: int, folder: Path, store: RealTimeStore) -> None:
+        self.fleet = ModelledFleet(n)
+        self.queue = Queue(store, Blobs(folder / "blobs"), QueueLimits(max_lines=1_000_000))
+        self.queue.start_sweeping()
+        self.puller = Puller(self.queue, self.fleet, self.fleet.grants, [MODEL], Principal, Owner(folder))
+        self.puller.start()
+        self.store = store
+
+    async def submit(self, n: int) -> str:
+        batch = await self.queue.submit(NewBatch(account="a", kind="openai", model=MODEL), new_lines(n))
+        return batch.id
+
+    async def n_done(self) -> int:
+        ((n,),) = await self.store.read("SELECT SUM(completed) FROM batches")
+        return int(n or 0)
+
+    async def close(self) -> None:
+        await self.puller.close(leave_s=0.1)
+        await self.queue.close()
+        self.fleet.close()
+
+
+async def straight(n: int, seconds: float) -> float:
+    """Lines a second with every engine full of them, and nothing before it."""
+    fleet, loop = ModelledFleet(n), asyncio.get_running_loop()
+    n_done, begins_s, ends_s = 0, loop.time() + seconds / 4, loop.time() + seconds
+
+    async def keep_full(member: ModelledEngine, place: int) -> None:
+        nonlocal n_done
+        number = 0
+        while loop.time() < ends_s:
+            number += 1
+            await member.run(sequence(f"s-{member.name}-{place}-{number}", Priority.BATCH))
+            n_done += begins_s <= loop.time() < ends_s
+
+    places = range(PLACES + PLACES // 8)
+    await asyncio.gather(*(keep_full(member, place) for member in fleet for place in places))
+    fleet.close()
+    return n_done / (0.75 * seconds)
+
+
+async def silent(run: Run, rate: float, seconds: float) -> float:
+    """Lines a second through the queue, with nobody else there."""
+    batch_id = await run.submit(int(1.2 * rate * seconds))
+    await asyncio.sleep(seconds / 4)
+    before, began_s = await run.n_done(), asyncio.get_running_loop().time()
+    await asyncio.sleep(0.75 * seconds)
+    done, took_s = await run.n_done() - before, asyncio.get_running_loop().time() - began_s
+    await run.queue.cancel("a", batch_id)
+    await asyncio.sleep(STOP_S)
+    return done / took_s
+
+
+async def asking(run: Run, rate: float, seconds: float, seed: int) -> list[float]:
+    rng = random.Random(seed)
+    tasks, end_s = [], asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < end_s:
+        tasks.append(asyncio.create_task(run.fleet.ask(f"q-{seed}-{len(tasks)}-{rng.random()}")))
+        await asyncio.sleep(rng.expovariate(rate))
+    return list(await asyncio.gather(*tasks))
+
+
+async def aged(run: Run, rate: float, seconds: float) -> tuple[list[float], list[float]]:
+    """Ages of lines that come at half of what requests leave, and the requests' first tokens."""
+    now_us = run.store.now_us()
+    requests = asyncio.create_task(asking(run, 0.7 * rate, seconds, seed=3))
+    while not requests.done():
+        await run.submit(max(1, round(0.15 * rate)))
+        await asyncio.sleep(1.0)
+    while await run.queue.waiting():
+        await asyncio.sleep(1.0)
+    rows = await run.store.read(_AGES, (now_us,))
+    return [float(age or 0) / 1e6 for (age,) in rows], requests.result()
+
+
+def quantile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+
+
+async def measured(n: int, seconds: float, folder: Path) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    rate = await straight(n, seconds)
+    store = RealTimeStore(await open_store(folder / "fleet.db"), loop)
+    run = Run(n, folder, store)
+    try:
+        through = await silent(run, rate, seconds)
+        off = await asking(run, 0.7 * rate, seconds, seed=1)
+        backlog = await run.submit(int(rate * seconds * 0.6))
+        await asyncio.sleep(2)
+        on = await asking(run, 0.7 * rate, seconds, seed=1)
+        left = (await run.queue.batch("a", backlog)).counts.left
+        assert left, "the queue ran empty"
+        await run.queue.cancel("a", backlog)
+        await asyncio.sleep(STOP_S)
+        ages, beside = await aged(run, rate, seconds)
+    finally:
+        await run.close()
+        await store.close()
+    return {
+        "engines": n,
+        "virtual_s": round(seconds),
+        "straight_per_s": round(rate, 1),
+        "queued_per_s": round(through, 1),
+        "ratio": round(through / rate, 3),
+        "off_p95_ms": round(1e3 * quantile(off, 95), 1),
+        "on_p95_ms": round(1e3 * quantile(on, 95), 1),
+        "p95_more_ms": round(1e3 * (quantile(on, 95) - quantile(off, 95)), 1),
+        "step_full_ms": round(1e3 * (STEP_S + ROW_S * PLACES), 1),
+        "age_p50_s": round(quantile(ages, 50), 2),
+        "age_p95_s": round(quantile(ages, 95), 2),
+        "age_lines": len(ages),
+        "request_ttft_p95_ms": round(1e3 * quantile(beside, 95), 1),
+    }
+
+
+def simulate(n: int, seconds: float) -> dict[str, Any]:
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="emberline-fleet-", dir=place) as name:
+        loop = VirtualLoop()
+        try:
+            return loop.run_until_complete(measured(n, seconds, Path(name)))
+        finally:
+            loop.close()

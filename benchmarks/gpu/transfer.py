@@ -1,0 +1,182 @@
+"""KV from one process to another over CUDA IPC on one device: `python -m benchmarks.gpu.transfer [--model FOLDER]`.
+
+Scattered blocks of a Llama-8B's shape, 2 MiB each: bytes a second, and every block compared on the other side. With
+a model: what of a 32k-token prompt's transfer is not hidden behind its prefill, in two real workers.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.layout import KVGroup
+
+LLAMA_8B = KVGroup("full", tuple(range(32)), kv_heads=8, head_dim=128, dtype="bfloat16")
+N_BLOCKS = 4097
+SIZES = (16, 64, 256, 2048)
+AS_JSON = {"EMBERLINE_LOG_FORMAT": "json"}
+
+
+def main() -> int:
+    args = _parse()
+    if args.receive:
+        return receive()
+    figures = {"bandwidth": bandwidth()}
+    if args.model is not None:
+        figures["hidden"] = hidden(args.model, args.work, args.tokens, args.repeat)
+    print(json.dumps(figures, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def receive() -> int:
+    """The other process: exports a pool, then says what came into the blocks it is asked for."""
+    from emberline.engine.gpu_transfer import exported_pools
+    from emberline.kv.transfer.cuda_ipc import CudaInlet
+
+    pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
+    handles, _ = CudaInlet(spans, [pools[0].nbytes]).handles()
+    print(json.dumps([handle.hex() for handle in handles]), flush=True)
+    for line in sys.stdin:
+        blocks = json.loads(line)
+        print(json.dumps(_sums(pools[0], blocks)), flush=True)
+    return 0
+
+
+def _sums(pool: Any, blocks: list[int]) -> list[int]:
+    """Of each block, weighted by place: a word that is wrong or elsewhere changes it."""
+    import torch
+
+    words = pool.view(pool.shape[0], -1).view(torch.int32)
+    weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64)
+    return [int((words[block].long() * weights).sum()) for block in blocks]
+
+
+def bandwidth() -> dict[str, Any]:
+    import torch
+
+    from emberline.engine.gpu_transfer import DeviceOutlet, _opened, _words
+    from emberline.kv.transfer.cuda_ipc import opened_pools
+    from emberline.kv.transfer.messages import Opened
+    from emberline.kv.transfer.ways import Move
+
+    command = [sys.executable, "-m", "benchmarks.gpu.transfer", "--receive"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    handles = [bytes.fromhex(text) for text in json.loads(child.stdout.readline())]
+    own = torch.randint(-(2**31), 2**31 - 1, (N_BLOCKS, LLAMA_8B.block_bytes // 4), dtype=torch.int32, device="cuda")
+    words = _words(own, LLAMA_8B)
+    [(pointer, size)] = opened_pools(Opened(handles), 1)
+    target = _opened(pointer, size, words)
+    outlet = DeviceOutlet([words], [target], [])
+    rng = random.Random(1)
+    sources, targets = (rng.sample(range(1, N_BLOCKS), max(SIZES)) for _ in range(2))
+    moves = [Move((0, j), source, put) for j, (source, put) in enumerate(zip(sources, targets))]
+    figures: dict[str, Any] = {}
+    for n in SIZES:
+        some = moves[:n]
+        figures[f"kernel_{n}"] = _rate(partial(outlet.put, 0, some), n)
+        figures[f"memcpy_{n}"] = _rate(partial(_memcpy, words, target, some), n)
+    target.zero_()
+    torch.cuda.synchronize()
+    outlet.put(0, moves)
+    child.stdin.write(json.dumps(targets) + "\n")
+    child.stdin.flush()
+    figures["identical"] = json.loads(child.stdout.readline()) == _sums(own, sources)
+    child.stdin.close()
+    child.wait(20)
+    return figures
+
+
+def _rate(copy: Callable[[], None], n_blocks: int) -> float:
+    """GB/s, the median of many."""
+    for _ in range(3):
+        copy()
+    times = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        copy()
+        times.append(time.perf_counter() - begun)
+    return round(n_blocks * LLAMA_8B.block_bytes / sorted(times)[len(times) // 2] / 1e9, 1)
+
+
+def _memcpy(source: Any, target: Any, moves: Any) -> None:
+    """The plain way: a copy per block."""
+    import torch
+
+    for move in moves:
+        target[move.target].copy_(source[move.source], non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+
+
+def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any]:
+    """Two real workers on one device; each prompt is new."""
+    from benchmarks.gpu.engine import worker
+
+    flags = ("--kv-bytes", str(14 << 30), "--max-running", "64", "--token-budget", "4096")
+    logs = {role: work / f"{role}.log" for role in ("prefill", "decode")}
+    with contextlib.ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(worker(model, logs[role], *flags, "--role", role, "--id", role, env=AS_JSON))
+            for role in logs
+        )
+        rng = random.Random(5)
+        prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)  # kernels are compiled
+        decode.client.generate([[7] * 64], 4)
+        rounds = []
+        for number in range(repeat):
+            ids = [rng.randrange(1000, 100_000) for _ in range(n_tokens)]
+            rounds.append(_hand_over(prefill, decode, ids, f"t{number}"))
+        _, [answer] = prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)
+    late = [
+        json.loads(line)["ms_after_compute"] for line in logs["prefill"].read_text().splitlines() if "pushed" in line
+    ]
+    return {"ttft_s": rounds, "ttft_alone_s": round(answer.ttft_s, 4), "ms_after_compute": late, "tokens": n_tokens}
+
+
+def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> float:
+    """Seconds to the first token."""
+    from emberline.protocol.request import EngineRequest, Push, SamplingParams
+    from emberline.protocol.tokens import pack
+
+    whole = EngineRequest(
+        id=transfer,
+        prompt_ids=pack(ids),
+        sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+        awaits=transfer,
+    )
+    half = msgspec.structs.replace(
+        whole, id=f"{transfer}-p", awaits="", push=Push(transfer=transfer, address=decode.facts["address"])
+    )
+    answers = [engine.client.begin(request) for engine, request in ((decode, whole), (prefill, half))]
+    decode.client.run()
+    prefill.client.run()
+    if [answer.finish for answer in answers] != ["length", "stop"]:
+        raise RuntimeError(f"the halves ended with {[answer.finish for answer in answers]}")
+    return round(float(answers[0].ttft_s), 4)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.transfer", description=__doc__)
+    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help="a folder with an 8B's shape, as benchmarks.gpu writes it")
+    parser.add_argument("--work", type=Path, default=Path("/tmp"), help="where logs go")
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

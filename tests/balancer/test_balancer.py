@@ -1,0 +1,188 @@
+from typing import Any
+
+import pytest
+
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.breaker import FAILURES, OPEN_S, SUCCESSES
+from emberline.protocol.frames import EngineLoad
+from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
+
+
+def state(balancer: Balancer, name: str, now_s: float = 0.0) -> str:
+    return next(worker.state for worker in balancer.snapshot(now_s).workers if worker.name == name)
+
+
+def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 1.0) -> None:
+    """So many requests at one endpoint end like this."""
+    others = [worker for worker in balancer._workers.values() if worker.name != name and worker.connected]
+    for other in others:
+        other.draining = True
+    balancer._pool("m").refresh()
+    for _ in range(times):
+        wanted = ask(tokens=10)
+        assert send(balancer, wanted, now_s).decode == name
+        balancer.ended(wanted.id, now_s, outcome, 5)
+    for other in others:
+        other.draining = False
+    balancer._pool("m").refresh()
+
+
+# --- whose fault it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", ["client_error", "cancelled"])
+def test_a_client_is_nobodys_fault(outcome: str) -> None:
+    balancer = fleet("both", "both")
+    end(balancer, "e0", outcome, 5 * FAILURES)
+    assert state(balancer, "e0") == "ready"
+
+
+def test_an_endpoint_that_fails_is_left_alone_and_tried_again_one_by_one() -> None:
+    balancer = fleet("both", "both")
+    end(balancer, "e0", "engine_failed", FAILURES)
+    assert state(balancer, "e0") == "open"
+    assert {serve(balancer, ask(tokens=10), 2.0).decode for _ in range(20)} == {"e1"}
+    balancer.dispatch(1.0 + OPEN_S)
+    assert state(balancer, "e0") == "half_open"
+    for _ in range(SUCCESSES):
+        end(balancer, "e0", "finished", 1, 2.0 + OPEN_S)
+    assert state(balancer, "e0") == "ready"
+
+
+def test_while_half_open_a_second_request_goes_elsewhere() -> None:
+    balancer = fleet("both", "both")
+    end(balancer, "e0", "engine_failed", FAILURES)
+    balancer.dispatch(1.0 + OPEN_S)
+    probes = [send(balancer, ask(tokens=10), 2.0 + OPEN_S).decode for _ in range(10)]
+    assert probes.count("e0") == 1
+
+
+def test_the_last_endpoint_is_used_however_it_fails() -> None:
+    balancer = fleet("both")
+    end(balancer, "e0", "engine_failed", 3 * FAILURES)
+    assert state(balancer, "e0") == "open"
+    assert send(balancer, ask(tokens=10), 2.0).decode == "e0"
+
+
+def test_a_lost_connection_is_one_failure_however_many_streams_it_had() -> None:
+    balancer = fleet("both", "both", max_running=64)
+    there = [ask(tokens=10) for _ in range(4 * FAILURES)]
+    routes = {wanted.id: send(balancer, wanted).decode for wanted in there}
+    balancer.down("e0", 1.0, "it crashed")
+    for request_id, name in routes.items():
+        if name == "e0":
+            balancer.ended(request_id, 1.0, "engine_failed")
+    assert state(balancer, "e0") == "down"
+    assert balancer.snapshot(1.0).workers[0].problem == "it crashed"
+    balancer.join(endpoint("e0"), balancer._workers["e0"].capacity, 2.0)
+    assert state(balancer, "e0") == "ready"
+
+
+def test_a_prefill_endpoint_that_died_is_blamed_and_decode_is_not() -> None:
+    balancer = fleet("prefill", "prefill", "decode")
+    for i in range(4):
+        wanted = ask(keys((f"k{i}", 200)), id=f"w{i}")
+        lost = send(balancer, wanted, float(i)).prefill
+        moved = ask(keys((f"k{i}", 200)), id=f"w{i}", lost=(lost,))
+        route = send(balancer, moved, float(i))
+        assert route.prefill not in ("", lost)
+        balancer.ended(f"w{i}", float(i), "finished", 5)
+    blamed = {w.name: w.breaker._outcomes.count(False) for w in balancer._workers.values()}
+    assert blamed["e2"] == 0
+    assert blamed["e0"] + blamed["e1"] == 4
+    assert nothing_left(balancer, 20.0)
+
+
+# --- coming and going ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_moves_leaves_nothing_behind_and_avoids_where_it_was() -> None:
+    balancer = fleet("both", "both")
+    wanted = ask(tokens=1000, id="q")
+    first = send(balancer, wanted).decode
+    second = send(balancer, ask(tokens=1000, id="q", lost=(first,)), 1.0).decode
+    assert second != first
+    assert balancer._workers[first].account.empty
+    balancer.ended("q", 2.0, "finished", 3)
+    assert nothing_left(balancer, 2.0)
+
+
+def test_who_has_left_is_charged_nothing_and_gets_nothing() -> None:
+    balancer = fleet("both", "both")
+    there = [ask(keys((f"k{i}", 10))) for i in range(8)]
+    for wanted in there:
+        send(balancer, wanted)
+    gone = balancer._workers["e0"]
+    balancer.leave("e0", 1.0)
+    assert gone.account.empty
+    for wanted in there:
+        balancer.began(wanted.id, 2.0)
+        balancer.progress(wanted.id, 5, 2.0)
+        balancer.ended(wanted.id, 3.0, "finished", 9)
+    assert gone.account.empty
+    assert {serve(balancer, ask(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}
+    assert nothing_left(balancer, 4.0)
+
+
+def test_a_draining_endpoint_finishes_what_it_has() -> None:
+    balancer = fleet("both", "both")
+    there = [ask(tokens=10) for _ in range(6)]
+    on = {wanted.id: send(balancer, wanted).decode for wanted in there}
+    balancer.drain("e0", 1.0)
+    assert state(balancer, "e0") == "draining"
+    assert {serve(balancer, ask(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
+    assert balancer._workers["e0"].account.active == list(on.values()).count("e0") > 0
+    for request_id in on:
+        balancer.ended(request_id, 3.0, "finished", 1)
+    assert nothing_left(balancer, 3.0)
+
+
+def test_those_who_wait_for_one_that_goes_down_go_elsewhere() -> None:
+    balancer = fleet("both", "both", max_running=1)
+    chain = keys(("home", 3000))
+    balancer.stored("e0", chain, 0.0)
+    assert send(balancer, ask(chain)).decode == "e0"
+    waiting = balancer.offer(ask(chain), 0.1)
+    assert balancer.dispatch(0.1) == []
+    balancer.down("e0", 0.2)
+    assert balancer.dispatch(0.2) == [waiting]
+    assert waiting.route is not None
+    assert waiting.route.decode == "e1"
+
+
+def test_one_that_takes_no_step_is_avoided_until_it_does() -> None:
+    balancer = fleet("both", "both")
+    balancer.report("e0", EngineLoad(), 0.0)
+    stuck = next(wanted for wanted in (ask(tokens=10) for _ in range(9)) if send(balancer, wanted).decode == "e0")
+    balancer.dispatch(40.0)
+    assert state(balancer, "e0") == "stalled"
+    assert {serve(balancer, ask(tokens=5), 41.0).decode for _ in range(9)} == {"e1"}
+    balancer.report("e0", EngineLoad(running=1), 42.0)
+    balancer.dispatch(43.0)
+    assert state(balancer, "e0") == "ready"
+    balancer.ended(stuck.id, 44.0, "finished")
+
+
+def test_the_pace_of_an_endpoint_is_learnt_and_lent_to_those_that_showed_none() -> None:
+    balancer = fleet("both", "both")
+    cost = balancer._workers["e0"].cost
+    home = serve(balancer, ask(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
+    first, other = balancer._workers[home], next(w for w in balancer._workers.values() if w.name != home)
+    assert first.prefill_pace.scale == pytest.approx(3.0, rel=0.1)
+    assert other.prefill_pace.scale == 1.0
+    for look in range(60):
+        balancer.dispatch(20.0 + look)
+    assert other.prefill_pace.scale == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_cached_count_from_the_engine_makes_the_pace_right() -> None:
+    """We thought that nothing was cached; nearly all was."""
+    balancer = fleet("both")
+    worker = balancer._workers["e0"]
+    for i in range(30):
+        wanted = ask(keys((f"k{i}", 2000)))
+        send(balancer, wanted, 10.0 * i)
+        took_s = worker.cost.prefill_s(101, 32_001)
+        balancer.began(wanted.id, 10.0 * i + took_s, cached_tokens=31_900)
+        balancer.ended(wanted.id, 10.0 * i + 5, "finished", 1)
+    assert worker.prefill_pace.scale == pytest.approx(1.0, rel=0.05)

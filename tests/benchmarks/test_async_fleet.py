@@ -1,0 +1,72 @@
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.async_fleet import N_OUTPUT, ROW_S, STEP_S, ModelledFleet, simulate
+from benchmarks.machine_load import Meter, cpu_s, family
+from benchmarks.virtual_time import RealTimeStore, VirtualLoop
+from emberline.store import open_store
+
+
+def test_sleep_takes_no_time_and_threads_take_theirs(tmp_path: Path) -> None:
+    loop = VirtualLoop()
+
+    async def run() -> float:
+        store = RealTimeStore(await open_store(tmp_path / "t.db"), loop)
+        ticks = []
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(60)
+                ticks.append(loop.time())
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(3600)
+        assert len(ticks) in (59, 60)
+        at_s = loop.time()
+        await store.write("CREATE TABLE t (a)")  # on a thread: the clock stands still
+        assert loop.time() == at_s
+        assert store.now_us() == int(at_s * 1e6)
+        ticking.cancel()
+        await store.close()
+        return loop.time()
+
+    began_s = time.monotonic()
+    assert loop.run_until_complete(run()) >= 1_003_600
+    assert time.monotonic() - began_s < 60
+    loop.close()
+
+
+def test_a_lone_request_takes_the_steps_that_it_needs() -> None:
+    loop = VirtualLoop()
+
+    async def run() -> tuple[float, float]:
+        fleet, began_s = ModelledFleet(1), loop.time()
+        first_s = await fleet.ask("one")
+        fleet.close()
+        return first_s, loop.time() - began_s
+
+    first_s, took_s = loop.run_until_complete(run())
+    loop.close()
+    assert STEP_S < first_s < 3 * STEP_S
+    assert abs(took_s - first_s - (N_OUTPUT - 1) * (STEP_S + ROW_S)) < 1e-6
+
+
+def test_the_queue_keeps_a_modelled_engine_full_and_young() -> None:
+    found = simulate(1, 6.0)
+    assert 0.9 < found["ratio"] < 1.1
+    assert found["age_lines"] > 0
+    assert found["age_p95_s"] < 300
+
+
+def test_our_processor_time_is_told_from_others() -> None:
+    ours = family(os.getpid())
+    assert os.getpid() in ours
+    meter, before_s, began_s = Meter(ours), cpu_s(ours), time.perf_counter()
+    while cpu_s(ours) - before_s < 0.2:
+        sum(range(10_000))
+    used_s, outside = meter.read(time.perf_counter() - began_s)
+    assert 0.15 < used_s < 1.0 + threading.active_count()
+    assert outside >= 0.0

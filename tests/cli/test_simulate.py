@@ -1,0 +1,68 @@
+"""`emberline simulate` as its user meets it."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from emberline.cli.main import main
+
+SMALL = ["--trace", "agents", "--workers", "2", "--load", "0.004", "--warm", "20", "--time", "60"]
+
+
+@pytest.fixture(autouse=True)
+def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from emberline.cluster.simulator import generator, traces
+
+    monkeypatch.setitem(traces.MADE_UP, "agents", lambda seed, context: generator.agents(seed, context, n_sessions=20))
+
+
+def test_a_table_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--policy", "sticky,plain_round_robin", "--plots", str(tmp_path / "plots")]) == 0
+    out = capsys.readouterr().out
+    assert "TTFT p50" in out
+    assert "plain_round_robin" in out
+    for name in ("ttft", "time-per-token", "busy"):
+        root = ET.parse(tmp_path / "plots" / f"{name}.svg").getroot()
+        assert sum(element.tag.endswith("polyline") for element in root) == 2
+
+
+def test_help_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    from emberline.cluster.simulator.plan import POLICIES
+
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    shown = capsys.readouterr().out
+    assert all(policy in shown for policy in POLICIES)
+
+
+def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for _ in range(2):
+        assert main(["simulate", *SMALL, "--json"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    (run,) = json.loads(texts[0])["runs"]
+    assert run["policy"] == "sticky"
+    assert run["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "best"], "no policy 'best'"),
+        (["--trace", "none.jsonl"], "no trace 'none.jsonl'"),
+        (["--engine", "abacus"], "no coefficients 'abacus'"),
+        (["--prefill", "2"], "need each other"),
+        (["--chunk", "many"], "--chunk is"),
+        (["--workers", "0"], "1 to 256"),
+        (["--time", "0"], "above 0"),
+        (["--kv-tokens", "1000"], "KV"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,88 @@
+"""Servers that fail at random while clients come and leave: nothing is lost, doubled, garbled or left over."""
+
+import asyncio
+import random
+
+import pytest
+
+from emberline.cluster.standin_openai.script import Script
+from emberline.protocol.errors import EmberlineError
+from emberline.service.gathering import gather
+from tests.service.relay.conftest import PRINCIPAL, Bench, Opener, request
+from tests.service.relay.test_relay import expected
+
+FAULTS = (
+    {"status": 500},
+    {"status": 429},
+    {"status": 400},
+    {"garbage": True},
+    {"cut_after": 3},
+    {"error_after": 7},
+    {"bad_json": True},
+    {"no_params": True},
+    {},
+)
+
+
+async def client(bench: Bench, number: int, draw: random.Random) -> str:
+    text = f"request {number}: " + "what is it all about? " * draw.randrange(4, 60)
+    task = asyncio.create_task(
+        gather(bench.relay.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
+    )
+    if draw.random() < 0.25:
+        await asyncio.sleep(draw.random() * 0.05)
+        task.cancel()
+    try:
+        answer = await task
+    except asyncio.CancelledError:
+        return "left"
+    except EmberlineError as error:
+        return f"failed: {error.kind}"
+    assert answer.choices[0].text == expected(text)
+    assert answer.usage.completion_tokens == 50
+    return "answered"
+
+
+async def trouble(bench: Bench, draw: random.Random) -> None:
+    while True:
+        standin = draw.choice(list(bench.standins.values()))
+        fault = draw.choice(FAULTS)
+        standin.script = Script(times=draw.randrange(1, 4), itl_ms=draw.choice([0, 0.2]), meet_s=0.3, **fault)  # type: ignore[arg-type]
+        await asyncio.sleep(draw.random() * 0.03)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("kind", "transfer"), [("vllm", "nixl"), ("vllm", "mooncake"), ("sglang", "bootstrap")])
+async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> None:
+    names = [("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d1", kind, "decode"), ("d2", kind, "decode")]
+    made = await bench(*names, transfer=transfer, **{name: Script(meet_s=0.3) for name, _, _ in names})
+    for standin in made.standins.values():
+        standin.meetings.meet_s = 0.3
+    draw = random.Random(seed)
+    storm = asyncio.create_task(trouble(made, draw))
+    slots = asyncio.Semaphore(8)
+
+    async def one(number: int) -> str:
+        async with slots:
+            return await client(made, number, random.Random(f"{seed}/{number}"))
+
+    try:
+        async with asyncio.timeout(60):
+            ends = await asyncio.gather(*(one(number) for number in range(60)))
+    finally:
+        storm.cancel()
+    assert ends.count("answered") >= 10
+    assert await made.idle()
+    rows = await made.rows()
+    assert len(rows) == len({row[0] for row in rows})
+    finished = [row for row in rows if row[1] == "finished"]
+    assert len(finished) >= ends.count("answered")
+    for standin in made.standins.values():
+        standin.script = Script(meet_s=0.3)
+        assert standin.violations == []
+        assert standin.meetings.reused == []
+    for server in made.relay._servers.values():
+        assert not any(connection.busy for connection in server.pool._all)
+    async with asyncio.timeout(60):  # and all is well again
+        after = await gather(made.relay.generate(request(request_id="after"), PRINCIPAL))
+    assert after.choices[0].text == expected()
