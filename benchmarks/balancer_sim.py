@@ -31,7 +31,7 @@ OTHERS = ("dynamo", "sglang", "plain_least_loaded", "plain_round_robin")
 FILES = {"mooncake": "mooncake_conversation.jsonl.gz", "claude_code": "claude_code.jsonl.gz"}
 MADE_UP = {"mooncake": "chats", "claude_code": "agents"}
 AMPLE = {"mooncake": 16_000_000, "claude_code": 8_000_000}  # KV tokens a worker: nearly nothing is ever evicted
-SPLITS = {8: (1, 2), 64: (8, 16)}  # prefill workers to try
+SPLITS = {8: (2, 3), 64: (16, 24)}  # prefill workers to try
 
 COLUMNS = (
     ("load", "{:.4g}"),

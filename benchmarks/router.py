@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import load, ours
 from benchmarks.contender import Setup
-from benchmarks.peers.routers import PEERS, default_cache
+from benchmarks.peers.routers import PEERS
 from benchmarks.peers.venv import SetupFailed
 from benchmarks.process import Process, cpu_s, ended_by_sigterm, free_port
 from benchmarks.report import OURS, markdown
@@ -252,7 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("bench-router.json"))
     options = parser.parse_args(argv)
     gguf = ours.default_gguf().resolve()
-    setup = Setup(gguf, default_cache(), lambda line: print(line, file=sys.stderr))
+    setup = Setup(
+        gguf,
+        Path(os.environ.get("EMBERLINE_PEERS") or ".cache/peers").absolute(),
+        lambda line: print(line, file=sys.stderr),
+    )
     setup.cache.mkdir(parents=True, exist_ok=True)
     scale = 0.25 if options.quick else 1.0
     names = [name for name in options.peers.split(",") if name]

@@ -1,7 +1,6 @@
 """Routers and gateways that people put in front of OpenAI-speaking servers, each in an environment of its own."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.contender import Setup
 from benchmarks.peers.venv import ensure_venv
@@ -59,7 +58,3 @@ PEERS: dict[str, Callable[[Setup], Command]] = {
     "sglang-router": sglang_router,
     "litellm": litellm,
 }
-
-
-def default_cache() -> Path:
-    return Path.home() / ".cache" / "emberline-peers"

@@ -312,12 +312,14 @@ class Balancer:
             _session64(ask, shared),
             output_tokens,
             self._settings.block_tokens,
+            passes_flex=ask.priority in ("priority", "default"),
         )
 
     def _charge(self, ask: Ask, choice: Choice, need: Need, now_s: float, batch: bool = False) -> Route:
         decode, prefill = choice.decode, choice.prefill
         cached = need.cached(prefill)
         charge = Charge(ask.id, decode, prefill, need.tokens - cached, need.tokens, ask.n)
+        charge.flex = ask.priority == "flex"
         work_us = int(self._settings.cost.work_s(charge.uncached_tokens, need.tokens) * 1e6)
         for worker in {decode, prefill}:
             until_s = now_s + OWN_S + prefill.wait_s(now_s) + work_us * 1e-6 * prefill.prefill_pace.scale

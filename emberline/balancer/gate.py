@@ -13,6 +13,7 @@ from emberline.balancer.client import Client
 from emberline.balancer.endpoint import Capacity
 from emberline.balancer.route import Route
 from emberline.balancer.settings import Settings
+from emberline.balancer.snapshot import Snapshot
 from emberline.protocol.blockhash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents
@@ -57,6 +58,9 @@ class Gate:
         """Once and for all; `blame`: endpoints whose fault it was."""
         self.balancer.ended(request_id, self._clock(), outcome, output_tokens, blame)
         self.turn()
+
+    def snapshot(self) -> Snapshot:
+        return self.balancer.snapshot(self._clock())
 
     def close(self) -> None:
         if self._alarm is not None:

@@ -9,7 +9,16 @@ if TYPE_CHECKING:
 class Account:
     """One endpoint's side. Work is in whole microseconds at the cost's own figures, so that sums return to zero."""
 
-    __slots__ = ("active", "batch_active", "decode_tokens", "pending", "prefill_tokens", "pushes", "work_us")
+    __slots__ = (
+        "active",
+        "batch_active",
+        "decode_tokens",
+        "flex_active",
+        "pending",
+        "prefill_tokens",
+        "pushes",
+        "work_us",
+    )
 
     def __init__(self) -> None:
         self.pending: dict[str, Charge] = {}  # prompts not yet computed, in the order in which they were sent
@@ -18,6 +27,7 @@ class Account:
         self.pushes = 0  # of them, those computed for another endpoint
         self.active = 0  # sequences
         self.batch_active = 0  # of them, queued work
+        self.flex_active = 0  # of the others, those of the flex class
         self.decode_tokens = 0  # prompts and what was emitted
 
     @property
@@ -38,6 +48,7 @@ class Charge:
         "began_s",
         "decode",
         "emitted",
+        "flex",
         "incarnations",
         "n",
         "prefill",
@@ -58,7 +69,7 @@ class Charge:
         self.total_tokens = total_tokens
         self.n = n
         self.work_us = 0
-        self.batch = False
+        self.batch = self.flex = False
         self.emitted = 0
         self.at_s = self.seen_s = 0.0
         self.began_s: float | None = None
@@ -94,6 +105,7 @@ class Ledger:
         prefill.pushes += prefill is not decode
         decode.active += charge.n
         decode.batch_active += charge.n if batch else 0
+        decode.flex_active += charge.n if charge.flex else 0
         decode.decode_tokens += charge.total_tokens * charge.n
 
     def prefilled(self, charge: Charge) -> bool:
@@ -121,6 +133,7 @@ class Ledger:
             account = charge.decode.account
             account.active -= charge.n
             account.batch_active -= charge.n if charge.batch else 0
+            account.flex_active -= charge.n if charge.flex else 0
             account.decode_tokens -= charge.total_tokens * charge.n + charge.emitted
         return charge
 

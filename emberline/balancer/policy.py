@@ -16,7 +16,17 @@ BESIDE_S = 0.0145  # a step that takes prompts in beside streams lasts so long, 
 class Need:
     """One request, as policies see it."""
 
-    __slots__ = ("block_tokens", "match", "n", "output_tokens", "session64", "shared", "there_s", "tokens")
+    __slots__ = (
+        "block_tokens",
+        "match",
+        "n",
+        "output_tokens",
+        "passes_flex",
+        "session64",
+        "shared",
+        "there_s",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -27,6 +37,7 @@ class Need:
         session64: int = 0,
         output_tokens: float = 0.0,
         block_tokens: int = BLOCK_TOKENS,
+        passes_flex: bool = True,
     ) -> None:
         self.tokens = tokens
         self.n = n
@@ -35,6 +46,7 @@ class Need:
         self.session64 = session64  # what it is recognised by
         self.output_tokens = output_tokens  # expected
         self.block_tokens = block_tokens
+        self.passes_flex = passes_flex  # engines let it take the place of flex requests that run
         self.there_s = 0.0  # until a prefill endpoint has computed the prompt, where there is one
 
     def depth(self, bits: int) -> int:
@@ -94,7 +106,7 @@ class Cheapest:
         others = self._others
         return [
             worker.wait_s(now_s)
-            + worker.slot_wait_s(need.n, need.tokens, now_s)
+            + worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
             + need.prefill_s(worker) * (1 + beside(worker, now_s) + others * worker.crowd(now_s))
             for worker in candidates
         ]
@@ -117,7 +129,7 @@ class Calmest:
 
     def choose(self, candidates: Sequence[Worker], need: Need, now_s: float) -> Worker:
         costs = [
-            worker.slot_wait_s(need.n, need.tokens, now_s)
+            worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
             + worker.streams_step_s * need.output_tokens
             + min(here_s(worker, need, now_s), need.there_s + moved_s(worker, need))
             + self._others * worker.crowd(now_s) * need.prefill_s(worker)
@@ -142,7 +154,7 @@ class Affinity:
         return max(free, key=lambda worker: worker.weight(need.session64)) if free else home
 
     def _free(self, worker: Worker, need: Need, now_s: float) -> bool:
-        return worker.wait_s(now_s) <= self._ahead_s and worker.fits(need.n, need.tokens, now_s)
+        return worker.wait_s(now_s) <= self._ahead_s and worker.fits(need.n, need.tokens, now_s, need.passes_flex)
 
 
 class RoundRobin:

@@ -84,8 +84,10 @@ class Pool:
 
     def _room(self, worker: Worker, need: Need, now_s: float, prompt: bool) -> bool:
         if not self._alone.holds:
-            return worker.fits(need.n, need.tokens, now_s, spare=self._settings.max_waiting)
-        return worker.fits(need.n, need.tokens, now_s) and not (prompt and self._backed_up(worker, now_s))
+            return worker.fits(need.n, need.tokens, now_s, need.passes_flex, spare=self._settings.max_waiting)
+        return worker.fits(need.n, need.tokens, now_s, need.passes_flex) and not (
+            prompt and self._backed_up(worker, now_s)
+        )
 
     def _backed_up(self, worker: Worker, now_s: float) -> bool:
         return self._prefill.holds and worker.wait_s(now_s) > self._settings.ahead_s

@@ -12,7 +12,7 @@ PolicyName = Literal["sticky", "affinity", "prefix", "round_robin", "least_loade
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "sticky"
-    others: float = 4.0  # weight of what computing a prompt costs those who live at the endpoint; stickiness
+    others: float = 2.0  # weight of what computing a prompt costs those who live at the endpoint; stickiness
     ahead_s: float = 0.5  # prefill work that an endpoint has before it, beyond which requests are held back
     local_tokens: int = 256  # uncached tokens that a decode endpoint computes itself
     max_waiting: int = 256  # requests held back per endpoint of the model

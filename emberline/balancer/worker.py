@@ -119,21 +119,22 @@ class Worker:
         scale = self.prefill_pace.scale
         return own_s * scale + witness.foreign_s(now_s, scale * self.cost.token_s)
 
-    def active(self, now_s: float) -> int:
+    def active(self, now_s: float, passes_flex: bool = False) -> int:
         """Sequences that do not make room: ours, and those of other cores."""
-        return self.account.sync_active + self.witness.foreign_active(now_s)
+        account = self.account
+        return account.sync_active - account.flex_active * passes_flex + self.witness.foreign_active(now_s)
 
-    def slot_wait_s(self, n: int, tokens: int, now_s: float) -> float:
+    def slot_wait_s(self, n: int, tokens: int, now_s: float, passes_flex: bool = False) -> float:
         """Until there is a place among the running."""
-        account, capacity = self.account, self.capacity
-        over = account.active - account.batch_active + self.witness.foreign_active(now_s) + n - capacity.max_running
+        capacity = self.capacity
+        over = self.active(now_s, passes_flex) + n - capacity.max_running
         if over <= 0 and self.has_memory(tokens, now_s):
             return 0.0
         return self.mean_s * max(1, over) / capacity.max_running
 
-    def fits(self, n: int, tokens: int, now_s: float, spare: int = 0) -> bool:
+    def fits(self, n: int, tokens: int, now_s: float, passes_flex: bool = False, spare: int = 0) -> bool:
         """Whether it has a place, and memory, for `n` more sequences, `spare` beyond those it runs at once."""
-        active = self.active(now_s)
+        active = self.active(now_s, passes_flex)
         if active + n > self.capacity.max_running + spare:
             return active == 0
         return not self.account.active or self.has_memory(tokens, now_s)

@@ -46,7 +46,7 @@ def _row(engine: dict[str, Any]) -> tuple[str, ...]:
         engine["name"].rpartition("-")[2],  # the model is said already; what tells its workers apart is the number
         engine.get("role", ""),
         " ".join(filter(None, (engine.get("device"), engine.get("backend")))),
-        "ok" if engine["ok"] else engine["problem"] or "down",
+        engine["problem"] or ("ok" if engine["ok"] else "down"),
         str(load["running"]),
         str(load["waiting"]),
         f"{100 * used / total:.0f} %" if total else "–",

@@ -18,6 +18,7 @@ from emberline.balancer.fleet import Fleet, Member
 from emberline.balancer.gate import Gate
 from emberline.balancer.grants import Grants
 from emberline.balancer.route import Route
+from emberline.service.balancer_metrics import BalancerMetrics
 from emberline.service.health import Health, check
 from emberline.service.histogram import Counts
 from emberline.service.metrics import Metrics
@@ -88,6 +89,7 @@ class LocalCore:
         self._ledger = ledger
         self._sessions = sessions
         self._metrics = Metrics(fleet)
+        self._metrics.add(BalancerMetrics(gate.balancer))
         # By request id. Between two engines a request has none. Whether queued work was there when it came.
         self._open: dict[str, tuple[Ask, Member | None, bool]] = {}
 
@@ -141,7 +143,7 @@ class LocalCore:
         await self.settle(Settlement(row))
 
     async def health(self) -> Health:
-        return check(self.fleet)
+        return check(self.fleet, self.gate.snapshot())
 
     async def metrics(self) -> bytes:
         return self._metrics.expose()

@@ -5,6 +5,12 @@ from typing import Any
 import msgspec
 
 from emberline.balancer.fleet import Fleet, Member
+from emberline.balancer.snapshot import Snapshot, WorkerSnapshot
+
+_BREAKER = {
+    "open": "it failed too many requests; it gets none for a minute",
+    "half_open": "it failed too many requests; it is being tried",
+}
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -14,21 +20,30 @@ class Health(msgspec.Struct, frozen=True):
     detail: dict[str, Any] = {}
 
 
-def check(fleet: Fleet) -> Health:
+def check(fleet: Fleet, snapshot: Snapshot) -> Health:
     """An idle engine that is connected is healthy; one that has work but takes no step is not."""
-    engines = [_describe(member) for member in fleet]
-    up = {member.model for member in fleet if member.healthy}
+    seen = {worker.name: worker for worker in snapshot.workers}
+    engines = [_describe(member, seen.get(member.name)) for member in fleet]
+    up = {member.model for member in fleet if member.healthy and _answers(member)}
     down = sorted({member.model for member in fleet} - up)
     return Health(bool(up) and not down, {"engines": engines, "models_down": down})
 
 
-def _describe(member: Member) -> dict[str, Any]:
+def _answers(member: Member) -> bool:
+    """Prompts alone are no answers."""
+    return member.client.info is None or member.client.info.role != "prefill"
+
+
+def _describe(member: Member, seen: WorkerSnapshot | None) -> dict[str, Any]:
+    """`seen`: as the balancer sees it, once it has joined."""
     client = member.client
+    doubts = "" if seen is None else _BREAKER.get(seen.state, "") or seen.problem
     described: dict[str, Any] = {
         "name": member.name,
         "model": member.model,
         "ok": member.healthy,
-        "problem": client.problem or ("it has work but takes no step" if member.stalled else ""),
+        "problem": client.problem or ("it has work but takes no step" if member.stalled else doubts),
+        "state": "down" if seen is None else seen.state,
         "in_flight": member.in_flight,
         "load": msgspec.structs.asdict(member.load),
     }

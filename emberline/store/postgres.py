@@ -49,6 +49,7 @@ _SETTINGS = {
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }

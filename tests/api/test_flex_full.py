@@ -81,7 +81,6 @@ def test_full_means_429_at_every_door_and_only_for_flex(http: httpx.Client) -> N
     assert free[chat].json()["service_tier"] == "flex"
 
 
-@pytest.mark.xfail(strict=True, reason="admission counts running flex against requests of better classes")
 def test_flex_that_runs_makes_room_for_others(http: httpx.Client) -> None:
     """Flex fills the engine; a default request comes, is served before it, and flex still ends well."""
     chat = "/v1/chat/completions"

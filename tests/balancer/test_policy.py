@@ -4,6 +4,7 @@ import pytest
 
 from emberline.balancer.pace import Pace
 from emberline.balancer.policy import Cheapest, Need
+from emberline.balancer.settings import DEFAULTS
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 
 SYSTEM = ("system", 900)  # 14,400 tokens that all sessions share
@@ -27,7 +28,7 @@ def test_sessions_that_share_a_system_prompt_spread() -> None:
     assert max(homes.values()) <= 2 * 80 / 8
 
 
-@pytest.mark.parametrize(("crowd", "times"), [(0.0, 1.0), (1.0, 5.0)])
+@pytest.mark.parametrize(("crowd", "times"), [(0.0, 1.0), (1.0, 1.0 + DEFAULTS.others)])
 def test_it_moves_when_waiting_costs_more_than_computing_again(crowd: float, times: float) -> None:
     """`times` its seconds: others live there who would wait too."""
     chain = keys(SYSTEM, ("mine", 3000))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.peers.vllm import Vllm
 
-INSTALLED = os.environ.get("EMBERLINE_PEERS", "")  # the folder with vLLM's environment and the model's folder
+INSTALLED = os.environ.get("EMBERLINE_VLLM", "")  # the folder with vLLM's environment and the model's folder
 
 if not INSTALLED:
     collect_ignore_glob = ["test_*.py"]

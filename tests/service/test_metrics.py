@@ -32,6 +32,12 @@ async def test_what_prometheus_reads(service: Service, engine: FakeEngine) -> No
     assert samples["emberline_requests_total", model, "finished"] == 2
     assert samples["emberline_requests_refused_total", "bad_input"] == 1
     assert samples["emberline_engine_up", model, "e0"] == 1
+    assert samples["emberline_requests_in_flight",] == 0
+    assert samples["emberline_prefill_tokens_in_flight", "both", "e0"] == 0
+    assert samples["emberline_decode_tokens_in_flight", "both", "e0"] == 0
+    assert samples["emberline_endpoint_state", "e0", "ready"] == 1
+    assert samples["emberline_endpoint_state", "e0", "open"] == 0
+    assert samples["emberline_endpoint_lies_total", "e0"] == 0
     for prefix in ("emberline_", "vllm:"):
         assert samples[f"{prefix}prompt_tokens_total", model] == 2 * n_prompt
         assert samples[f"{prefix}generation_tokens_total", model] == 2 * 7

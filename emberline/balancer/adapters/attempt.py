@@ -54,7 +54,7 @@ class Attempt:
         if plan.order == "serial":
             self._exchange = await self._serial(adapter, prefill, body, plan.decode)
         else:
-            self._exchange = await self._concurrent(adapter, prefill, body, plan.decode)
+            self._exchange = await self._concurrent(prefill, body, plan.decode)
         return self._exchange
 
     async def piece(self) -> bytes:
@@ -134,8 +134,8 @@ class Attempt:
         except (TimeoutError, Broken, EmberlineError) as error:
             log.warning("endpoint %s: blocks stay leased: %s", self.decode.name, error)
 
-    async def _concurrent(self, adapter: Adapter, prefill: Upstream, body: bytes, decode: Fields) -> Exchange:
-        self._half = asyncio.create_task(self._prefill_half(adapter, prefill, body))
+    async def _concurrent(self, prefill: Upstream, body: bytes, decode: Fields) -> Exchange:
+        self._half = asyncio.create_task(self._prefill_half(prefill, body))
         self._half.add_done_callback(self._half_ended)
         answering = asyncio.create_task(self._decode(encode(decode)))
         try:
@@ -150,7 +150,7 @@ class Attempt:
                 raise self._half_error from error  # decode starves when prefill fails: the cause is what counts
             raise
 
-    async def _prefill_half(self, adapter: Adapter, prefill: Upstream, body: bytes) -> bytes:
+    async def _prefill_half(self, prefill: Upstream, body: bytes) -> bytes:
         exchange = await _checked(prefill, self._path, body, self._id, once=True)
         try:
             return await exchange.read(MAX_ANSWER_BYTES)

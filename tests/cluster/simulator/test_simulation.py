@@ -8,7 +8,7 @@ from msgspec.structs import replace as with_fields
 
 from emberline.cluster.simulator.chunking import Fixed
 from emberline.cluster.simulator.coefficients import Coefficients, load, names
-from emberline.cluster.simulator.outcome import Outcome, percentile
+from emberline.cluster.simulator.outcome import Outcome
 from emberline.cluster.simulator.plan import POLICIES, Plan
 from emberline.cluster.simulator.search import load_at_busy
 from emberline.cluster.simulator.simulation import simulate
@@ -78,14 +78,6 @@ def _never_local() -> object:
     from emberline.balancer.settings import Settings
 
     return Settings(local_tokens=0)
-
-
-def test_a_slow_wire_makes_first_tokens_late() -> None:
-    from emberline.cluster.simulator.transfer import Wire
-
-    apart = plan(workers=0, prefill=1, decode=2, load=0.2, settings=_never_local())
-    fast, slow = simulate(agents(), apart), simulate(agents(), replace(apart, wire=Wire(1e9)))
-    assert percentile(sorted(slow.first_token_s()), 50) > percentile(sorted(fast.first_token_s()), 50)
 
 
 def test_two_cores_serve_everybody() -> None:

@@ -5,12 +5,14 @@ from contextlib import aclosing
 
 import pytest
 
+from emberline.accounts.usage import UsageRow
 from emberline.cluster.standin_openai.replies import Prompt
 from emberline.cluster.standin_openai.script import Script
 from emberline.protocol.answer import Answer
-from emberline.protocol.errors import BadInput, EngineLost, Overloaded, Unavailable
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, Priority
+from emberline.service.errand import Errand
 from emberline.service.gathering import gather
 from tests.service.relay.conftest import LONG, PRINCIPAL, Bench, Opener, request
 
@@ -226,3 +228,34 @@ async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Completed)
     assert sum(isinstance(event, Completed) for event in events) == 1
+
+
+async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
+    booked: list[UsageRow] = []
+    errand = Errand("b", booked.append)
+    found = await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, errand))
+    assert found.choices[0].text == expected()
+    assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
+    assert [(row.status, row.output_tokens) for row in booked] == [("finished", 50)]
+    assert await made.rows() == []
+    assert await made.idle()
+
+
+async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=Script(status=500))
+    booked: list[UsageRow] = []
+    with pytest.raises(EngineLost):
+        await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, Errand("b", booked.append)))
+    assert made.standins["a"].requests == []
+    assert [row.status for row in booked] == ["failed"]
+    assert await made.idle()
+
+
+async def test_a_deadline_ends_a_slow_answer(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=Script(itl_ms=50))
+    with pytest.raises(DeadlineExceeded):
+        await answer(made, request(deadline_s=0.4))
+    assert [row[1] for row in await made.rows()] == ["failed"]
+    assert await made.idle()
+    assert made.standins["a"].running == 0

@@ -1,0 +1,249 @@
+"""Prompts and replies apart, on the real model: the same tokens, whoever dies, and nothing left behind."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.soak.streams_audit import check_rest
+from tests.soak.streams_client import Told, stream
+from tests.soak.victims import free_port
+
+CHAT = "/v1/chat/completions"
+WORDS = "the river of stone was under a green sky and every old house had its own light".split()
+PATIENCE_S = 60.0
+SCHEMA = {
+    "type": "object",
+    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 24, "maxItems": 24}},
+    "required": ["numbers"],
+}
+
+
+@dataclass
+class Apart:
+    url: str
+    process: "subprocess.Popen[str]"
+
+    def engine(self, role: str) -> dict[str, Any]:
+        return next(engine for engine in engines(self.url) if engine.get("role") == role)
+
+    def kill(self, role: str) -> None:
+        os.kill(_pid(self.process.pid, role), signal.SIGKILL)
+
+
+def engines(url: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{url}/api/ps", timeout=20) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["engines"]
+    return found
+
+
+def _pid(parent: int, role: str) -> int:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(status[1]) == parent and "--role" in words and words[words.index("--role") + 1] == role:
+            return int(folder.name)
+    raise AssertionError(f"no worker of the role {role}")
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end_s, f"never: {what}"
+        time.sleep(0.02)
+
+
+def serve(home: Path, model: Path, *flags: str) -> "subprocess.Popen[str]":
+    (home / "models").mkdir(parents=True)
+    (home / "models" / model.parent.name).symlink_to(model.parent)
+    command = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", "0", "--json", "--kv-bytes", "256M"]
+    env = {**os.environ, "EMBERLINE_HOME": str(home)}
+    return subprocess.Popen([*command, "--deterministic", *flags], stdout=subprocess.PIPE, text=True, env=env)
+
+
+def url_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the server did not start; its log is above"
+    return str(json.loads(line)["url"])
+
+
+@dataclass
+class Elsewhere:
+    """A server whose one worker is somebody else's, and not there yet."""
+
+    process: "subprocess.Popen[str]"
+    address: str
+    token: str
+
+
+@pytest.fixture(scope="module")
+def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """Not waited for: it takes its time to find that the worker is not there."""
+    home, port, token = tmp_path_factory.mktemp("elsewhere"), free_port(), "a token of at least some length"
+    (home / "emberline.toml").write_text(
+        f'[[endpoints]]\nname = "far"\nkind = "emberline"\nurl = "tcp://127.0.0.1:{port}"\n'
+        f'key = "{token}"\nmodels = ["smollm2"]\n'
+    )
+    process = serve(home, smollm2)
+    yield Elsewhere(process, f"tcp:127.0.0.1:{port}", token)
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def apart(elsewhere: Elsewhere, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    process = serve(tmp_path_factory.mktemp("apart"), smollm2, "--prefill", "1", "--decode", "1")
+    yield Apart(url_of(process), process)
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def ask(url: str, **body: Any) -> Told:
+    told = stream(url, CHAT, {"model": "smollm2", "temperature": 0, "max_tokens": 40, **body})
+    assert not told.problem, told.problem
+    assert told.n_done == 1
+    return told
+
+
+def user(name: str, n_words: int) -> dict[str, str]:
+    """More than 256 new tokens are worth another engine's while."""
+    return {"role": "user", "content": f"{name}: " + " ".join(WORDS[i * 7 % len(WORDS)] for i in range(n_words))}
+
+
+def cached(told: Told) -> int:
+    return int(told.usage[0]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_same_tokens_as_one_worker(server: str, apart: Apart) -> None:
+    asked: list[dict[str, Any]] = [
+        {"messages": [user("greedy", 400)]},
+        {"messages": [user("seeded", 400)], "temperature": 0.9, "seed": 4, "n": 2},
+        {"messages": [user("short", 5)]},
+    ]
+    for body in asked:
+        told, wanted = ask(apart.url, **body), ask(server, **body)
+        assert (told.texts, told.finishes) == (wanted.texts, wanted.finishes)
+        assert told.usage[0]["completion_tokens"] == wanted.usage[0]["completion_tokens"]
+    pushed = apart.engine("prefill")["load"]["blocks_pushed"]
+    assert pushed == apart.engine("decode")["load"]["blocks_received"] > 2 * 400 // 16
+
+
+def test_a_second_turn_is_told_what_prefill_had_cached(server: str, apart: Apart) -> None:
+    first = [user("turns", 300)]
+    said = ask(apart.url, messages=first, ignore_eos=True)
+    assert cached(said) == 0
+    second = [*first, {"role": "assistant", "content": said.texts[0]}, user("and then", 300)]
+    told = ask(apart.url, messages=second)
+    assert cached(told) == (said.usage[0]["prompt_tokens"] - 1) // 16 * 16, "the reply lies in decode's cache alone"
+    assert told.texts == ask(server, messages=second).texts
+
+
+def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apart) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA, "strict": True}}
+    asked: list[dict[str, Any]] = [
+        {"messages": [user("to kill", 320)], "ignore_eos": True, "max_tokens": 90},
+        {"messages": [user("to kill, with a seed", 20)], "temperature": 0.9, "seed": 11, "max_tokens": 90},
+        {"messages": [user("to kill, twice", 20)], "temperature": 0.9, "seed": 12, "n": 2, "ignore_eos": True},
+        {"messages": [user("twenty-four numbers", 20)], "response_format": form, "max_tokens": 200},
+    ]
+    asked[1]["ignore_eos"] = True
+    wanted = [ask(server, **body) for body in asked]
+    n_before = apart.engine("decode")["load"]["output_tokens"]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        going: list[Future[Told]] = [pool.submit(ask, apart.url, **body) for body in asked]
+        wait_until(
+            lambda: apart.engine("decode")["load"]["output_tokens"] - n_before > 60
+            and apart.engine("decode")["load"]["running"] >= 4,
+            "all of them run",
+        )
+        apart.kill("decode")
+        told = [each.result(PATIENCE_S) for each in going]
+    for body, got, want in zip(asked, told, wanted):
+        assert got.texts == want.texts, body
+        assert got.finishes == want.finishes
+        assert got.usage[0]["completion_tokens"] == want.usage[0]["completion_tokens"]
+    assert len(json.loads(told[3].texts[0])["numbers"]) == 24
+    assert check_rest(apart.url, PATIENCE_S) == []
+
+
+def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apart: Apart) -> None:
+    body = {"messages": [user("while prefill dies", 1500)]}
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(ask, apart.url, **body)
+        wait_until(lambda: apart.engine("decode")["load"]["awaiting"] or going.done(), "decode awaits it")
+        apart.kill("prefill")
+        told = going.result(PATIENCE_S)
+    assert told.texts == ask(server, **body).texts
+    assert check_rest(apart.url, PATIENCE_S) == []
+
+
+@pytest.mark.parametrize("n_events", [0, 4])
+def test_a_client_that_leaves_leaves_nothing(apart: Apart, n_events: int) -> None:
+    wait_until(lambda: all(engine["ok"] for engine in engines(apart.url)), "both are back")
+    connection = http.client.HTTPConnection(urlsplit(apart.url).netloc, timeout=PATIENCE_S)
+    body = {"model": "smollm2", "messages": [user(f"left {n_events}", 1000)], "stream": True, "ignore_eos": True}
+    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    if n_events:
+        answer = connection.getresponse()
+        for _ in range(2 * n_events):
+            answer.readline()
+    else:
+        wait_until(lambda: apart.engine("decode")["load"]["awaiting"], "decode awaits its prompt")
+    connection.close()
+    assert check_rest(apart.url, PATIENCE_S) == []
+
+
+def test_what_ps_and_metrics_tell(apart: Apart) -> None:
+    port = str(urlsplit(apart.url).port)
+    words = [sys.executable, "-m", "emberline.cli.main", "ps", "--port", port]
+    rows = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    assert [[word for word in row.split() if word in ("prefill", "decode", "ok")] for row in rows] == [
+        ["prefill", "ok"],
+        ["decode", "ok"],
+    ]
+    with urllib.request.urlopen(f"{apart.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    for name in ("prefill0", "decode0"):
+        state = f'emberline_endpoint_state{{endpoint="smollm2-135m-instruct-{name}",state="ready"}} 1.0'
+        assert state in lines
+    assert "emberline_requests_in_flight 0.0" in lines
+
+
+def test_a_worker_elsewhere_may_come_later(server: str, elsewhere: Elsewhere, smollm2: Path) -> None:
+    url = url_of(elsewhere.process)
+    (far,) = engines(url)
+    assert (far["ok"], far["state"]) == (False, "down")
+    assert "refused" in far["problem"].lower()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/health")
+    assert refused.value.code == 503
+    command = [sys.executable, "-m", "emberline.cli.main", "worker", "--model", str(smollm2), "--name", "smollm2"]
+    command += ["--socket", elsewhere.address, "--kv-bytes", "128M", "--deterministic", "--id", "far"]
+    env = {**os.environ, "EMBERLINE_WORKER_TOKEN": elsewhere.token}
+    worker = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
+    try:
+        wait_until(lambda: engines(url)[0]["ok"], "the worker is found")
+        body = {"messages": [user("far away", 30)]}
+        assert ask(url, **body).texts == ask(server, **body).texts
+        assert (engines(url)[0]["role"], engines(url)[0]["problem"]) == ("both", "")
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    wait_until(lambda: not engines(url)[0]["ok"], "its end is seen")

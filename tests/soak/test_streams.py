@@ -1,0 +1,15 @@
+"""A seeded handful of what `scripts/soak --streams` does for an hour."""
+
+import pytest
+
+from tests.soak.streams import main
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("roles", ["both", "apart"])
+def test_no_stream_is_lost_doubled_or_garbled(roles: str) -> None:
+    words = ["--kills", "6", "--requests", "60", "--seed", "5", "--mean-s", "0.2", "--roles", roles]
+    report = main(words)
+    assert report["problems"] == []
+    assert (report["requests"], report["kills"]) == (60, 6)
+    assert report["moves"] > 0
