@@ -29,6 +29,7 @@ from emberline.protocol.frames import (
 from emberline.protocol.request import EngineRequest
 
 WELCOME_TIMEOUT_S = 10.0
+HUNG_S = 300.0  # work but no step: its streams are better off elsewhere; on a slow machine one step takes minutes
 
 log = logging.getLogger("emberline.balancer")
 
@@ -162,6 +163,14 @@ class EngineClient:
         for stream in streams:
             stream.fail(EngineLost(self.name))
 
+    async def _end_of(self, link: "_EngineLink") -> None:
+        """An engine that steps says so every now and then; one that hangs is dropped, and its streams move."""
+        while not link.closed.done():
+            await asyncio.wait([link.closed], timeout=HUNG_S / 10)
+            busy = self._streams and self.load.running
+            if link is self._link and busy and time.monotonic() - self.progress_s > HUNG_S:
+                link.drop(f"it has work but took no step in {HUNG_S:.0f} s")
+
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
@@ -175,7 +184,7 @@ class EngineClient:
                     delays = retry_delays()
                 else:
                     link.drop(f"no welcome within {WELCOME_TIMEOUT_S:.0f} s")
-                await link.closed
+                await self._end_of(link)
             except OSError as error:
                 self.problem = error.strerror or str(error)
             finally:

@@ -5,13 +5,15 @@ endpoints that hold it is a bitset. An endpoint has a slot, one bit, and gets a 
 so that forgetting costs nothing; old bits are swept out later, many at once.
 """
 
+import sys
+from array import array
 from collections import deque
-from itertools import islice
+from itertools import islice, repeat
 
 from emberline.protocol.blockhash import DIGEST_BYTES
 
 KEY_BYTES = 8  # of the 16 that a content key has
-ENTRY_BYTES = 108  # measured, of a dict of 8-byte keys with shared values, between two doublings
+ENTRY_BYTES = 108  # measured, of a dict of such keys with shared values, between two doublings
 MAX_DEAD = 64  # slots given up before all entries are swept
 _MAX_SHARED = 1 << 16
 
@@ -22,9 +24,9 @@ class FleetIndex:
     """Leading matches by bisection: sound because engines evict the ends of prefixes before their beginnings."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._held: dict[bytes, int] = {}  # as the engines say
-        self._expected: dict[bytes, int] = {}  # as we decided a moment ago, not yet confirmed
-        self._lapses: deque[tuple[float, int, list[bytes]]] = deque()  # when which expectations end, in order
+        self._held: dict[int, int] = {}  # as the engines say
+        self._expected: dict[int, int] = {}  # as we decided a moment ago, not yet confirmed
+        self._lapses: deque[tuple[float, int, list[int]]] = deque()  # when which expectations end, in order
         self._live = 0  # the bits in use
         self._dead = 0
         self._free: list[int] = []
@@ -104,23 +106,28 @@ class FleetIndex:
 
     def _mask(self, keys: bytes, block: int) -> int:
         start = block * DIGEST_BYTES
-        key = keys[start : start + KEY_BYTES]
+        key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
         return self._held.get(key, 0) | self._expected.get(key, 0)
 
-    def _set(self, known: dict[bytes, int], slot: int, keys: list[bytes]) -> None:
-        """Neighbours mostly have the same holders: their bitset is made once."""
+    def _set(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
+        """Neighbours mostly have the same holders, or none yet: thousands of blocks cost a few calls."""
         bit = 1 << slot
         before, after = 0, self._share(bit)
-        for key in keys:
-            mask = known.get(key, 0)
-            if mask != before:
-                before, after = mask, self._share(mask | bit)
-            known[key] = after
+        if known.keys().isdisjoint(keys):
+            known.update(zip(keys, repeat(after)))
+        else:
+            for key in keys:
+                mask = known.get(key, 0)
+                if mask != before:
+                    before, after = mask, self._share(mask | bit)
+                known[key] = after
         if len(self) > self._max_keys:
             self._shrink()
 
-    def _unset(self, known: dict[bytes, int], slot: int, keys: list[bytes]) -> None:
+    def _unset(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
         bit = 1 << slot
+        if known.keys().isdisjoint(keys):
+            return
         before = after = 0
         for key in keys:
             mask = known.get(key, 0)
@@ -154,10 +161,12 @@ class FleetIndex:
             self._free.append((self._dead & -self._dead).bit_length() - 1)
             self._dead &= self._dead - 1
 
-    def _alive(self, known: dict[bytes, int]) -> dict[bytes, int]:
+    def _alive(self, known: dict[int, int]) -> dict[int, int]:
         live = self._live
         return {key: self._share(mask & live) for key, mask in known.items() if mask & live}
 
 
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys) - DIGEST_BYTES + 1, DIGEST_BYTES)]
+def _split(keys: bytes) -> list[int]:
+    """The first half of each key, as a number of this machine's own byte order."""
+    halves = array("Q", keys[: len(keys) // DIGEST_BYTES * DIGEST_BYTES])
+    return halves[:: DIGEST_BYTES // KEY_BYTES].tolist()

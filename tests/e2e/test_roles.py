@@ -23,11 +23,12 @@ from tests.soak.streams_client import Told, stream
 from tests.soak.victims import free_port
 
 CHAT = "/v1/chat/completions"
-WORDS = "the river of stone was under a green sky and every old house had its own light".split()
-PATIENCE_S = 60.0
+WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
+PATIENCE_S = 120.0
+pytestmark = pytest.mark.timeout(400)  # four processes that load a model, on machines that have other things to do
 SCHEMA = {
     "type": "object",
-    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 24, "maxItems": 24}},
+    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 16, "maxItems": 16}},
     "required": ["numbers"],
 }
 
@@ -96,7 +97,7 @@ class Elsewhere:
 @pytest.fixture(scope="module")
 def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     """Not waited for: it takes its time to find that the worker is not there."""
-    home, port, token = tmp_path_factory.mktemp("elsewhere"), free_port(), "a token of at least some length"
+    home, port, token = tmp_path_factory.mktemp("elsewhere"), free_port(), "a-token-of-at-least-some-length"
     (home / "emberline.toml").write_text(
         f'[[endpoints]]\nname = "far"\nkind = "emberline"\nurl = "tcp://127.0.0.1:{port}"\n'
         f'key = "{token}"\nmodels = ["smollm2"]\n'
@@ -116,7 +117,7 @@ def apart(elsewhere: Elsewhere, smollm2: Path, tmp_path_factory: pytest.TempPath
 
 
 def ask(url: str, **body: Any) -> Told:
-    told = stream(url, CHAT, {"model": "smollm2", "temperature": 0, "max_tokens": 40, **body})
+    told = stream(url, CHAT, {"model": "smollm2", "temperature": 0, "max_tokens": 24, **body})
     assert not told.problem, told.problem
     assert told.n_done == 1
     return told
@@ -133,8 +134,8 @@ def cached(told: Told) -> int:
 
 def test_the_same_tokens_as_one_worker(server: str, apart: Apart) -> None:
     asked: list[dict[str, Any]] = [
-        {"messages": [user("greedy", 400)]},
-        {"messages": [user("seeded", 400)], "temperature": 0.9, "seed": 4, "n": 2},
+        {"messages": [user("greedy", 300)]},
+        {"messages": [user("seeded", 300)], "temperature": 0.9, "seed": 4, "n": 2},
         {"messages": [user("short", 5)]},
     ]
     for body in asked:
@@ -142,14 +143,14 @@ def test_the_same_tokens_as_one_worker(server: str, apart: Apart) -> None:
         assert (told.texts, told.finishes) == (wanted.texts, wanted.finishes)
         assert told.usage[0]["completion_tokens"] == wanted.usage[0]["completion_tokens"]
     pushed = apart.engine("prefill")["load"]["blocks_pushed"]
-    assert pushed == apart.engine("decode")["load"]["blocks_received"] > 2 * 400 // 16
+    assert pushed == apart.engine("decode")["load"]["blocks_received"] > 2 * 300 // 16
 
 
 def test_a_second_turn_is_told_what_prefill_had_cached(server: str, apart: Apart) -> None:
-    first = [user("turns", 300)]
+    first = [user("turns", 280)]
     said = ask(apart.url, messages=first, ignore_eos=True)
     assert cached(said) == 0
-    second = [*first, {"role": "assistant", "content": said.texts[0]}, user("and then", 300)]
+    second = [*first, {"role": "assistant", "content": said.texts[0]}, user("and then", 280)]
     told = ask(apart.url, messages=second)
     assert cached(told) == (said.usage[0]["prompt_tokens"] - 1) // 16 * 16, "the reply lies in decode's cache alone"
     assert told.texts == ask(server, messages=second).texts
@@ -158,19 +159,22 @@ def test_a_second_turn_is_told_what_prefill_had_cached(server: str, apart: Apart
 def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apart) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA, "strict": True}}
     asked: list[dict[str, Any]] = [
-        {"messages": [user("to kill", 320)], "ignore_eos": True, "max_tokens": 90},
-        {"messages": [user("to kill, with a seed", 20)], "temperature": 0.9, "seed": 11, "max_tokens": 90},
-        {"messages": [user("to kill, twice", 20)], "temperature": 0.9, "seed": 12, "n": 2, "ignore_eos": True},
-        {"messages": [user("twenty-four numbers", 20)], "response_format": form, "max_tokens": 200},
+        {"messages": [user("to kill", 280)], "max_tokens": 64},
+        {"messages": [user("to kill, with a seed", 20)], "temperature": 0.9, "seed": 11, "max_tokens": 64},
+        {"messages": [user("to kill, twice", 20)], "temperature": 0.9, "seed": 12, "n": 2, "max_tokens": 48},
+        {"messages": [user("sixteen numbers", 20)], "response_format": form, "max_tokens": 200},
     ]
-    asked[1]["ignore_eos"] = True
+    for body in asked[:3]:
+        body["ignore_eos"] = True
     wanted = [ask(server, **body) for body in asked]
     n_before = apart.engine("decode")["load"]["output_tokens"]
     with ThreadPoolExecutor(len(asked)) as pool:
         going: list[Future[Told]] = [pool.submit(ask, apart.url, **body) for body in asked]
         wait_until(
-            lambda: apart.engine("decode")["load"]["output_tokens"] - n_before > 60
-            and apart.engine("decode")["load"]["running"] >= 4,
+            lambda: (
+                apart.engine("decode")["load"]["output_tokens"] - n_before > 20
+                and apart.engine("decode")["load"]["running"] >= 4
+            ),
             "all of them run",
         )
         apart.kill("decode")
@@ -179,12 +183,12 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apa
         assert got.texts == want.texts, body
         assert got.finishes == want.finishes
         assert got.usage[0]["completion_tokens"] == want.usage[0]["completion_tokens"]
-    assert len(json.loads(told[3].texts[0])["numbers"]) == 24
+    assert len(json.loads(told[3].texts[0])["numbers"]) == 16
     assert check_rest(apart.url, PATIENCE_S) == []
 
 
 def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apart: Apart) -> None:
-    body = {"messages": [user("while prefill dies", 1500)]}
+    body = {"messages": [user("while prefill dies", 900)]}
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(ask, apart.url, **body)
         wait_until(lambda: apart.engine("decode")["load"]["awaiting"] or going.done(), "decode awaits it")
@@ -198,7 +202,7 @@ def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apa
 def test_a_client_that_leaves_leaves_nothing(apart: Apart, n_events: int) -> None:
     wait_until(lambda: all(engine["ok"] for engine in engines(apart.url)), "both are back")
     connection = http.client.HTTPConnection(urlsplit(apart.url).netloc, timeout=PATIENCE_S)
-    body = {"model": "smollm2", "messages": [user(f"left {n_events}", 1000)], "stream": True, "ignore_eos": True}
+    body = {"model": "smollm2", "messages": [user(f"left {n_events}", 500)], "stream": True, "ignore_eos": True}
     connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
     if n_events:
         answer = connection.getresponse()

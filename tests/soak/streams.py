@@ -28,7 +28,7 @@ CLIENTS = 12  # at once
 SCRIPT = "say=echo,ttft_ms=20,itl_ms=12,chunk_ms=15"
 WORKERS = {"both": ["--replicas", "3"], "apart": ["--prefill", "2", "--decode", "3"]}
 REAL_WORKERS = {"both": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "2"]}
-WORDS = "the river of stone was under a green sky and every old house had its own light for night people".split()
+WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
 
 
 class Question:
