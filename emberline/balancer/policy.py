@@ -25,6 +25,7 @@ class Need:
         "session64",
         "shared",
         "there_s",
+        "there_scale",
         "tokens",
     )
 
@@ -48,6 +49,7 @@ class Need:
         self.block_tokens = block_tokens
         self.passes_flex = passes_flex  # engines let it take the place of flex requests that run
         self.there_s = 0.0  # until a prefill endpoint has computed the prompt, where there is one
+        self.there_scale = 0.0  # that one's pace
 
     def depth(self, bits: int) -> int:
         for depth, mask in self.match:
@@ -205,7 +207,10 @@ def beside(worker: Worker, now_s: float) -> float:
 def here_s(worker: Worker, need: Need, now_s: float) -> float:
     """Until a decode endpoint has computed the prompt itself, with what that takes from its streams: it is never idle
     for long."""
-    return worker.wait_s(now_s) + need.prefill_s(worker) * (1 + beside(worker, now_s) + max(1, worker.active(now_s)))
+    # Its own pace is of short prompts, which tell little: nobody who decodes is taken to be faster than who prefills.
+    slower = max(1.0, need.there_scale / worker.prefill_pace.scale)
+    prompt_s = need.prefill_s(worker) * slower
+    return worker.wait_s(now_s) + prompt_s * (1 + beside(worker, now_s) + max(1, worker.active(now_s)))
 
 
 def moved_s(worker: Worker, need: Need) -> float:

@@ -56,6 +56,7 @@ class Pool:
             return Choice(decode, decode, None if self._room(decode, need, now_s, prompt=True) else decode)
         prefill = self._prefill.choose(prefillers, need, now_s)
         need.there_s = prefill.wait_s(now_s) + need.prefill_s(prefill)
+        need.there_scale = prefill.prefill_pace.scale
         decode = self._decode.choose(decoders, need, now_s)
         if self._local(decode, need, now_s):
             prefill = decode

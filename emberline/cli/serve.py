@@ -113,6 +113,28 @@ def _local(config: Config) -> tuple[str, ...]:
     return config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
 
 
+def _elsewhere(config: Config) -> dict[str, list[Endpoint]]:
+    """Workers that others started, by the id of the model they serve. The models are here by now."""
+    shelf = Shelf(config.home)
+    found: dict[str, list[Endpoint]] = {}
+    for worker in remote_workers(config.endpoints):
+        model = fetch(worker.models[0], shelf).card.id
+        found.setdefault(model, []).append(msgspec.structs.replace(worker, models=(model,)))
+    return found
+
+
+def _is_local(entry: Entry, config: Config, elsewhere: Mapping[str, object]) -> bool:
+    """Whether workers of ours compute the model: if it was named for them, or nobody else does."""
+    shelf = Shelf(config.home)
+    return entry.card.id not in elsewhere or any(
+        fetch(name, shelf).card.id == entry.card.id for name in config.engine.models
+    )
+
+
+def _ids(entries: Sequence[Entry]) -> list[str]:
+    return [entry.card.id for entry in entries]
+
+
 async def serve(
     config: Config,
     entries: Sequence[Entry],
@@ -123,8 +145,8 @@ async def serve(
     """Serve the models until SIGTERM, SIGINT or `stop`; then let running requests finish."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        shelf = Shelf(config.home)
-        local = {entry.card.id: entry.path for name in _local(config) if (entry := shelf.find(name)) is not None}
+        elsewhere = _elsewhere(config)
+        local = {entry.card.id: entry.path for entry in entries if _is_local(entry, config, elsewhere)}
         cluster = LocalCluster(plan_workers(config.engine, local), config.engine)
         stack.push_async_callback(cluster.stop, WORKER_GRACE_S)
         await cluster.start()
@@ -139,7 +161,7 @@ async def serve(
         from emberline.service.relay.open import discover
         from emberline.store import open_store
 
-        endpoints = _all_endpoints(config, cluster, shelf)
+        endpoints = {model: cluster.endpoints.get(model, []) + elsewhere.get(model, []) for model in _ids(entries)}
         served = load_models(entries, endpoints)
         await cluster.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
@@ -175,17 +197,6 @@ async def serve(
             listener.close()  # with it open, new connections would wait for doors that take no more
         else:
             await serve_door(service, config, listener, stop, events, batches)
-
-
-def _all_endpoints(config: Config, cluster: LocalCluster, shelf: Shelf) -> dict[str, list[Endpoint]]:
-    """Our own workers and those elsewhere, by the id of the model they serve."""
-    endpoints = {model: list(workers) for model, workers in cluster.endpoints.items()}
-    for worker in remote_workers(config.endpoints):
-        entry = shelf.find(worker.models[0])
-        assert entry is not None, "it was fetched"
-        worker = msgspec.structs.replace(worker, models=(entry.card.id,))
-        endpoints.setdefault(entry.card.id, []).append(worker)
-    return endpoints
 
 
 async def _open_queue(

@@ -3,7 +3,7 @@
 import socket
 
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import FrameBuffer
+from emberline.protocol.frames import EngineLoad, FrameBuffer
 
 MAX_BACKLOG_BYTES = 64 << 20
 MAX_STRANGER_BYTES = 64 << 10  # before Hello was accepted
@@ -28,6 +28,7 @@ class Connection:
         self.deltas: list[TokenDelta] = []  # for the next Step frame
         self.told_s = opened_s  # when the last Step frame went out, and the engine's count of steps in it
         self.told_steps = 0
+        self.told_load: EngineLoad | None = None
         self._frames = FrameBuffer()
         self._n_received = 0
         self._backlog = bytearray()

@@ -32,6 +32,7 @@ from emberline.protocol.request import EngineRequest
 
 HELLO_LIMIT_S = 5.0
 HEARTBEAT_S = 1.0  # a client whose requests wait for longer hears that the engine computes
+REPORT_S = 0.2  # after which whoever watches the cache hears of another load, too, whoever it is of
 QUIET_S = 0.5  # without work; then the engine sees to its chores, for which a request may have to wait a little
 HELD_UP_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
@@ -115,6 +116,7 @@ class Server:
             limits.append(self._busy_s + QUIET_S)
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
+        limits += [c.told_s + REPORT_S for c in self._uninformed()]
         soonest_s = min(limits, default=inf)
         return None if soonest_s == inf else max(0.0, soonest_s - time.monotonic())
 
@@ -277,16 +279,26 @@ class Server:
             except ConnectionLost as error:
                 self._close(connection, str(error))
 
+    def _uninformed(self) -> list[Connection]:
+        """Watchers that know of another load than there is."""
+        watchers = [c for c in self._connections if c.watches]
+        if not watchers:
+            return []
+        load = self._engine.load
+        return [c for c in watchers if c.told_load != load]
+
     def _flush(self) -> None:
         """One Step frame per connection with news. An empty one says that steps were made, if not for that client."""
         self._tell_watchers()
         now_s = time.monotonic()
-        for connection in [c for c in self._connections if c.deltas or c.waits(now_s, HEARTBEAT_S)]:
+        owed = [c for c in self._uninformed() if now_s >= c.told_s + REPORT_S]
+        for connection in [c for c in self._connections if c.deltas or c in owed or c.waits(now_s, HEARTBEAT_S)]:
             load = self._engine.load
-            if not connection.deltas and load.steps == connection.told_steps:
+            if not connection.deltas and connection not in owed and load.steps == connection.told_steps:
                 continue  # nothing moves: no sign of life
             frame = frames.encode(Step(connection.deltas, load))
             connection.deltas, connection.told_s, connection.told_steps = [], now_s, load.steps
+            connection.told_load = load
             try:
                 self._send(connection, frame)
             except ConnectionLost as error:

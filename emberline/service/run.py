@@ -22,7 +22,8 @@ from emberline.service.parsed_choice import ParsedChoice
 from emberline.service.prepare import Prepared
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
-RESTART_WAIT_S = 15.0  # for an engine to come back, when a request has lost one
+RECONNECT_WAIT_S = 15.0  # the same, once an engine was lost: the core may not have seen its death yet
+RESTART_WAIT_S = 60.0  # for an engine to come back, when a request has lost one: it may have weights to load
 DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; this catches an engine that does not answer
 MOST_MOVES = 3  # in a row, no token in between: a request that loses more engines may be what kills them
 
@@ -205,7 +206,7 @@ class Run:
         decode, prefill = self.placed.decode, self.placed.prefill
         for engine in (decode, prefill):
             if engine is not None:
-                await engine.wait_connected(RESTART_WAIT_S if self._n_moves else CONNECT_WAIT_S)
+                await engine.wait_connected(RECONNECT_WAIT_S if self._n_moves else CONNECT_WAIT_S)
         left_s = self._time_left_s()
         begun = self.choices[:1] if self.first_token_us is None else self.choices
         first, *others = self._sequences([choice for choice in begun if choice.done is None], left_s)

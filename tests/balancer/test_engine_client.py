@@ -201,3 +201,22 @@ async def test_without_a_vocabulary_grammars_are_sent_as_they_are(engine: FakeEn
     client.stream([msgspec.structs.replace(ask(), grammar=b"g")])
     await engine.submission()
     assert not engine.vocabularies
+
+
+async def test_an_engine_that_hangs_loses_its_streams(
+    engine: FakeEngine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.engine_client.HUNG_S", 0.1)
+    await engine.die()  # connected anew, the client looks more often
+    await engine.start()
+    await until(lambda: client.connected and len(engine.links) == 1)
+    await asyncio.sleep(0.15)
+    assert client.connected, "an idle engine need not step"
+    stream = client.stream([ask()])
+    await engine.submission()
+    engine.step(TokenDelta("r1", tokens.pack([5])))
+    assert len(await stream.next()) == 1
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.next()
+    assert "no step" in client.problem or client.connected  # which it may be again

@@ -199,6 +199,21 @@ def test_few_uncached_tokens_are_computed_by_decode() -> None:
     assert send(balancer, ask(chain, tokens=8300), 10.0).prefill == "e0"
 
 
+def test_decode_is_not_taken_to_be_faster_than_prefill_for_its_short_prompts() -> None:
+    """On machines whose prompts cost more than requests, endpoints that see only short ones seem to be fast."""
+    balancer, now_s = fleet("prefill", "decode"), 0.0
+    for n in range(20):
+        for name, blocks, took_s in ((f"short{n}", 2, 0.07), (f"long{n}", 20, 0.7)):
+            wanted = ask(keys((name, blocks)))
+            route = send(balancer, wanted, now_s)
+            assert (route.decode, route.prefill) == ("e1", "e0" if blocks > 2 else "")
+            balancer.began(wanted.id, now_s + took_s)
+            balancer.ended(wanted.id, now_s + took_s, "finished", 1)
+            now_s += 2.0
+    scales = [worker.prefill_scale for worker in balancer.snapshot(now_s).workers]
+    assert scales[0] > 4 * scales[1], "else this says nothing"
+
+
 def test_a_busy_prefill_pool_is_passed_by() -> None:
     balancer = fleet("prefill", "decode", ahead_s=1e9)
     send(balancer, ask(tokens=100_000))

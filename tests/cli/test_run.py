@@ -57,7 +57,7 @@ def test_the_key_is_sent(tmp_path: Path, scripted: Scripted) -> None:
 def test_ps(tmp_path: Path, scripted: Scripted) -> None:
     done = emberline("ps", "--port", str(scripted.port), home=tmp_path)
     head, row = done.stdout.splitlines()
-    assert head.split() == ["MODEL", "WORKER", "DEVICE", "STATE", "RUNS", "WAITS", "KV", "USED", "TOKENS/S"]
+    assert head.split() == ["MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNS", "WAITS", "KV", "USED", "TOKENS/S"]
     assert row.split()[:9] == [MODEL, "0", "cpu", "native", "ok", "1", "2", "25", "%"]
     report = json.loads(emberline("ps", "--json", "--port", str(scripted.port), home=tmp_path).stdout)
     assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100

@@ -114,3 +114,20 @@ def test_a_watcher_that_does_not_read_is_dropped_and_the_steps_go_on(tmp_path, m
         assert not engine.cache._listeners
         slow.close()
     engine.stop()
+
+
+def test_watchers_hear_of_everybodys_load(tmp_path):
+    """A core whose doors ask must know how full the engine is, and when it is empty again."""
+    engine = Engine(tmp_path / "a.sock", n_blocks=24, context_len=300)
+    with Watcher(engine.address) as watcher, Client(engine.address) as other:
+        other.submit(request("r", [1] * 40, max_tokens=4))
+        other.finish("r")
+        load = None
+        while load is None or load.output_tokens < 4 or load.running or load.kv_used_blocks:
+            message = watcher.receive()
+            load = message.load if isinstance(message, Step) else load
+        watcher.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            while True:
+                assert not isinstance(watcher.receive(), Step), "nothing has changed"
+    engine.stop()

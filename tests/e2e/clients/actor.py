@@ -6,6 +6,7 @@ first. Unlike other stand-ins it follows grammars: a request fails when its gram
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from emberline.engine import script, standin
 from emberline.engine.grammar.compiler import Grammars
@@ -28,8 +29,8 @@ def perform(play: Play, text: TextModel, flags: list[str]) -> int:
         prompt = text.decode(request.prompt_ids, special=True)
         return Script(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
 
-    def scheduler(cache: KVCache, limits: Limits, fingerprint: str) -> Scheduler:
-        return Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size))
+    def scheduler(cache: KVCache, limits: Limits, fingerprint: str, **more: Any) -> Scheduler:
+        return Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), **more)
 
     script.of_request = of_request
     standin.Scheduler = scheduler

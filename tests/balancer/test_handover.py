@@ -1,0 +1,84 @@
+"""The prefill engine's half of a request, as the door sees it: late, silent, or gone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from emberline.balancer.engine_client import EngineClient
+from emberline.balancer.handover import Prefill, hand_over
+from emberline.balancer.stream import Stream
+from emberline.protocol import tokens
+from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
+from emberline.protocol.events import TokenDelta, Usage
+from tests.balancer.fake_engine import FakeEngine
+from tests.balancer.test_engine_client import PATIENCE_S, ask
+
+TOKEN = TokenDelta("r1", tokens.pack([5]))
+
+
+class Halves:
+    def __init__(self, prefill: FakeEngine, decode: FakeEngine, stream: Stream, half: Prefill) -> None:
+        self.prefill, self.decode, self.stream, self.half = prefill, decode, stream, half
+
+
+@asynccontextmanager
+async def _client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engine.endpoint)
+    client.start()
+    assert await client.wait_connected(PATIENCE_S)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
+    prefill = await FakeEngine(tmp_path / "p.sock", name="p").start()
+    decode = await FakeEngine(tmp_path / "d.sock", name="d").start()
+    async with _client(prefill) as p, _client(decode) as d:
+        stream, half = hand_over(p, d, ask())
+        (awaiting,), (pushing,) = await decode.submission(), await prefill.submission()
+        assert pushing.push is not None
+        assert (pushing.push.transfer, pushing.push.address) == (awaiting.awaits, decode.endpoint.address)
+        yield Halves(prefill, decode, stream, half)
+    await prefill.die()
+    await decode.die()
+
+
+async def test_what_prefill_had_cached_is_what_is_told(halves: Halves) -> None:
+    halves.prefill.step(TokenDelta("r1-prefill", usage=Usage(cached_by_tier={"device": 32})))
+    halves.decode.step(TOKEN)
+    await halves.stream.next()
+    assert await halves.half.cached_by_tier() == {"device": 32}
+
+
+async def test_a_prefill_engine_that_tells_nothing_holds_nobody_up(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.handover.TELL_S", 0.01)
+    halves.decode.step(TOKEN)
+    await halves.stream.next()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await halves.half.cached_by_tier() == {}
+
+
+async def test_a_token_that_crosses_its_prefills_end_is_kept(halves: Halves) -> None:
+    """The end comes first, and before anybody has run, so does the token: both are told, in the right order."""
+    halves.half.fail(EngineLost("p"))
+    halves.stream.deliver(TOKEN)
+    assert await halves.stream.next() == [TOKEN]
+    assert await halves.half.cached_by_tier() == {}
+    with pytest.raises(EngineLost):
+        await halves.stream.next()
+
+
+async def test_whose_word_it_was(halves: Halves) -> None:
+    """Prefill that cannot push says so: then it is not to blame."""
+    info = ErrorInfo("unavailable", "revoked", param="transfer")
+    halves.prefill.step(TokenDelta("r1-prefill", finish="error", error=info))
+    with pytest.raises(Unavailable) as told:
+        async with asyncio.timeout(PATIENCE_S):
+            await halves.stream.next()
+    assert halves.half.error is told.value
