@@ -19,11 +19,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.machine_load import Meter, family
 from benchmarks.ours import PromptsOf, default_gguf, prompts_of
 from benchmarks.process import Process, ended_by_sigterm, free_port
 from benchmarks.prompts import Message
@@ -149,10 +150,14 @@ async def _runs(mode: str, shape: Shape, prompts: PromptsOf, folder: Path) -> li
             os.sched_setaffinity(0, sorted(before)[:1])
         try:
             await _measure(port, QUICK, prompts, f"warm {mode}", True)
+            others = Meter(family(os.getpid()))
+            began_s = time.monotonic()
             for repeat in range(shape.repeats):
                 pair = [await _measure(port, shape, prompts, f"{mode} {repeat} {on}", on) for on in (False, True)]
                 found.append((pair[0], pair[1]))
                 print(f"{mode} {repeat}: quiet {pair[0]}, loaded {pair[1]}", file=sys.stderr, flush=True)
+            busy = others.read(time.monotonic() - began_s)[1]
+            print(f"{mode}: other processes kept {busy:.2f} cores busy meanwhile", file=sys.stderr, flush=True)
         finally:
             os.sched_setaffinity(0, before)
     return found
@@ -190,11 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         (Path(folder) / "models").mkdir()
         (Path(folder) / "models" / gguf.parent.name).symlink_to(gguf.parent)
         for mode in MODES:
-            runs[mode] = asyncio.run(_runs(mode, shape, prompts, Path(folder)))
+            of_mode = shape if mode == "apart" else replace(shape, tokens=min(48, shape.tokens))  # far slower
+            runs[mode] = asyncio.run(_runs(mode, of_mode, prompts, Path(folder)))
     found = {mode: summary(pairs) for mode, pairs in runs.items()}
     print(report(found))
-    ratio = found["apart"]["gap_p90_ratio"]
-    print(f"\napart, with prompts over quiet: {ratio:.2f} (at most {LIMIT}): {'yes' if ratio <= LIMIT else 'NO'}")
+    for key, name in (("mean_p90", "time per token p90"), ("gap_p90", "p90 of single gaps")):
+        ratio = found["apart"][f"{key}_ratio"]
+        print(f"\napart, {name}: {ratio:.2f} of quiet (at most {LIMIT}): {'yes' if ratio <= LIMIT else 'NO'}")
     if args.json:
         args.json.write_text(json.dumps({"shape": asdict(shape), "figures": found, "runs": _plain(runs)}, indent=2))
     return 0

@@ -22,6 +22,7 @@ from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Role
 
+PREFILL_NICE = 5  # on the cores that it shares with doors: a token that is there goes out before more is computed
 _MAX_SOCKET_PATH = 90  # bytes; the system's own limit is 104 or 108
 
 
@@ -153,6 +154,8 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     arguments += ["--role", plan.role, "--id", plan.name]
     if plan.cores:
         arguments += ["--cores", ",".join(map(str, plan.cores))]
+        if plan.role == "prefill":
+            arguments += ["--nice", str(PREFILL_NICE)]
     env = {"EMBERLINE_WORKER_TOKEN": token}
     if plan.gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = plan.gpu

@@ -35,6 +35,9 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")
     parser.add_argument("--role", choices=get_args(Role), default="both", help="prompts, replies or both")
     parser.add_argument("--cores", type=cores, metavar="N,N", help="the only cores to run on")
+    parser.add_argument(
+        "--nice", type=lambda text: os.nice(int(text)), metavar="N", help="give way to others by so much"
+    )
     parser.add_argument("--mooncake", metavar="HOW", help="move KV by its Transfer Engine, too: tcp, or rdma:DEVICE")
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences computed at once")
     parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="tokens computed in a step")

@@ -287,14 +287,19 @@ class Server:
         load = self._engine.load
         return [c for c in watchers if c.told_load != load]
 
+    def _overdue(self, connection: Connection, now_s: float) -> bool:
+        return connection.waits(now_s, HEARTBEAT_S) or (connection.watches and now_s >= connection.told_s + REPORT_S)
+
     def _flush(self) -> None:
         """One Step frame per connection with news. An empty one says that steps were made, if not for that client."""
         self._tell_watchers()
         now_s = time.monotonic()
-        owed = [c for c in self._uninformed() if now_s >= c.told_s + REPORT_S]
-        for connection in [c for c in self._connections if c.deltas or c in owed or c.waits(now_s, HEARTBEAT_S)]:
-            load = self._engine.load
-            if not connection.deltas and connection not in owed and load.steps == connection.told_steps:
+        owed = [c for c in self._connections if c.deltas or self._overdue(c, now_s)]
+        load = self._engine.load if owed else None
+        for connection in owed:
+            assert load is not None
+            news = connection.watches and load != connection.told_load
+            if not connection.deltas and not news and load.steps == connection.told_steps:
                 continue  # nothing moves: no sign of life
             frame = frames.encode(Step(connection.deltas, load))
             connection.deltas, connection.told_s, connection.told_steps = [], now_s, load.steps

@@ -89,6 +89,7 @@ def test_prompts_and_replies_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         ("m-decode1", "decode"),
     ]
     assert [plan.cores for plan in plans] == [(0, 1), (2, 3), (4, 5)]
+    assert worker_spec(plans[0], EngineConfig(), Path("/w"), "t").arguments[-2:] == ("--nice", "5")  # doors go first
     assert worker_spec(plans[1], EngineConfig(), Path("/w"), "t").arguments[-6:] == (
         *("--role", "decode", "--id", "m-decode0", "--cores", "2,3"),
     )
