@@ -133,6 +133,7 @@ async def test_an_engine_that_hangs_is_not_healthy(
     service: Service, standin: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.2)
+    monkeypatch.setattr("emberline.service.run.RESTART_WAIT_S", 0.2)
     task = asyncio.create_task(events_of(service, ask(session="standin:say=count,hang_after=1")))
     await asyncio.sleep(0.1)
     assert (await service.health()).ok
