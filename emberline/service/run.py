@@ -79,6 +79,11 @@ class Run:
         return self._n_open == 0
 
     @property
+    def engine(self) -> str:
+        """The name of the one that writes the reply; empty before there is one."""
+        return self.placed.decode.name if self.placed is not None else ""
+
+    @property
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self.prepared.prompt.n_ids,

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-from emberline.accounts.usage import Status, UsageRow
+from emberline.accounts.usage import Status
 from emberline.balancer.ask import Ask
 from emberline.balancer.engine_client import EngineClient
 from emberline.catalog.card import ModelCard
@@ -16,6 +16,7 @@ from emberline.protocol.principal import Principal
 from emberline.protocol.request import GenerateRequest
 from emberline.service.clock import Clock
 from emberline.service.core import Core, Memory, Settlement
+from emberline.service.ends import log_end
 from emberline.service.errand import Errand
 from emberline.service.health import Health
 from emberline.service.prepare import Prepared, Preparer, Served
@@ -244,7 +245,7 @@ class Service:
             run.settling = asyncio.create_task(self.core.settle(settlement))
             self._settling.add(run.settling)
             run.settling.add_done_callback(self._settling.discard)
-            run.settling.add_done_callback(lambda task: _log_end(run, row, error, task))
+            run.settling.add_done_callback(lambda task: log_end(run.engine, row, error, task))
             self._left(run)
         return run.settling
 
@@ -252,28 +253,3 @@ class Service:
         self._running.discard(run)
         if not self._running:
             self._idle.set()
-
-
-def _log_end(run: Run, row: UsageRow, error: Exception | None, settling: "asyncio.Task[None]") -> None:
-    """One line per request. It comes after settling, so that a row that was not written is told here too."""
-    unsettled = None if settling.cancelled() else settling.exception()
-    problem = error or unsettled
-    first_us = row.first_token_us
-    log.log(
-        logging.ERROR if unsettled is not None else logging.WARNING if problem is not None else logging.INFO,
-        "%s",
-        row.status if problem is None else f"{row.status}: {problem}",
-        extra={
-            "request_id": row.id,
-            "status": row.status,
-            "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
-            "account": row.account,
-            "model": row.model,
-            "engine": run.placed.decode.name if run.placed is not None else "",
-            "prompt_tokens": row.input_tokens,
-            "cached_tokens": row.cached_tokens,
-            "completion_tokens": row.output_tokens,
-            "ttft_ms": None if first_us is None else (first_us - row.created_us) // 1000,
-            "duration_ms": (row.finished_us - row.created_us) // 1000,
-        },
-    )

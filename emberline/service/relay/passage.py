@@ -27,8 +27,8 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import Usage
 from emberline.service.core import Core, Settlement
+from emberline.service.ends import log_end
 from emberline.service.histogram import Counts
-from emberline.service.relay.ends import log_end
 from emberline.service.relay.parcel import Parcel
 from emberline.service.relay.resume import Kept, Splice, continuation
 

@@ -1,4 +1,4 @@
-"""One log line per relayed request, once it is settled."""
+"""One log line per request. It comes after settling, so that a row that was not written is told here too."""
 
 import asyncio
 import logging
