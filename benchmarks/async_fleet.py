@@ -275,7 +275,7 @@ async def measured(n: int, seconds: float, folder: Path) -> dict[str, Any]:
     try:
         through = await silent(run, rate, seconds)
         off = await asking(run, 0.7 * rate, seconds, seed=1)
-        backlog = await run.submit(int(rate * seconds * 0.6))
+        backlog = await run.submit(int(rate * (seconds + 2)))
         await asyncio.sleep(2)
         on = await asking(run, 0.7 * rate, seconds, seed=1)
         left = (await run.queue.batch("a", backlog)).counts.left

@@ -9,7 +9,8 @@ from emberline.balancer.settings import PolicyName, Settings
 from emberline.balancer.worker import Worker
 from emberline.protocol.layout import BLOCK_TOKENS
 
-NEAR_S, NEAR = 0.02, 0.1  # costs that differ by less, in seconds or of the best, are as good as equal
+NEAR_S, NEAR = 0.01, 0.1  # costs that differ by less, in seconds or of the best, are as good as equal
+LOST, LOST_S = 4.0, 1.0  # leaving a cache costs later turns too: so many times what is computed again, up to so much
 BESIDE_S = 0.0145  # a step that takes prompts in beside streams lasts so long, or twice as long as theirs alone
 
 
@@ -70,9 +71,9 @@ class Need:
             bits |= mask
         return [worker for worker in candidates if worker.bits & bits] if bits else []
 
-    def prefill_s(self, worker: Worker) -> float:
-        uncached = self.tokens - self.cached(worker)
-        return worker.prefill_pace.scale * worker.cost.prefill_s(uncached, self.tokens)
+    def prefill_s(self, worker: Worker, cached: int | None = None) -> float:
+        cached = self.cached(worker) if cached is None else cached
+        return worker.prefill_pace.scale * worker.cost.prefill_s(self.tokens - cached, self.tokens)
 
 
 class Policy(Protocol):
@@ -88,7 +89,9 @@ class Cheapest:
     Computing takes longer beside streams. And it costs those who live there: they wait, and their cache is pushed out.
     So it counts once more, times `others`, times how often its memory was asked for of late. In a fleet that has much
     to do this is *sticky until saturated*: a conversation leaves its home only when the wait there is several times the
-    seconds of computing it again elsewhere, or where few live. With `others` at 0 it is best for the request alone.
+    seconds of computing it again elsewhere, or where few live. What is computed again though another holds it counts
+    more still, up to a limit: it keeps short conversations together, and long ones have reason enough in their own
+    seconds. With `others` at 0 it is best for the request alone.
     """
 
     holds = True
@@ -106,12 +109,17 @@ class Cheapest:
 
     def _costs(self, candidates: Sequence[Worker], need: Need, now_s: float) -> list[float]:
         others = self._others
-        return [
-            worker.wait_s(now_s)
-            + worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
-            + need.prefill_s(worker) * (1 + beside(worker, now_s) + others * worker.crowd(now_s))
-            for worker in candidates
-        ]
+        caches = [need.cached(worker) for worker in candidates]
+        most = max(caches)
+        costs = []
+        for worker, cached in zip(candidates, caches):
+            prompt_s = need.prefill_s(worker, cached)
+            cost_s = worker.wait_s(now_s) + worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
+            cost_s += prompt_s * (1 + beside(worker, now_s) + others * worker.crowd(now_s))
+            if others and cached < most:
+                cost_s += min(LOST * (prompt_s - need.prefill_s(worker, most)), LOST_S)
+            costs.append(cost_s)
+        return costs
 
     def _least_s(self, candidates: Sequence[Worker], need: Need) -> float:
         """What the best of those that are not warm costs at least: it spares looking at them."""

@@ -3,8 +3,9 @@ from collections import Counter
 import pytest
 
 from emberline.balancer.pace import Pace
-from emberline.balancer.policy import Cheapest, Need
+from emberline.balancer.policy import LOST, LOST_S, Cheapest, Need
 from emberline.balancer.settings import DEFAULTS
+from emberline.protocol.layout import BLOCK_TOKENS
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 
 SYSTEM = ("system", 900)  # 14,400 tokens that all sessions share
@@ -46,6 +47,28 @@ def test_it_moves_when_waiting_costs_more_than_computing_again(crowd: float, tim
     assert not moves(0.0)
     assert not moves(0.8 * times)
     assert moves(1.2 * times)
+
+
+@pytest.mark.parametrize(("n_blocks", "more_s"), [(100, None), (2000, LOST_S)])
+def test_what_another_holds_is_computed_again_only_for_several_times_its_seconds(
+    n_blocks: int, more_s: float | None
+) -> None:
+    """Of a short conversation; of a long one a second more is all."""
+    chain = keys(("mine", n_blocks))
+
+    def moves(backlog_s: float) -> bool:
+        balancer = fleet("both", "both", ahead_s=1e9)
+        home = serve(balancer, ask(chain)).decode
+        for worker in balancer._workers.values():
+            worker.prefill_pace = Pace()
+        balancer._workers[home].account.work_us = int(backlog_s * 1e6)
+        return send(balancer, ask(chain), 20.0).decode != home
+
+    n, cost = n_blocks * BLOCK_TOKENS + 1, DEFAULTS.cost
+    lost_s = cost.prefill_s(n, n) - cost.prefill_s(1, n)
+    limit_s = lost_s + (LOST * lost_s if more_s is None else more_s)
+    assert not moves(0.8 * limit_s)
+    assert moves(1.2 * limit_s)
 
 
 def test_own_decisions_count_at_once() -> None:
