@@ -2,7 +2,7 @@
 
 Relaying: `standin-openai` answers at once with 50 tokens; Emberline, vllm-router, sglang-router and LiteLLM stand in
 front of it in turn, a 4.5 KB chat each. Own engine: `emberline serve` over a stand-in engine that answers at once with
-50 tokens; fresh 4 KB prompts, and the tenth turn of an agent whose conversation has 200 KB.
+50 tokens; fresh 4 KB prompts, and the tenth turn of an agent whose conversation has 200 KB and is cached.
 """
 
 import argparse
@@ -33,6 +33,7 @@ TOKENS = 50
 CONNECTIONS = (1, 8, 32)
 FRESH_BYTES, AGENT_BYTES = 4096, 200 << 10
 TURNS = 10
+KV_TOKENS = 1 << 23  # 60 conversations of 73,000 tokens: none has lost its cache when its tenth turn comes
 TARGETS = {
     "p50_ms": 1.5,
     "times_litellm": 40.0,
@@ -151,7 +152,8 @@ async def own_engine(gguf: Path, scale: float, folder: Path) -> dict[str, Any]:
     model = pull(str(gguf), Shelf(data)).card.id
     flags = ["--port", str(port), "--data", str(data), "--model", model, "--log-level", "warning"]
     command = [sys.executable, "-m", "benchmarks.standin_serve", "say=count", *flags]
-    with Process(command, folder / "own.log", {"STANDIN_CONTEXT": str(1 << 18)}) as process:
+    room = {"STANDIN_CONTEXT": str(1 << 18), "STANDIN_KV": str(KV_TOKENS)}
+    with Process(command, folder / "own.log", room) as process:
         wait_ready(port, process, ["/health"], 120)
         core = [process.pid]
         draw = random.Random(time.time_ns())

@@ -1,7 +1,7 @@
 """`emberline serve` with stand-in engines in its workers' place: everything of it but the model.
 
 Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/engine/script.py.
-STANDIN_CONTEXT in the environment is the context in tokens.
+STANDIN_CONTEXT in the environment is the context in tokens, STANDIN_KV the cache.
 """
 
 import os
@@ -19,6 +19,8 @@ def run(script: str, flags: list[str]) -> int:
         arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
         if context := os.environ.get("STANDIN_CONTEXT"):
             arguments += ("--context-len", context)
+        if kv := os.environ.get("STANDIN_KV"):
+            arguments += ("--kv-tokens", kv)
         env = {"EMBERLINE_WORKER_TOKEN": token}
         return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
 

@@ -354,7 +354,7 @@ class Balancer:
         if not charge.batch:
             worker.prefill_pace.add((now_s - max(charge.at_s, worker.first_s)) * share, predicted_s)
         worker.first_s = now_s
-        worker.witness.prefilled(charge.uncached_tokens)
+        worker.witness.prefilled(charge)
         self._stir(worker)
 
     def _release(self, request_id: str, blame: tuple[str, ...], now_s: float, finished: bool = False) -> None:

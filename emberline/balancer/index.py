@@ -112,15 +112,12 @@ class FleetIndex:
     def _set(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
         """Neighbours mostly have the same holders, or none yet: thousands of blocks cost a few calls."""
         bit = 1 << slot
-        before, after = 0, self._share(bit)
         if known.keys().isdisjoint(keys):
-            known.update(zip(keys, repeat(after)))
+            known.update(zip(keys, repeat(self._share(bit))))
         else:
-            for key in keys:
-                mask = known.get(key, 0)
-                if mask != before:
-                    before, after = mask, self._share(mask | bit)
-                known[key] = after
+            masks = list(map(known.get, keys, repeat(0)))
+            after = {mask: self._share(mask | bit) for mask in set(masks)}
+            known.update(zip(keys, map(after.__getitem__, masks)))
         if len(self) > self._max_keys:
             self._shrink()
 
@@ -128,15 +125,10 @@ class FleetIndex:
         bit = 1 << slot
         if known.keys().isdisjoint(keys):
             return
-        before = after = 0
-        for key in keys:
-            mask = known.get(key, 0)
-            if mask == bit:
-                del known[key]
-            elif mask & bit:
-                if mask != before:
-                    before, after = mask, self._share(mask ^ bit)
-                known[key] = after
+        masks = list(map(known.pop, keys, repeat(0)))
+        if others := set(masks) - {0, bit}:
+            after = {mask: self._share(mask & ~bit) for mask in others}
+            known.update((key, after[mask]) for key, mask in zip(keys, masks) if mask in others)
 
     def _share(self, mask: int) -> int:
         """One int object for all blocks with the same holders."""

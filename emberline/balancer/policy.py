@@ -71,9 +71,8 @@ class Need:
             bits |= mask
         return [worker for worker in candidates if worker.bits & bits] if bits else []
 
-    def prefill_s(self, worker: Worker, cached: int | None = None) -> float:
-        cached = self.cached(worker) if cached is None else cached
-        return worker.prefill_pace.scale * worker.cost.prefill_s(self.tokens - cached, self.tokens)
+    def prefill_s(self, worker: Worker) -> float:
+        return worker.prefill_pace.scale * worker.cost.prefill_s(self.tokens - self.cached(worker), self.tokens)
 
 
 class Policy(Protocol):
@@ -109,15 +108,17 @@ class Cheapest:
 
     def _costs(self, candidates: Sequence[Worker], need: Need, now_s: float) -> list[float]:
         others = self._others
-        caches = [need.cached(worker) for worker in candidates]
+        caches = [need.cached(worker) for worker in candidates] if need.match else [0] * len(candidates)
         most = max(caches)
+        cost = candidates[0].cost  # one for all: what differs is their pace
+        seconds = {cached: cost.prefill_s(need.tokens - cached, need.tokens) for cached in set(caches)}
         costs = []
         for worker, cached in zip(candidates, caches):
-            prompt_s = need.prefill_s(worker, cached)
+            prompt_s = worker.prefill_pace.scale * seconds[cached]
             cost_s = worker.wait_s(now_s) + worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
             cost_s += prompt_s * (1 + beside(worker, now_s) + others * worker.crowd(now_s))
             if others and cached < most:
-                cost_s += min(LOST * (prompt_s - need.prefill_s(worker, most)), LOST_S)
+                cost_s += min(LOST * (prompt_s - worker.prefill_pace.scale * seconds[most]), LOST_S)
             costs.append(cost_s)
         return costs
 
@@ -207,9 +208,9 @@ def beside(worker: Worker, now_s: float) -> float:
     """How much longer a prompt takes there than alone: steps are shared with the streams."""
     if not worker.active(now_s):
         return 0.0
-    streams_s = worker.cost.step_s * worker.decode_pace.scale + worker.streams_step_s
-    together_s = max(BESIDE_S, 2 * streams_s)
-    return together_s / (together_s - streams_s) - 1
+    account = worker.account
+    streams_s = worker.decode_pace.scale * worker.cost.decode_step_s(account.active, account.decode_tokens)
+    return 1.0 if 2 * streams_s >= BESIDE_S else streams_s / (BESIDE_S - streams_s)
 
 
 def here_s(worker: Worker, need: Need, now_s: float) -> float:

@@ -24,7 +24,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     active: int  # sequences of ours
     batch_active: int
-    foreign_active: int  # sequences of others
+    foreign_active: int  # sequences of others that do not make room
     held: int  # requests that wait for it
     wait_s: float  # until a prompt sent now would be begun
     prefill_scale: float  # measured seconds over the cost's own figures

@@ -7,7 +7,7 @@ being computed. So nothing counts twice, and a report can take off no more than 
 
 import math
 
-from emberline.balancer.ledger import Account
+from emberline.balancer.ledger import Account, Charge
 from emberline.protocol.frames import EngineLoad
 
 SETTLE_S = 0.05  # a request may take so long from us to the endpoint's own account
@@ -23,6 +23,7 @@ class Witness:
     __slots__ = (
         "_denied_s",
         "_foreign_active",
+        "_foreign_least",
         "at_s",
         "distrusted_until_s",
         "done_tokens",
@@ -40,7 +41,7 @@ class Witness:
         self.lies = 0
         self.problem = ""  # what was wrong with the last that could not be believed
         self.distrusted_until_s = -math.inf
-        self._foreign_active = 0
+        self._foreign_active = self._foreign_least = 0
         self._denied_s: float | None = None  # since when it says that it has nothing although we wait
 
     def hear(self, load: EngineLoad, account: Account, now_s: float) -> bool:
@@ -51,20 +52,24 @@ class Witness:
             self.problem = problem
             self.distrusted_until_s = now_s + DISTRUST_S
         if self.doubted(now_s):
-            self.foreign_tokens = self.done_tokens = self._foreign_active = 0
+            self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
             return not problem
         self.load, self.at_s = load, now_s
-        known, active = _settled(account, now_s)
-        self._foreign_active = max(0, load.running + load.waiting - active)
+        known, unsure = _settled(account, now_s)
+        self._foreign_least = _foreign(load, account)
+        self._foreign_active = _foreign(load, account, unsure)
         ahead = load.waiting_tokens - known
         self.foreign_tokens = max(0, ahead) if self._foreign_active else 0
         first = next(iter(account.pending.values()), None)
         self.done_tokens = min(max(0, -ahead), first.uncached_tokens) if first is not None else 0
         return True
 
-    def prefilled(self, tokens: int) -> None:
-        """One of our prompts is done; what had been done of it went with it."""
-        self.done_tokens = max(0, self.done_tokens - tokens)
+    def prefilled(self, charge: Charge) -> None:
+        """One of our prompts is done; what had been done of it went with it. It is there: so if the last report may
+        have counted it, it has, and it was not another's."""
+        self.done_tokens = max(0, self.done_tokens - charge.uncached_tokens)
+        if not charge.batch and self.at_s - SETTLE_S < charge.at_s <= self.at_s:
+            self._foreign_active = max(self._foreign_least, self._foreign_active - _n(charge))
 
     def foreign_s(self, now_s: float, token_s: float) -> float:
         """What others' prompts there still take: they are worked off while we look on."""
@@ -88,7 +93,7 @@ class Witness:
     def forget(self) -> None:
         """The endpoint begins anew."""
         self.load, self._denied_s = EngineLoad(), None
-        self.foreign_tokens = self.done_tokens = self._foreign_active = 0
+        self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
 
     def _denies(self, load: EngineLoad, account: Account, now_s: float) -> str:
         first = next(iter(account.pending.values()), None)
@@ -105,8 +110,11 @@ class Witness:
 def implausible(load: EngineLoad) -> str:
     """Why a report cannot be true by itself; empty when it can."""
     counts = (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks, load.kv_total_blocks)
-    if min(*counts, load.waiting_batch, load.steps, load.prompt_tokens, load.cached_tokens, load.output_tokens) < 0:
+    batch = (load.running_batch, load.waiting_batch)
+    if min(*counts, *batch, load.steps, load.prompt_tokens, load.cached_tokens, load.output_tokens) < 0:
         return "a count is negative"
+    if load.running_batch > load.running or load.waiting_batch > load.waiting:
+        return "more of its work is queued work than there is"
     sequences = load.running + load.waiting
     if sequences > MOST_SEQUENCES or load.waiting_tokens > sequences * MOST_TOKENS:
         return "it claims more work than an engine can have"
@@ -117,12 +125,25 @@ def implausible(load: EngineLoad) -> str:
     return ""
 
 
+def _foreign(load: EngineLoad, account: Account, unsure: int = 0) -> int:
+    """Sequences that are not ours and do not make room; `unsure`: of ours, those that may not be among them yet.
+    Queued work makes room, whoever sent it. So ours needs no such doubt, and theirs, where it is told, does not count.
+    """
+    theirs = load.running + load.waiting - account.active - account.pushes + unsure
+    queued = load.running_batch + load.waiting_batch - account.batch_active
+    return max(0, theirs - max(0, queued))
+
+
 def _settled(account: Account, now_s: float) -> tuple[int, int]:
-    """Our prompt tokens and sequences that the endpoint must know of by now."""
-    tokens, active = account.prefill_tokens, account.active + account.pushes
+    """Our prompt tokens that the endpoint must know of by now, and the sequences that it may not know of yet."""
+    tokens, unsure = account.prefill_tokens, 0
     for charge in reversed(account.pending.values()):
         if charge.at_s <= now_s - SETTLE_S:
             break
         tokens -= charge.uncached_tokens
-        active -= charge.n if charge.decode is charge.prefill else 1
-    return tokens, active
+        unsure += 0 if charge.batch else _n(charge)
+    return tokens, unsure
+
+
+def _n(charge: Charge) -> int:
+    return charge.n if charge.decode is charge.prefill else 1

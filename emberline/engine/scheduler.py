@@ -101,7 +101,8 @@ class Scheduler:
     def load(self) -> EngineLoad:
         load = msgspec.structs.replace(self._totals)
         load.running, load.waiting = len(self._running), len(self._waiting)
-        load.waiting_batch = len(self._waiting) - bisect_left(self._waiting, (Priority.BATCH, -1), key=_by_rank)
+        load.waiting_batch = _n_batch(self._waiting)
+        load.running_batch = _n_batch(self._running)
         load.waiting_tokens += sum(seq.n_prefill for seq in self._running)  # decoding ones: none
         load.kv_used_blocks = self._cache.n_used
         if self._traffic is not None:
@@ -568,3 +569,8 @@ class Scheduler:
     def _dequeue(self, seq: Sequence) -> None:
         self._waiting.remove(seq)
         self._totals.waiting_tokens -= seq.n_tokens - seq.n_arrived
+
+
+def _n_batch(by_rank: list[Sequence]) -> int:
+    """Those that are queued work, which come last."""
+    return len(by_rank) - bisect_left(by_rank, (Priority.BATCH, -1), key=_by_rank)

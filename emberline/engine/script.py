@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import EngineRequest
+from emberline.protocol.tokens import unpack
 
 MARKER = "standin:"
 
@@ -36,12 +37,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def has_turns(self) -> bool:
         return "/" in self.say
 
-    def words(self, prompt_ids: list[int], eos_ids: tuple[int, ...], turn: int = 0) -> list[int]:
+    def words(self, prompt_ids: bytes, eos_ids: tuple[int, ...], turn: int = 0) -> list[int]:
         """What is said before the end token; nothing for a script that counts. The last turn is said over and over."""
         if self.say == "count":
             return []
         if self.say == "echo":
-            return [token for token in prompt_ids if token not in eos_ids]
+            return [token for token in unpack(prompt_ids) if token not in eos_ids]
         turns = _turns(self.say)
         return turns[min(turn, len(turns) - 1)]
 

@@ -7,7 +7,6 @@ from emberline.engine.limits import Limits
 from emberline.engine.plan import Guide, PendingGuide
 from emberline.kv.cache import BlockTable
 from emberline.protocol import blockhash
-from emberline.protocol.blockhash import DIGEST_BYTES
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
 from emberline.protocol.layout import BLOCK_TOKENS
@@ -63,8 +62,7 @@ class Sequence:
         if request.push is not None:
             self.n_given = 0
             self.ids = bytearray(request.prompt_ids[: 4 * BLOCK_TOKENS * self.n_pushable])
-        keys = request.keys
-        self.keys = [keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES)]
+        self.keys = blockhash.split(request.keys)
 
     @property
     def id(self) -> str:

@@ -132,10 +132,8 @@ class ScriptedRunner:
 
     def _part(self, request: EngineRequest) -> _Part:
         line = script.of_request(request, self._base)
-        prompt_ids = tokens.unpack(request.prompt_ids)
-        return _Part(
-            request.id, line, len(prompt_ids), line.words(prompt_ids, self._limits.eos_ids, self._turn(request, line))
-        )
+        words = line.words(request.prompt_ids, self._limits.eos_ids, self._turn(request, line))
+        return _Part(request.id, line, tokens.count(request.prompt_ids), words)
 
     def _turn(self, request: EngineRequest, line: Script) -> int:
         """A request that was preempted is admitted twice, and is the same turn."""

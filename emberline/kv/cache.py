@@ -102,7 +102,7 @@ class KVCache:
         """Whether n_tokens, the first n_hit blocks taken from the cache, fit and leave `spare` blocks of each group."""
         for group, n_spare in zip(self.groups, spare):
             first = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
-            n_revived = sum(group.pool.refs[group.index.block(key)] == 0 for key in keys[first:n_hit])
+            n_revived = group.pool.n_unheld(group.index.blocks(keys[first:n_hit]))
             # Never more than the peak, but a shared block that leaves the window makes no room for a new one.
             n_taken = min(peak_blocks(group.layout, n_tokens, self._chunk), n_revived + blocks_of(n_tokens) - n_hit)
             if n_taken + n_spare > group.pool.n_free:
@@ -121,11 +121,9 @@ class KVCache:
         for group, held in zip(self.groups, table.groups):
             assert not held.blocks, "a hit comes before anything else"
             held.n_passed = first_visible(n_hit * BLOCK_TOKENS, group.layout.window)
-            held.blocks = [NULL_BLOCK] * held.n_passed
-            for key in keys[held.n_passed : n_hit]:
-                block = group.index.block(key)
-                group.pool.hold(block)
-                held.blocks.append(block)
+            known = group.index.blocks(keys[held.n_passed : n_hit])
+            group.pool.hold_all(known)
+            held.blocks = [NULL_BLOCK] * held.n_passed + known
         table.n_published = n_hit
 
     def grow(self, table: BlockTable, start: int, end: int) -> bool:
@@ -138,8 +136,8 @@ class KVCache:
             if n_wanted - len(held.blocks) > group.pool.n_free:
                 return False
         for group, held in zip(self.groups, table.groups):
-            while len(held.blocks) < n_wanted:
-                held.blocks.append(self._take(group))
+            if (n_new := n_wanted - len(held.blocks)) > 0:
+                held.blocks += self._take(group, n_new)
         return True
 
     def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
@@ -156,8 +154,8 @@ class KVCache:
         """
         for group, n_spare in zip(self.groups, spare):
             first = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
-            known = [group.index.block(key) for key in keys[first:n_blocks] if key in group.index]
-            n_taken = n_blocks - first - len(known) + sum(group.pool.refs[block] == 0 for block in known)
+            known = group.index.blocks(key for key in keys[first:n_blocks] if key in group.index)
+            n_taken = n_blocks - first - len(known) + group.pool.n_unheld(known)
             if n_taken + n_spare > group.pool.n_free:
                 return None
         table = self.table()
@@ -169,9 +167,9 @@ class KVCache:
                 if keys[j] in group.index:
                     held.blocks[j] = group.index.block(keys[j])
                     group.pool.hold(held.blocks[j])
-            for j in wanted:
-                if held.blocks[j] == NULL_BLOCK:
-                    held.blocks[j] = self._take(group)
+            lacking = [j for j in wanted if held.blocks[j] == NULL_BLOCK]
+            for j, block in zip(lacking, self._take(group, len(lacking))):
+                held.blocks[j] = block
         return table
 
     def lacking(self, table: BlockTable) -> list[dict[int, int]]:
@@ -208,10 +206,8 @@ class KVCache:
     def release(self, table: BlockTable) -> None:
         """Give everything back, last blocks first, so that the ends of prefixes are evicted before their beginnings."""
         for group, held in zip(self.groups, table.groups):
-            for block in reversed(held.blocks[held.n_passed :]):
-                if block == NULL_BLOCK:  # withdrawn
-                    continue
-                group.pool.drop(block, worth_keeping=group.index.key(block) is not None)
+            blocks = [block for block in reversed(held.blocks[held.n_passed :]) if block != NULL_BLOCK]  # withdrawn
+            group.pool.drop_all(blocks, group.index.known(blocks))
             held.blocks, held.n_passed = [], 0
         table.n_published = 0
 
@@ -229,10 +225,11 @@ class KVCache:
             held.blocks[j] = NULL_BLOCK
             held.n_passed = j + 1
 
-    def _take(self, group: _Group) -> int:
-        block = group.pool.take()
-        self._forget(group, block)
-        return block
+    def _take(self, group: _Group, n: int) -> list[int]:
+        blocks = group.pool.take_all(n)
+        for block in blocks:
+            self._forget(group, block)
+        return blocks
 
     def _forget(self, group: _Group, block: int) -> None:
         key = group.index.forget(block)

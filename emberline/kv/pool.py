@@ -1,5 +1,7 @@
 """The blocks of one KV group: reference counts, and the order in which free ones are handed out again."""
 
+from collections.abc import Iterable
+
 NULL_BLOCK = 0  # never handed out: padding, and table entries whose block fell out of the window, point here
 
 
@@ -21,33 +23,64 @@ class BlockPool:
         self._next: list[int] = [*range(1, n_blocks), 0]
         self._prev: list[int] = [n_blocks - 1, *range(n_blocks - 1)]
 
+    def n_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks nobody references."""
+        return list(map(self.refs.__getitem__, blocks)).count(0)
+
     def take(self) -> int:
         """The free block that is missed least, referenced once. Its old content is the caller's to forget."""
-        assert self.n_free, "take() from an empty pool: check n_free first"
-        block = self._next[NULL_BLOCK]
-        self._unlink(block)
-        self.refs[block] = 1
+        (block,) = self.take_all(1)
         return block
+
+    def take_all(self, n: int) -> list[int]:
+        """So many of them, from the head of the list on."""
+        assert n <= self.n_free, "take() from an empty pool: check n_free first"
+        refs, following = self.refs, self._next
+        blocks, block = [], following[NULL_BLOCK]
+        for _ in range(n):
+            blocks.append(block)
+            refs[block] = 1
+            block = following[block]
+        following[NULL_BLOCK], self._prev[block] = block, NULL_BLOCK
+        self.n_free -= n
+        return blocks
 
     def hold(self, block: int) -> None:
         """One more reference; a free block comes back to life with its content."""
-        assert block != NULL_BLOCK
-        if self.refs[block] == 0:
-            self._unlink(block)
-        self.refs[block] += 1
+        self.hold_all((block,))
+
+    def hold_all(self, blocks: Iterable[int]) -> None:
+        """A long prompt's at once: a step waits for it."""
+        refs, following, preceding = self.refs, self._next, self._prev
+        n_revived = 0
+        for block in blocks:
+            assert block != NULL_BLOCK
+            if refs[block] == 0:
+                before, after = preceding[block], following[block]
+                following[before], preceding[after] = after, before
+                n_revived += 1
+            refs[block] += 1
+        self.n_free -= n_revived
 
     def drop(self, block: int, worth_keeping: bool) -> None:
         """One reference less. Without any, the block is free: last in line if its content may be asked for again."""
-        assert self.refs[block] > 0, f"block {block} dropped more often than held"
-        self.refs[block] -= 1
-        if self.refs[block]:
-            return
-        before = self._prev[NULL_BLOCK] if worth_keeping else NULL_BLOCK
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after
-        self.n_free += 1
-        self.n_releases += 1
+        self.drop_all((block,), (worth_keeping,))
+
+    def drop_all(self, blocks: Iterable[int], worth_keeping: Iterable[bool]) -> None:
+        refs, following, preceding = self.refs, self._next, self._prev
+        n_freed = 0
+        for block, worth in zip(blocks, worth_keeping):
+            assert refs[block] > 0, f"block {block} dropped more often than held"
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            before = preceding[NULL_BLOCK] if worth else NULL_BLOCK
+            after = following[before]
+            following[before] = preceding[after] = block
+            preceding[block], following[block] = before, after
+            n_freed += 1
+        self.n_free += n_freed
+        self.n_releases += n_freed
 
     def free_blocks(self) -> list[int]:
         """In the order of reuse. For tests and reports: O(free)."""
@@ -56,8 +89,3 @@ class BlockPool:
             blocks.append(block)
             block = self._next[block]
         return blocks
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before], self._prev[after] = after, before
-        self.n_free -= 1

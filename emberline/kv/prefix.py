@@ -1,6 +1,7 @@
 """Which block holds which content: the prefix index of one KV group."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
 from emberline.protocol.layout import BLOCK_TOKENS
 
@@ -29,8 +30,17 @@ class PrefixIndex:
     def block(self, key: bytes) -> int:
         return self._blocks[key]
 
+    def blocks(self, keys: Iterable[bytes]) -> list[int]:
+        """Of keys that are all here."""
+        return list(map(self._blocks.__getitem__, keys))
+
     def key(self, block: int) -> bytes | None:
         return self._keys[block]
+
+    def known(self, blocks: Iterable[int]) -> list[bool]:
+        """Whether each block's content can be found."""
+        keys = self._keys
+        return [keys[block] is not None for block in blocks]
 
     def put(self, key: bytes, block: int) -> bool:
         """False when the content is known already, in this or another block."""
@@ -51,10 +61,7 @@ class PrefixIndex:
 
     def leading(self, keys: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` keys are here, up to the first that is not."""
-        for n in range(limit):
-            if keys[n] not in self._blocks:
-                return n
-        return limit
+        return len(list(takewhile(self._blocks.__contains__, islice(keys, limit))))
 
     def last_run(self, keys: Sequence[bytes], limit: int, window: int) -> int:
         """The largest n <= limit for which the blocks that a token after n blocks can see are all here."""

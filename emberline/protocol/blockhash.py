@@ -6,6 +6,8 @@ One chain serves the prefix cache, the tiers, the transfer and the router.
 
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain as joined
+from struct import Struct
 
 from emberline.protocol.layout import BLOCK_TOKENS
 
@@ -13,6 +15,7 @@ DIGEST_BYTES = 16
 BLOCK_BYTES = 4 * BLOCK_TOKENS  # of u32 token ids
 _STRETCH_BYTES = 64 * BLOCK_BYTES  # remembered together
 _STRETCHES = 4096  # of 1,024 tokens each: 20 MB
+_MANY = Struct(f"{DIGEST_BYTES}s" * 64)
 
 
 def root(fingerprint: str, salt: bytes, extras: bytes = b"") -> bytes:
@@ -31,6 +34,13 @@ def extend(digests: list[bytes], chain_root: bytes, token_ids: bytes | bytearray
     for start in range(len(digests) * BLOCK_BYTES, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
         parent = blake2b(view[start : start + BLOCK_BYTES], key=parent, digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
+
+
+def split(keys: bytes) -> list[bytes]:
+    """The digests that lie end to end in `keys`, thousands at a time."""
+    n_many = len(keys) // _MANY.size * _MANY.size
+    rest = [keys[at : at + DIGEST_BYTES] for at in range(n_many, len(keys), DIGEST_BYTES)]
+    return [*joined.from_iterable(_MANY.iter_unpack(keys[:n_many])), *rest]
 
 
 def chain(chain_root: bytes, token_ids: bytes) -> bytes:

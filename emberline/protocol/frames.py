@@ -55,6 +55,7 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_tokens: int = 0
     preemptions: int = 0
     waiting_batch: int = 0  # of `waiting`, those of the batch class
+    running_batch: int = 0  # of `running`, the same: they make room for all others
     utilisation: float | None = None  # of the accelerator, 0 to 1, where it is known
     prefill_rate: float = 0.0  # prompt tokens a second in steps that had enough of them; 0: not measured yet
     awaiting: int = 0  # requests whose KV comes from elsewhere and is not all there; not among `waiting`

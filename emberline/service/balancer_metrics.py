@@ -15,6 +15,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
     ("prefill_tokens_in_flight", "Prompt tokens to be computed, cached ones not counted.", lambda w: w.prefill_tokens),
     ("decode_tokens_in_flight", "Tokens of contexts that are in flight.", lambda w: w.decode_tokens),
     ("endpoint_active", "Sequences sent to the endpoint that have not ended.", lambda w: w.active),
+    ("endpoint_foreign", "Sequences of other cores there that do not make room.", lambda w: w.foreign_active),
     ("endpoint_held", "Requests that wait for the endpoint.", lambda w: w.held),
     ("endpoint_wait_seconds", "Until a prompt sent now would be begun.", lambda w: w.wait_s),
 )

@@ -20,7 +20,7 @@ from emberline.service.core import Core, Memory
 from emberline.service.validate import validate, validate_prompt
 from emberline.text.digest import chain_digests
 from emberline.text.grammar.spec import GrammarSpec
-from emberline.text.model import TextModel
+from emberline.text.model import Rendered, TextModel
 from emberline.text.prompt import (
     Entry,
     Prompt,
@@ -87,27 +87,26 @@ class Preparer:
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Everything about a request that can be refused without an engine is refused here."""
-        sampling = validate(request, info.vocab_size)
+        asked = validate(request, info.vocab_size)
         _check_length(request, served.text, info.context_len)
-        digests: list[bytes] = []
-        known = None
-        if request.messages is not None:
-            digests = await self._run(request, lambda: _digests(served.text, request))
-            known = await self._core.find(principal.account, info.fingerprint, digests)
-        rendered = await self._run(request, lambda: render_prompt(served.text, request))
+        digests, rendered = await self._run(request, lambda: _read(served.text, request))
+        known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = thinking_begun(served.text, rendered)
         spec = grammar_spec(served.text, request, thinking)
-        tokenising = self._run(request, lambda: build_prompt(served.text, request, known, rendered))
+
+        def tokenise() -> tuple[Prompt, SamplingParams, bytes]:
+            prompt = build_prompt(served.text, request, known, rendered)
+            sampling = _fit(asked, prompt.n_ids, info.context_len, _prompt_field(request))
+            return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
+
+        tokenising = self._run(request, tokenise)
         grammar = b""
         if spec is None:
-            prompt = await tokenising
+            prompt, sampling, keys = await tokenising
         else:
             compiling = self._grammars.compile(spec)
-            prompt, grammar, _ = await asyncio.gather(tokenising, compiling, self.spell(served.text))
-        sampling = _fit(sampling, prompt.n_ids, info.context_len, _prompt_field(request))
+            (prompt, sampling, keys), grammar, _ = await asyncio.gather(tokenising, compiling, self.spell(served.text))
         limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
-        root = blockhash.root(info.fingerprint, principal.salt)
-        keys = await self._run(request, lambda: blockhash.chain(root, prompt.ids))
         return Prepared(
             request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar, keys
         )
@@ -150,8 +149,12 @@ def _texts(request: GenerateRequest) -> Iterator[str]:
             yield call.arguments
 
 
-def _digests(text: TextModel, request: GenerateRequest) -> list[bytes]:
-    return chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools)
+def _read(text: TextModel, request: GenerateRequest) -> tuple[list[bytes], Rendered | None]:
+    """A conversation's digests and its text."""
+    rendered = render_prompt(text, request)
+    if rendered is None:
+        return [], None
+    return chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools), rendered
 
 
 def _prompt_field(request: GenerateRequest) -> str:

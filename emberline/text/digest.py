@@ -53,11 +53,22 @@ class TextHash:
     """A digest of text that grows: `after(piece)` is the digest of all pieces so far."""
 
     def __init__(self) -> None:
+        self.n_chars = 0
         self._hash = blake2b(key=b"emberline.text", digest_size=DIGEST_BYTES)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextHash) and self._hash.digest() == other._hash.digest()
+
     def after(self, piece: str) -> bytes:
+        self.n_chars += len(piece)
         self._hash.update(piece.encode("utf-8", "surrogatepass"))
         return self._hash.digest()
+
+    def copy(self) -> "TextHash":
+        """To go on from here more than once."""
+        other = TextHash()
+        other.n_chars, other._hash = self.n_chars, self._hash.copy()
+        return other
 
 
 def _arguments(call: ToolCall) -> bytes:

@@ -49,6 +49,7 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: bytes
     rendered: Rendered | None = None  # of a conversation
     n_known: int = 0  # ids taken over as they were
+    written: TextHash = msgspec.field(default_factory=TextHash)  # of the text that they stand for
 
     @property
     def n_ids(self) -> int:
@@ -90,11 +91,12 @@ def build_prompt(
         return Prompt(model.encode_prompt(request.prompt))
     rendered = rendered or render_prompt(model, request)
     assert rendered is not None
-    start = _usable(model, rendered.text, known) if known is not None else None
-    if known is None or start is None:
+    usable = _usable(model, rendered.text, known) if known is not None else None
+    if known is None or usable is None:
         return Prompt(model.with_bos(model.tokenizer.encode_marked(*rendered)), rendered)
+    start, written = usable
     ids = known.ids[: 4 * start.n_ids]
-    return Prompt(ids + _encode_rest(model, rendered, start.text_len, ids), rendered, start.n_ids)
+    return Prompt(ids + _encode_rest(model, rendered, start.text_len, ids), rendered, start.n_ids, written)
 
 
 def prompt_entry(model: TextModel, prompt: Prompt) -> Entry | None:
@@ -106,7 +108,7 @@ def prompt_entry(model: TextModel, prompt: Prompt) -> Entry | None:
     if bound is None or bound not in prompt.rendered.text:
         return None
     end = prompt.rendered.text.rindex(bound) + len(bound)
-    return _entry(ids, prompt.rendered.text, end)
+    return _entry(prompt, ids, prompt.rendered.text, end)
 
 
 def reply_entry(
@@ -138,7 +140,7 @@ def reply_entry(
     end: int | None = len(prompt.rendered.text) + len(text)
     if not whole.text.startswith(text, len(prompt.rendered.text)):
         end = _reworded_end(model, request, prompt, reply, ids, whole) if reply.tool_calls else None
-    return None if end is None else _entry(prompt.ids + reply_ids[: 4 * len(ids)], whole.text, end)
+    return None if end is None else _entry(prompt, prompt.ids + reply_ids[: 4 * len(ids)], whole.text, end)
 
 
 def turn_entries(
@@ -159,8 +161,11 @@ def turn_entries(
     return [(digest, entry) for digest, entry in entries if entry is not None]
 
 
-def _entry(ids: bytes, text: str, text_len: int) -> Entry:
-    return Entry(ids, text_len, TextHash().after(text[:text_len]))
+def _entry(prompt: Prompt, ids: bytes, text: str, text_len: int) -> Entry:
+    """`text` begins as the prompt's does: what of that was known is hashed already."""
+    written = prompt.written.copy()
+    assert written.n_chars <= text_len
+    return Entry(ids, text_len, written.after(text[written.n_chars : text_len]))
 
 
 def _through_last_special(model: TextModel, ids: bytes) -> bytes:
@@ -230,17 +235,15 @@ def _reworded_end(
     return None
 
 
-def _usable(model: TextModel, text: str, known: Known) -> Cut | None:
-    """The longest cut that fits the text and may be continued there."""
-    best: Cut | None = None
-    digest = TextHash()
-    done = 0
+def _usable(model: TextModel, text: str, known: Known) -> tuple[Cut, TextHash] | None:
+    """The longest cut that fits the text and may be continued there, and the hash of the text before it."""
+    best: tuple[Cut, TextHash] | None = None
+    written = TextHash()
     for cut in known.cuts:
-        if cut.text_len > len(text) or digest.after(text[done : cut.text_len]) != cut.text_digest:
+        if cut.text_len > len(text) or written.after(text[written.n_chars : cut.text_len]) != cut.text_digest:
             break
-        done = cut.text_len
-        if _bounded(model, known.ids[: 4 * cut.n_ids], text, cut.text_len):
-            best = cut
+        if _bounded(model, known.ids[4 * cut.n_ids - 4 : 4 * cut.n_ids], text, cut.text_len):
+            best = cut, written.copy()
     return best
 
 

@@ -16,6 +16,7 @@ from emberline.weights.errors import BadCheckpoint
 
 MAX_ADDED_CHARS = 256  # of a special token's text; trie.py goes that deep
 OFF_LOOP_BYTES = 16 << 10  # longer text is tokenised off the event loop, by the caller
+WORDS_CHARS = 64 << 10  # longer text is tokenised at once: words would keep the interpreter from others for too long
 
 # Where the tokenizer puts a space before text by itself: nowhere, at the beginning, or after every special token too.
 PrefixSpace = Literal["never", "first", "always"]
@@ -74,7 +75,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool) -> bytes:
         """Ids of `text`, u32 little-endian, without a beginning-of-sequence token."""
-        if self._words is None or len(text) > OFF_LOOP_BYTES:
+        if self._words is None or len(text) > WORDS_CHARS:
             return _encode(self._parsing if special else self._plain, text)
         if not special:
             return self._encode_words(text)

@@ -39,6 +39,7 @@ class Speaker(ScriptedService):
         super().__init__()
         self.may_say = asyncio.Semaphore(0)
         self.began_at: list[int] = []  # the first token of every attempt
+        self.begun = asyncio.Event()  # there was one
         self.dies = asyncio.Event()
 
     async def generate(
@@ -49,6 +50,7 @@ class Speaker(ScriptedService):
         said = tokens.unpack(errand.so_far.token_ids) if errand.so_far is not None else []
         assert said == list(range(len(said)))
         self.began_at.append(len(said))
+        self.begun.set()
         yield Started(AGENT_USAGE)
         for token in range(len(said), len(AGENT)):
             await self._wait()
@@ -172,6 +174,8 @@ async def test_another_attempt_goes_on_behind_the_last_token(
         if death == "core":  # it writes nothing any more
             monkeypatch.setattr(attempt, "_tell", lambda task: asyncio.sleep(0))
         running = asyncio.create_task(attempt.run(speaker, Principal("local")))
+        async with asyncio.timeout(PATIENCE_S):
+            await speaker.begun.wait()
         speaker.say(n_said)
         n_told = await _until_told(here, response["id"], n_said)
         seen = await watched(speaker, there, response["id"], n_told - 1)

@@ -1,8 +1,12 @@
 """Reports correct our own account; they do not replace it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from emberline.balancer.witness import DISTRUST_S, MOST_S, implausible
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.witness import DISTRUST_S, MOST_S, SETTLE_S, implausible
+from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, fleet, keys, send, serve
 
@@ -84,6 +88,9 @@ def test_one_that_stays_at_zero_with_prompts_of_ours_is_not_believed() -> None:
         EngineLoad(utilisation=float("nan")),
         EngineLoad(utilisation=7.0),
         EngineLoad(steps=-3),
+        EngineLoad(running=1, running_batch=2),
+        EngineLoad(waiting=1, waiting_batch=2),
+        EngineLoad(running_batch=-1),
     ],
 )
 def test_what_cannot_be_is_contained_and_seen(lie: EngineLoad) -> None:
@@ -130,3 +137,83 @@ def test_a_prefill_endpoint_is_not_taken_to_have_the_work_of_others() -> None:
     balancer.report("e0", busy(1, 20_000), 1.0)
     assert wait_s(balancer, "e0", 1.0) == before_s
     assert balancer.snapshot(1.0).workers[0].foreign_active == 0
+
+
+def foreign(balancer: Balancer, now_s: float) -> int:
+    return balancer.snapshot(now_s).workers[0].foreign_active
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told apart", "not told apart"])
+def test_queued_work_that_just_came_is_not_taken_for_others(told: bool) -> None:
+    """The engine reports lines the moment it has them, sooner than we count on it."""
+    balancer = fleet("both", max_running=2)
+    for i in range(3):
+        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
+    queued = {"running_batch": 2, "waiting_batch": 1} if told else {}
+    balancer.report("e0", busy(2, 32, waiting=1, **queued), SETTLE_S / 2)
+    assert foreign(balancer, SETTLE_S / 2) == 0
+    assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True), SETTLE_S / 2).decode == "e0"
+
+
+def test_queued_work_of_another_core_makes_room_too() -> None:
+    balancer = fleet("both", max_running=2)
+    balancer.report("e0", busy(2, 0, waiting=9, running_batch=2, waiting_batch=9), 0.0)
+    assert foreign(balancer, 0.0) == 0
+    assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True)).decode == "e0"
+    balancer.report("e0", busy(2, 0, waiting=9, waiting_batch=9), 1.0)  # ours, and a request of theirs, which does not
+    with pytest.raises(Overloaded):
+        balancer.offer(ask(tokens=32, priority="flex", reject_if_busy=True), 1.0)
+
+
+def test_queued_work_that_we_gave_up_and_the_engine_still_has_is_in_nobodys_way() -> None:
+    balancer = fleet("both", max_running=2)
+    for i in range(2):
+        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
+        balancer.ended(f"b{i}", 1.0, "cancelled")
+    balancer.report("e0", busy(2, 0, running_batch=2), 1.0)
+    assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True), 1.0).decode == "e0"
+
+
+def test_ours_is_not_taken_for_anothers_once_it_has_begun() -> None:
+    """Until then a report may have counted another's in its place; then it is told apart, without a newer report."""
+    balancer = fleet("both", max_running=2)
+    balancer.report("e0", EngineLoad(), 0.0)
+    ours = [ask(tokens=32) for _ in range(2)]
+    for one in ours:
+        send(balancer, one, 1.0)
+    balancer.report("e0", busy(2, 64), 1.0 + SETTLE_S / 2)
+    assert foreign(balancer, 1.0 + SETTLE_S / 2) == 2
+    for one in ours:
+        balancer.began(one.id, 1.0 + SETTLE_S)
+        balancer.ended(one.id, 1.0 + SETTLE_S, "finished", 1)
+    assert foreign(balancer, 1.0 + SETTLE_S) == 0
+    assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True), 1.0 + SETTLE_S).decode == "e0"
+
+
+def test_others_stay_when_ours_begins() -> None:
+    balancer = fleet("both", max_running=16)
+    settled, fresh = ask(tokens=32), ask(tokens=32)
+    send(balancer, settled, 0.0)
+    send(balancer, fresh, 1.0)
+    balancer.report("e0", busy(7, 64), 1.0 + SETTLE_S / 2)
+    assert foreign(balancer, 1.0 + SETTLE_S / 2) == 6
+    balancer.began(settled.id, 1.0 + SETTLE_S)
+    assert foreign(balancer, 1.0 + SETTLE_S) == 6
+    balancer.began(fresh.id, 1.0 + SETTLE_S)
+    assert foreign(balancer, 1.0 + SETTLE_S) == 5
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
+def test_whose_is_whose(ours: int, queued: int, theirs: int, their_queued: int, n_waiting: int) -> None:
+    """Once the engine knows of all that we sent, what it tells is taken apart exactly."""
+    balancer = fleet("both", max_running=100, ahead_s=1e9)
+    for _ in range(ours):
+        send(balancer, ask(tokens=8))
+    for i in range(queued):
+        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=8), 0.0)
+    n_batch = queued + their_queued
+    waiting = min(n_waiting, n_batch)
+    running = ours + theirs + n_batch - waiting
+    load = busy(running, 0, running_batch=n_batch - waiting, waiting=waiting, waiting_batch=waiting)
+    balancer.report("e0", load, 1.0)
+    assert foreign(balancer, 1.0) == theirs

@@ -82,7 +82,16 @@ def test_the_load_tells_queued_work_that_waits_from_the_rest():
         bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
     bench.step()
     load = bench.scheduler.load()
-    assert (load.running, load.waiting, load.waiting_batch) == (1, 3, 2)
+    assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == (1, 3, 2, 0)
+
+
+def test_the_load_tells_queued_work_that_runs_from_the_rest():
+    bench = Bench(max_running=3)
+    for n, priority in enumerate([Priority.BATCH, Priority.FLEX, Priority.BATCH, Priority.BATCH]):
+        bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
+    bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == (3, 1, 1, 2)
 
 
 def paced(seconds_per_token: float):

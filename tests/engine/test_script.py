@@ -2,6 +2,7 @@ import pytest
 
 from emberline.engine.script import Script, countable, of_request, parse
 from emberline.protocol.errors import BadInput
+from emberline.protocol.tokens import pack
 
 from .fakes import request
 
@@ -21,14 +22,14 @@ def test_a_wrong_script_is_named(text):
 
 
 def test_words():
-    assert parse("").words([5, 2, 6], (2,)) == [5, 6]
-    assert parse("say=17.4.9").words([5], (2,)) == [17, 4, 9]
-    assert parse("say=count").words([5], (2,)) == []
+    assert parse("").words(pack([5, 2, 6]), (2,)) == [5, 6]
+    assert parse("say=17.4.9").words(pack([5]), (2,)) == [17, 4, 9]
+    assert parse("say=count").words(pack([5]), (2,)) == []
 
 
 def test_several_turns():
     script = parse("say=17.4/9")
-    assert [script.words([5], (2,), turn) for turn in range(3)] == [[17, 4], [9], [9]]
+    assert [script.words(pack([5]), (2,), turn) for turn in range(3)] == [[17, 4], [9], [9]]
 
 
 def test_counting_leaves_out_end_tokens():

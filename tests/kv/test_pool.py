@@ -69,3 +69,23 @@ def test_the_list_always_holds_exactly_the_unreferenced_blocks(operations):
         assert pool.n_free == len(free)
         assert pool.refs[1:] == list(refs.values())
         assert NULL_BLOCK not in free
+
+
+@given(st.lists(st.integers(1, 7), max_size=7, unique=True), st.lists(st.booleans(), min_size=7, max_size=7), st.data())
+def test_many_at_once_are_the_same_as_one_by_one(kept, worth, data):
+    one, many = BlockPool(8), BlockPool(8)
+    taken = [one.take() for _ in range(7)]
+    assert many.take_all(7) == taken
+    for block, is_worth in zip(taken, worth):
+        one.drop(block, worth_keeping=is_worth)
+    many.drop_all(taken, worth)
+    assert many.free_blocks() == one.free_blocks()
+    assert many.n_unheld(kept) == len(kept)
+    for block in kept:
+        one.hold(block)
+    many.hold_all(kept)
+    assert many.n_unheld(kept) == 0
+    n = data.draw(st.integers(0, one.n_free))
+    assert many.take_all(n) == [one.take() for _ in range(n)]
+    state = [(pool.free_blocks(), pool.refs, pool.n_free, pool.n_releases) for pool in (one, many)]
+    assert state[0] == state[1]

@@ -132,13 +132,15 @@ async def test_an_engine_that_died_early_is_replaced(service: Service, standin: 
 async def test_an_engine_that_hangs_is_not_healthy(
     service: Service, standin: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.2)
     monkeypatch.setattr("emberline.service.run.RESTART_WAIT_S", 0.2)
     task = asyncio.create_task(events_of(service, ask(session="standin:say=count,hang_after=1")))
-    await asyncio.sleep(0.1)
-    assert (await service.health()).ok
-    await asyncio.sleep(0.4)
-    assert not (await service.health()).ok
+    async with asyncio.timeout(PATIENCE_S):
+        while not in_flight(service):
+            await asyncio.sleep(0.005)
+        assert (await service.health()).ok
+        monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.2)
+        while (await service.health()).ok:
+            await asyncio.sleep(0.005)
     standin.stop()
     with pytest.raises(Unavailable):
         await task

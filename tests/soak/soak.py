@@ -22,7 +22,8 @@ from tests.soak.client import Client
 from tests.soak.victims import Killer, Server, command, free_port
 
 BATCH = 50  # lines; they come in step with the kills
-N_RUNNING = 8
+N_RUNNING = 16
+STUCK_S = 300.0  # without a line that ends: it never will
 RESTARTS = 10  # of PostgreSQL, over a run
 
 
@@ -102,16 +103,18 @@ class Soak:
 
     def _finish(self) -> int:
         """Until every batch has ended and no letter is dead: what died of our kills is not at fault."""
-        n_replayed, end_s = 0, time.monotonic() + max(600.0, self.n_submitted * 0.1)
+        n_replayed, n_before, moved_s = 0, -1, time.monotonic()
         while True:
-            counts = [self.client.batch(batch_id) for batch_id in self.asked]
-            if all(batch["status"] == "completed" for batch in counts):
-                left = sum(batch["request_counts"]["total"] - batch["request_counts"]["completed"] for batch in counts)
-                if not left:
-                    return n_replayed
+            batches = [self.client.batch(batch_id) for batch_id in self.asked]
+            n_done = sum(batch["request_counts"]["completed"] for batch in batches)
+            if n_done == self.n_submitted and all(batch["status"] == "completed" for batch in batches):
+                return n_replayed
+            if n_done != n_before:
+                n_before, moved_s = n_done, time.monotonic()
+            if all(batch["status"] == "completed" for batch in batches):
                 n_replayed += self.client.replay_dead()
-            assert time.monotonic() < end_s, f"not done: {[(b['status'], b['request_counts']) for b in counts]}"
-            time.sleep(0.2)
+            assert time.monotonic() < moved_s + STUCK_S, f"stuck: {n_done} of {self.n_submitted} lines are done"
+            time.sleep(1.0)
 
 
 def _line(custom_id: str, text: str) -> dict[str, Any]:

@@ -59,3 +59,14 @@ def test_text_hashes_by_content_not_by_pieces(pieces):
 def test_fields_do_not_run_into_each_other():
     one, other = Message("user", "xny"), Message("user", "x", name="y")
     assert chain_digests([one]) != chain_digests([other])
+
+
+def test_a_copied_text_hash_goes_its_own_way():
+    first = TextHash()
+    first.after("one ")
+    second = first.copy()
+    assert second == first
+    assert second.n_chars == 4
+    assert second.after("two") == TextHash().after("one two")
+    assert first.after("three") == TextHash().after("one three")
+    assert second != first

@@ -78,6 +78,19 @@ def test_the_next_turn_reuses_the_last_one_whole(smol):
     assert smol.decode(second.ids, special=True) == smol.decode(whole.ids, special=True)
 
 
+def test_what_was_known_is_remembered_as_if_it_were_new(smol):
+    chat = Chat(smol)
+    for text in ("one", "two", "three"):
+        prompt, whole = chat.ask(text)
+        assert prompt.ids == whole.ids
+        reply = Message("assistant", text * 2)
+        told = (_request(chat.messages), reply, smol.encode(text * 2, special=False))
+        assert prompt_entry(smol, prompt) == prompt_entry(smol, whole) is not None
+        assert reply_entry(smol, told[0], prompt, *told[1:]) == reply_entry(smol, told[0], whole, *told[1:]) is not None
+        chat.reply(told[2])
+    assert prompt.n_known > 0
+
+
 def test_a_retry_reuses_the_prompt(smol):
     chat = Chat(smol)
     first, _ = chat.ask("hi")

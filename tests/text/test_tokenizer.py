@@ -1,3 +1,4 @@
+import random
 import unicodedata
 
 import pytest
@@ -10,7 +11,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.tokens import unpack
 from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.model import TextModel
-from emberline.text.tokenizer import OFF_LOOP_BYTES, Tokenizer
+from emberline.text.tokenizer import OFF_LOOP_BYTES, WORDS_CHARS, Tokenizer
 from emberline.weights.errors import BadCheckpoint
 from emberline.weights.gguf import GGUFFile
 from tests.text.chats import FAMILIES, family
@@ -137,6 +138,19 @@ def test_long_text_is_tokenised_as_short_text_is():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_long_text_is_the_same_however_much_of_it_is_new(name):
+    tokenizer = family(name).tokenizer
+    draw = random.Random(name)
+    rare = " ".join("".join(draw.choices("abcdefgh\n", k=draw.randint(1, 12))) for _ in range(3000))
+    special = min(tokenizer.special, key=len)
+    for text in (rare, rare.replace("a", "e "), special.join([rare[:9000], rare[9000:]])):
+        assert OFF_LOOP_BYTES < len(text) <= WORDS_CHARS
+        whole = tokenizer._parsing.encode(text, add_special_tokens=False).ids
+        for _ in range(3):  # more of it is learned each time
+            assert unpack(tokenizer.encode(text, special=True)) == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_marked_special_token_is_ordinary_text(name):
     model = family(name)
     tokenizer = model.tokenizer
@@ -167,7 +181,7 @@ def test_beginning_of_sequence_is_never_doubled():
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("length", [1, OFF_LOOP_BYTES])
+@pytest.mark.parametrize("length", [1, OFF_LOOP_BYTES, WORDS_CHARS])
 def test_lone_surrogates_are_refused(special, length):
     with pytest.raises(BadInput, match="surrogate"):
         family("chatml").encode("x" * length + "\ud800", special=special)

@@ -1,6 +1,6 @@
 from hypothesis import given
 
-from emberline.text.words import MAX_WORD_CHARS, MAX_WORDS, Words
+from emberline.text.words import FEW, MAX_WORD_CHARS, MAX_WORDS, Words
 from tests.text.strategies import snippets
 
 
@@ -38,6 +38,25 @@ def test_a_word_is_tokenised_once():
     for _ in range(3):
         words.encode("again and again")
     assert asked == ["again", " and", " again"]
+
+
+def test_new_text_is_tokenised_at_once_and_its_common_words_are_learned():
+    words, asked = _words()
+    text = " often" * 3 + "".join(f" w{n}" for n in range(100))
+    assert words.encode(text) == text.encode()
+    assert asked[0] == " often"
+    assert asked[-1] == text
+    assert len(asked) == FEW + len(text) // 256 + 1
+    asked.clear()
+    assert words.encode(text) == text.encode()
+    assert asked[-1] == text, "most of it is still new"
+    assert " often" not in asked
+    while asked[-1:] == [text]:
+        asked.clear()
+        assert words.encode(text) == text.encode()
+    asked.clear()
+    assert words.encode(text) == text.encode()
+    assert not asked, "by and by all of it is learned"
 
 
 def test_tokens_that_a_cut_would_split():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.protocol import tokens
-from emberline.protocol.blockhash import BLOCK_BYTES, DIGEST_BYTES, root
+from emberline.protocol.blockhash import BLOCK_BYTES, DIGEST_BYTES, root, split
 from emberline.protocol.frames import KVEvents
 
 MAX_BLOCKS = 4 << 20  # of one server; beyond that it is not to be believed
@@ -104,7 +104,7 @@ class KVFeed:
             raise BadEvents("a BlockStored whose token_ids are no token ids") from None
         keys, chain, rest = _extend(above.chain, packed)
         block = self._blocks[name] = _Block(chain, rest, keys)
-        for key in _split(keys):
+        for key in split(keys):
             self._held[key] += 1
             if self._held[key] == 1:
                 fresh.append(key)
@@ -119,7 +119,7 @@ class KVFeed:
         lost: list[bytes] = []
         for block_hash in hashes:
             block = self._blocks.pop(_name(block_hash), None)
-            for key in _split(block.keys) if block is not None else ():
+            for key in split(block.keys) if block is not None else ():
                 self._held[key] -= 1
                 if not self._held[key]:
                     del self._held[key]
@@ -163,7 +163,3 @@ def _extend(chain: bytes, packed: bytes) -> tuple[bytes, bytes, bytes]:
         chain = blake2b(packed[start : start + BLOCK_BYTES], key=chain, digest_size=DIGEST_BYTES).digest()
         keys += chain
     return bytes(keys), chain, packed[n_full:]
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[start : start + DIGEST_BYTES] for start in range(0, len(keys), DIGEST_BYTES)]

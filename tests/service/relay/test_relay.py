@@ -1,6 +1,7 @@
 """Requests to other people's servers, through the real core: what comes out, what is counted, what is left."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
@@ -14,13 +15,19 @@ from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Priority
 from emberline.service.errand import Errand
 from emberline.service.gathering import gather
-from tests.service.relay.conftest import LONG, PRINCIPAL, Bench, Opener, request
+from tests.service.relay.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
 
 
 def expected(text: str = LONG, n: int = 50) -> str:
     return "".join(Prompt({"messages": [{"role": "user", "content": text}]}).words(n))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
@@ -160,9 +167,9 @@ async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Open
         async for event in events:
             if isinstance(event, TextDelta):
                 break
-    await asyncio.sleep(0.1)
-    assert made.standins["a"].n_aborted == 1
-    assert made.standins["a"].running == 0
+    standin = made.standins["a"]
+    await until(lambda: standin.n_aborted > 0 and not standin.running)
+    assert standin.n_aborted == 1
     assert [row[1] for row in await made.rows()] == ["cancelled"]
     assert await made.idle()
 
@@ -172,25 +179,22 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
     made = await bench(("p", "vllm", "prefill"), ("d", "vllm", "decode"))
     prefill, decode = made.standins["p"], made.standins["d"]
     pool = made.relay._servers["d"].pool
-    dial, gate = pool._dial, asyncio.Event()
+    dial, dialled, gate = pool._dial, asyncio.Event(), asyncio.Event()
 
     async def slow_dial():  # type: ignore[no-untyped-def]
+        dialled.set()
         await gate.wait()
         return await dial()
 
     pool._dial = slow_dial  # type: ignore[method-assign]
     task = asyncio.create_task(answer(made, request()))
-    while not prefill.meetings.leased:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(prefill.meetings.leased) and dialled.is_set())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert prefill.meetings.leased
     gate.set()
-    async with asyncio.timeout(5):
-        while prefill.meetings.leased:
-            await asyncio.sleep(0.01)
+    await until(lambda: not prefill.meetings.leased)
     assert decode.requests[-1]["max_tokens"] == 1
     assert [row[1] for row in await made.rows()] == ["cancelled"]
     assert await made.idle()
@@ -203,8 +207,9 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
     monkeypatch.setattr("emberline.balancer.http.upstream.ANSWER_S", 0.1)
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(hang=True), b=Script(hang=True))
     task = asyncio.create_task(answer(made, request()))
-    await asyncio.sleep(0.2)
-    used = next(name for name, server in made.relay._servers.items() if server.pool.n_connections)
+    servers = made.relay._servers
+    await until(lambda: any(server.pool.n_connections for server in servers.values()))
+    used = next(name for name, server in servers.items() if server.pool.n_connections)
     other = made.standins["b" if used == "a" else "a"]
     other.script = Script()
     made.standins[used].script = Script(hang=True, sick=True)
