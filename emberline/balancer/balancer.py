@@ -190,8 +190,12 @@ class Balancer:
         if worker is None or not worker.connected or worker.stalled:
             raise Unavailable(f"engine {ask.engine} is not there any more", retry_after_s=1)
         self._release(ask.id, ask.lost, now_s)
-        need = self._need(ask, self._pool(ask.model), [worker])
-        return self._charge(ask, Choice(worker, worker, None), need, now_s, batch=True)
+        pool = self._pool(ask.model)
+        need = self._need(ask, pool, [worker])
+        choice = pool.paired(worker, need, now_s)
+        if choice is None:
+            raise Unavailable(f"no prefill endpoint is there for engine {ask.engine}", retry_after_s=1)
+        return self._charge(ask, choice, need, now_s, batch=True)
 
     def prefilled(self, request_id: str, now_s: float) -> None:
         """Its prompt is computed and handed on; the first token is another's."""

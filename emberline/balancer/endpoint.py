@@ -19,6 +19,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Role = "both"
     kind: Kind = "emberline"
     models: tuple[str, ...] = ()
+    alone: bool = True  # it can compute prompts; where not, it draws tokens beside a prefill endpoint only
 
     def split(self) -> tuple[str | None, str, int]:
         """(path, "", 0) of a Unix socket, (None, host, port) of a TCP one."""

@@ -142,7 +142,7 @@ class Calmest:
         costs = [
             worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
             + worker.streams_step_s * need.output_tokens
-            + min(here_s(worker, need, now_s), need.there_s + moved_s(worker, need))
+            + ready_s(worker, need, now_s)
             + self._others * worker.crowd(now_s) * need.prefill_s(worker)
             for worker in candidates
         ]
@@ -211,6 +211,12 @@ def beside(worker: Worker, now_s: float) -> float:
     account = worker.account
     streams_s = worker.decode_pace.scale * worker.cost.decode_step_s(account.active, account.decode_tokens)
     return 1.0 if 2 * streams_s >= BESIDE_S else streams_s / (BESIDE_S - streams_s)
+
+
+def ready_s(worker: Worker, need: Need, now_s: float) -> float:
+    """Until a decode endpoint has the prompt, one way or the other."""
+    there_s = need.there_s + moved_s(worker, need)
+    return min(here_s(worker, need, now_s), there_s) if worker.endpoint.alone else there_s
 
 
 def here_s(worker: Worker, need: Need, now_s: float) -> float:

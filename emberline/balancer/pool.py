@@ -31,19 +31,20 @@ class Pool:
         self._alone = make_policy(settings)  # where whoever draws the tokens computes the prompt too
         self._prefill = make_policy(settings)
         self._decode = make_decode_policy(settings)
+        self._able: list[Worker] = []
         self._ready: tuple[list[Worker], list[Worker]] = ([], [])
 
     def refresh(self) -> None:
         """Something about an endpoint's health has changed."""
-        self._ready = self._apart([worker for worker in self.workers if worker.ready])
+        self._able = [worker for worker in self.workers if worker.ready]
+        self._ready = self._apart(self._able)
 
     def candidates(self, avoid: Sequence[str]) -> tuple[list[Worker], list[Worker]]:
         """For drawing tokens, and for prompts alone. Whoever is to be avoided, is stuck or fails comes in only when
         nobody else is there."""
         decoders, prefillers = self._ready
         if avoid:
-            decoders = [worker for worker in decoders if worker.name not in avoid]
-            prefillers = [worker for worker in prefillers if worker.name not in avoid]
+            decoders, prefillers = self._apart([worker for worker in self._able if worker.name not in avoid])
         if decoders:
             return decoders, prefillers
         connected = [worker for worker in self.workers if worker.connected and not worker.draining]
@@ -66,6 +67,13 @@ class Pool:
             return Choice(decode, prefill, prefill)
         return Choice(decode, prefill, None)
 
+    def paired(self, decode: Worker, need: Need, now_s: float) -> Choice | None:
+        """The pair of a given decode endpoint. None: it needs another for the prompt, and none is there."""
+        if decode.endpoint.alone:
+            return Choice(decode, decode, None)
+        prefillers = self.candidates(())[1]
+        return Choice(decode, self._prefill.choose(prefillers, need, now_s), None) if prefillers else None
+
     def ended(self, output_tokens: int) -> None:
         self.output_tokens += _SMOOTHING * (output_tokens - self.output_tokens)
 
@@ -79,6 +87,8 @@ class Pool:
         """Whether the decode endpoint computes the prompt itself: when that is little, or when it is done with it, and
         every stream that it holds up meanwhile made good for, before the prefill endpoint would be: a conversation's
         cache lives where it is decoded, and prefill endpoints may have lost it."""
+        if not decode.endpoint.alone:
+            return False
         if need.tokens - need.cached(decode) <= self._settings.local_tokens:
             return True
         return here_s(decode, need, now_s) < need.there_s + moved_s(decode, need)
@@ -94,5 +104,6 @@ class Pool:
         return self._prefill.holds and worker.wait_s(now_s) > self._settings.ahead_s
 
     def _apart(self, workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+        prefillers = [worker for worker in workers if worker.endpoint.role == "prefill"]
         decoders = [worker for worker in workers if worker.endpoint.role != "prefill"]
-        return decoders, [worker for worker in workers if worker.endpoint.role == "prefill"]
+        return decoders if prefillers else [worker for worker in decoders if worker.endpoint.alone], prefillers

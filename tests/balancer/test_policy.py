@@ -1,10 +1,14 @@
 from collections import Counter
 
+import msgspec
 import pytest
 
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity
 from emberline.balancer.pace import Pace
 from emberline.balancer.policy import LOST, LOST_S, Cheapest, Need
 from emberline.balancer.settings import DEFAULTS
+from emberline.protocol.errors import Unavailable
 from emberline.protocol.layout import BLOCK_TOKENS
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 
@@ -250,6 +254,22 @@ def test_decode_alone_serves_when_no_prefill_is_there_and_prefill_alone_does_not
     balancer = fleet("prefill")
     with pytest.raises(Exception, match="no engine of m"):
         balancer.offer(ask(), 0.0)
+
+
+def test_who_cannot_compute_prompts_is_never_asked_to() -> None:
+    """However few tokens they are; not by a request, nor by queued work."""
+    balancer = Balancer()
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        made = msgspec.structs.replace(endpoint(name, role), alone=role != "decode")
+        balancer.join(made, Capacity(max_running=4), 0.0)
+    short, line = ask(keys(("c", 2))), ask(keys(("c", 2)), engine="d")
+    assert send(balancer, short).prefill == "p"
+    assert balancer.place(line, 0.0).prefill == "p"
+    balancer.leave("p", 1.0)
+    with pytest.raises(Unavailable):
+        balancer.offer(ask(keys(("c", 2))), 1.0)
+    with pytest.raises(Unavailable):
+        balancer.place(ask(engine="d"), 1.0)
 
 
 def test_each_pool_is_balanced_by_its_own_load() -> None:

@@ -35,6 +35,7 @@ class BadAnswer(Exception):
 
 class Adapter(Protocol):
     cached_from_prefill: bool  # decode does not know, or lies about, what prefill found in its cache
+    decodes_alone: bool  # a decode server computes a prompt itself when it is told of no prefill
 
     def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
         """Bodies for both legs; every call draws fresh ids, so a retry never meets the leavings of the try before."""

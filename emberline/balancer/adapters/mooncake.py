@@ -9,6 +9,7 @@ from emberline.balancer.adapters.prefill_leg import prefill_leg
 
 class Mooncake:
     cached_from_prefill = True
+    decodes_alone = True
 
     def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
         transfer = f"xfer-{secrets.token_hex(16)}"

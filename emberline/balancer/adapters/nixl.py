@@ -17,6 +17,7 @@ _KEEP_BLOCKS = {
 
 class NixlPull:
     cached_from_prefill = True
+    decodes_alone = True
 
     def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
         return Plan(prefill_leg(request, kv_transfer_params=_KEEP_BLOCKS), request, "serial")

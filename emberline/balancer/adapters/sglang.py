@@ -10,6 +10,7 @@ ROOMS = 1 << 63
 
 class SGLang:
     cached_from_prefill = False  # decode reports it
+    decodes_alone = False  # it refuses requests without a room
 
     def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
         host, _, port = prefill.bootstrap.rpartition(":")

@@ -8,6 +8,7 @@ from emberline.balancer.adapters.prefill_leg import prefill_leg
 
 class SharedStore:
     cached_from_prefill = True
+    decodes_alone = True
 
     def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
         return Plan(prefill_leg(request), request, "serial")

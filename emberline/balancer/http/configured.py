@@ -24,10 +24,11 @@ def _server(config: EndpointConfig) -> Server:
         parse(config.url)
     except ValueError as error:
         raise wrong(f"url: {error}") from None
-    if config.transfer and adapter_for(config.kind, config.transfer) is None:
+    adapter = adapter_for(config.kind, config.transfer)
+    if config.transfer and adapter is None:
         known = ", ".join(transfers_of(config.kind)) or "none"
         raise wrong(f"transfer {config.transfer!r} is not known for kind {config.kind!r}; there are {known}")
-    if config.role != "both" and adapter_for(config.kind, config.transfer) is None:
+    if config.role != "both" and adapter is None:
         raise wrong(f"servers of kind {config.kind!r} cannot be told to work in pairs: leave role out")
     if config.bootstrap and not config.bootstrap.rpartition(":")[2].isdecimal():
         raise wrong(f"bootstrap is host:port, not {config.bootstrap!r}")
@@ -44,6 +45,7 @@ def _server(config: EndpointConfig) -> Server:
             role=config.role,
             kind=config.kind,
             models=config.models,
+            alone=config.role != "decode" or adapter is None or adapter.decodes_alone,
         ),
         transfer=config.transfer,
         bootstrap=config.bootstrap,

@@ -9,7 +9,7 @@ from emberline.cluster.standin_openai.server import Standin
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    standin = await Standin(args.kind, args.model, parse(args.script)).start(args.port)
+    standin = await Standin(args.kind, args.model, parse(args.script), args.apart).start(args.port)
     print(json.dumps({"ready": True, "port": standin.port}), flush=True)
     await asyncio.Event().wait()
 
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=["openai", "vllm", "sglang"], default="openai")
     parser.add_argument("--model", default="standin")
     parser.add_argument("--script", default="")
+    parser.add_argument("--apart", action="store_true", help="SGLang's prefill or decode half")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(parser.parse_args()))
 

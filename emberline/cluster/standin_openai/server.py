@@ -30,8 +30,11 @@ class Failed(Exception):
 class Standin:
     """One server. Its meeting point (NIXL's side channel, the bootstrap server) is the same port."""
 
-    def __init__(self, kind: Kind = "openai", model: str = "standin", script: Script | None = None) -> None:
+    def __init__(
+        self, kind: Kind = "openai", model: str = "standin", script: Script | None = None, apart: bool = False
+    ) -> None:
         self.kind = kind
+        self.apart = apart  # started as SGLang's half of a pair: it takes no request without a room
         self.model = model
         self.script = script or Script()
         self.engine_id = uuid.uuid4().hex
@@ -249,6 +252,9 @@ class Completion:
             await self._decode(params)
         elif "bootstrap_room" in body:
             await self._bootstrap()
+        elif standin.apart:
+            standin.violations.append("no room")
+            raise Failed(400, "a disaggregated server needs bootstrap_room")
         else:
             self._cached = standin.cache.cached_tokens(self._prompt)
 

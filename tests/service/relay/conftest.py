@@ -91,17 +91,23 @@ Opener = Callable[..., Awaitable[Bench]]
 async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    async def make(*servers: tuple[str, Kind, str], transfer: str = "", **scripts: Script) -> Bench:
-        standins = {name: await Standin(kind, MODEL, scripts.get(name)).start() for name, kind, _ in servers}
+    async def make(
+        *servers: tuple[str, Kind, str], transfer: str = "", paired: bool = True, **scripts: Script
+    ) -> Bench:
+        standins = {}
+        for name, kind, role in servers:
+            apart = kind == "sglang" and role != "both" and transfer in ("", "bootstrap")
+            standins[name] = await Standin(kind, MODEL, scripts.get(name), apart).start()
         upstreams = [
             Upstream(
                 Server(
                     endpoint=Endpoint(
                         name=name,
                         address=standins[name].url,
-                        role=role,
+                        role=role,  # type: ignore[arg-type]
                         kind=kind,
-                        models=(MODEL,),  # type: ignore[arg-type]
+                        models=(MODEL,),
+                        alone=not (standins[name].apart and role == "decode"),
                     ),
                     transfer=transfer,
                     bootstrap=f"127.0.0.1:{standins[name].port}",
@@ -112,8 +118,10 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         store = await open_store(tmp_path / "db")
         responses = Responses(store, 30)
         fleet = Fleet({MODEL: upstreams})
-        gate = PairGate(Balancer())
-        gate.roles = {name: role for name, _, role in servers}
+        gate = Gate(Balancer())
+        if paired:
+            gate = PairGate(Balancer())
+            gate.roles = {name: role for name, _, role in servers}
         for upstream in upstreams:
             gate.watch(upstream, [MODEL])
         core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, 0.5))

@@ -92,6 +92,16 @@ async def test_a_prefill_server_that_fails_is_replaced(
     assert await made.idle()
 
 
+async def test_a_half_of_sglangs_pair_is_never_asked_alone(bench: Opener) -> None:
+    made = await bench(("p", "sglang", "prefill"), ("d", "sglang", "decode"), paired=False)
+    for number in range(3):  # a handful of tokens, and cached where they are drawn: others would compute them there
+        found = await answer(made, request("hello", f"r{number}"))
+        assert found.choices[0].text == expected("hello")
+    assert [standin.violations for standin in made.standins.values()] == [[], []]
+    assert len(made.standins["p"].requests) == len(made.standins["d"].requests) == 3
+    assert await made.idle()
+
+
 async def test_a_decode_server_that_dies_before_its_first_token_is_replaced(bench: Opener) -> None:
     made = await bench(
         *(("p", "vllm", "prefill"), ("d1", "vllm", "decode"), ("d2", "vllm", "decode")),
