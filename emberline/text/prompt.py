@@ -162,9 +162,9 @@ def turn_entries(
 
 
 def _entry(prompt: Prompt, ids: bytes, text: str, text_len: int) -> Entry:
-    """`text` begins as the prompt's does: what of that was known is hashed already."""
-    written = prompt.written.copy()
-    assert written.n_chars <= text_len
+    """`text` begins as the prompt's does: what of that was known is hashed already, unless it is more than `text_len`:
+    a reply's text, as the template rewords it, may go on behind its last special token."""
+    written = prompt.written.copy() if prompt.written.n_chars <= text_len else TextHash()
     return Entry(ids, text_len, written.after(text[written.n_chars : text_len]))
 
 

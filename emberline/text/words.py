@@ -59,8 +59,9 @@ def _cutter(uncuttable: str) -> re.Pattern[str]:
     """Finds words: an optional leading space, text, and on over any white space that is not a cut.
 
     A cut lies before ` x` when what precedes is neither white space nor uncuttable, and in `x\\ny` before `y`.
-    What has matched never has to be given back for the rest to match, so nothing is kept for trying again.
+    What has matched never has to be given back for the rest to match, so nothing is kept for trying again. The groups
+    are in an atomic one, for Python before 3.11.5 loses characters in possessive repeats of groups.
     """
     no_cut = f"(?<=[{re.escape(uncuttable)}]) (?=\\S)|" if uncuttable else ""
     gap = rf"(?:{no_cut}[^\S ]\s*+| \s++| \Z)"
-    return re.compile(rf"(?: ?\S++|\s++(?:(?<!\S\n)\S++)?)(?:{gap}(?:(?<!\S\n)\S++)?)*+")
+    return re.compile(rf"(?: ?\S++|\s++(?:(?<!\S\n)\S++)?)(?>(?:{gap}(?:(?<!\S\n)\S++)?)*)")

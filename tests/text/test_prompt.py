@@ -289,3 +289,17 @@ def test_text_is_not_continued_between_ordinary_tokens():
     ids = model.encode(text, special=True)
     known = Known(ids, (Cut(len(ids) // 4, len(text), TextHash().after(text)),))
     assert build_prompt(model, request, known) == prompt
+
+
+def test_what_is_known_may_go_on_behind_the_last_special_token():
+    """As a reply does whose calls the template writes with a line break behind them."""
+    chatml = family("chatml")
+    model = TextModel(chatml.tokenizer, type(chatml.template)("<|im_start|>\n{{ messages[0].content }}"))
+    text = "<|im_start|>\n"
+    ids = model.encode("<|im_start|>", special=True)
+    known = Known(ids, (Cut(1, len(text), TextHash().after(text)),))
+    prompt = build_prompt(model, _request([Message("user", "hi")]), known)
+    assert prompt.n_known == 1
+    entry = prompt_entry(model, prompt)
+    assert (entry.ids, entry.text_len) == (ids, len(text) - 1)
+    assert entry.text_digest == TextHash().after(text[:-1])
