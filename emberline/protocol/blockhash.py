@@ -37,7 +37,7 @@ def extend(digests: list[bytes], chain_root: bytes, token_ids: bytes | bytearray
 
 
 def split(keys: bytes) -> list[bytes]:
-    """The digests that lie end to end in `keys`, thousands at a time."""
+    """The digests that lie end to end in `keys`; there may be thousands."""
     n_many = len(keys) // _MANY.size * _MANY.size
     rest = [keys[at : at + DIGEST_BYTES] for at in range(n_many, len(keys), DIGEST_BYTES)]
     return [*joined.from_iterable(_MANY.iter_unpack(keys[:n_many])), *rest]
