@@ -196,11 +196,12 @@ class Puller:
             for model in self._emptying - suspects:
                 self._emptying.discard(model)
                 self._grants.call_off(model)
-            soon = [await self._run_alone(model) for model in suspects if not self._stop.is_set()]
+            others = {depth.model for depth in depths if depth.n_queued > depth.n_quarantined}
+            soon = [await self._run_alone(model, model in others) for model in suspects if not self._stop.is_set()]
             await asyncio.sleep((ROOM_S if any(soon) else LOOK_S) * random.uniform(0.75, 1.25))
 
-    async def _run_alone(self, model: str) -> bool:
-        """Whether to look again soon: an engine is being emptied, or there may be another one."""
+    async def _run_alone(self, model: str, others: bool) -> bool:
+        """Whether to look again soon: an engine is being emptied, or there may be another one. `others`: wait too."""
         grant = self._grants.issue_alone(model)
         if grant is None:
             self._emptying.add(model)
@@ -218,8 +219,8 @@ class Puller:
         began_s = asyncio.get_running_loop().time()
         task = self._begin(leases[0], grant)
         await asyncio.wait([task])
-        took_s = asyncio.get_running_loop().time() - began_s
-        await asyncio.sleep(took_s)  # the others' turn
+        if others:
+            await asyncio.sleep(asyncio.get_running_loop().time() - began_s)  # their turn
         return True
 
 
