@@ -68,7 +68,7 @@ class Client:
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def replay_dead(self) -> int:
-        dead = {letter["batch"] for letter in self.get("/api/queue?dead=1000")["dead"]}
-        for batch_id in dead:
+        letters = self.get("/api/queue?dead=1000")["dead"]
+        for batch_id in {letter["batch"] for letter in letters}:
             self.post("/api/queue/replay", {"batch": batch_id})
-        return len(dead)
+        return len(letters)
