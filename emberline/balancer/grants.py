@@ -100,6 +100,8 @@ class Room:
         if n_steps <= 0 or elapsed_s > 5 * _LOOK_S:
             return  # it was idle, or begins anew
         self.step_s.add(elapsed_s / n_steps, now_s)
+        if now_s - self._sync_s >= QUIET_S:
+            return  # nobody who could mind: what was learnt is kept for the next who comes
         if self.granted and self._slow(now_s):
             self._cap = max(min(self._cap, self._share) * _SLOWER, FLOOR)
         else:
@@ -107,10 +109,9 @@ class Room:
 
     def _slow(self, now_s: float) -> bool:
         mixed, alone = self._first_s[True], self._first_s[False]
-        late = mixed.known(now_s) and alone.known(now_s) and mixed.value > alone.value + STEP_S
+        # By its mean: the unlucky wait twice as long.
+        late = mixed.known(now_s) and alone.known(now_s) and mixed.value > alone.value + STEP_S / 2
         utilisation = self.member.load.utilisation
-        if now_s - self._sync_s >= QUIET_S:
-            return False  # nobody who could mind
         full = utilisation is not None and utilisation > BUSY
         return late or full or self.step_s.value > STEP_S
 

@@ -24,7 +24,7 @@ from emberline.protocol.layout import BLOCK_TOKENS
 from emberline.protocol.request import EngineRequest, Priority
 from emberline.protocol.tokens import pack
 
-POLITE_S = 0.04  # of a step with nothing but queued work in it: what a request that arrives now may have to wait for
+POLITE_S = 0.02  # of prompts in a step with nothing but queued work: a request that arrives now waits for its end
 QUIET_STEPS = 512  # without another's request: then queued work need not be polite
 PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
 STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
