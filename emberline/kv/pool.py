@@ -34,7 +34,7 @@ class BlockPool:
 
     def take_all(self, n: int) -> list[int]:
         """So many of them, from the head of the list on."""
-        assert n <= self.n_free, "take() from an empty pool: check n_free first"
+        assert 0 <= n <= self.n_free, f"{n} of {self.n_free} free blocks: check n_free first"
         refs, following = self.refs, self._next
         blocks, block = [], following[NULL_BLOCK]
         for _ in range(n):

@@ -2,6 +2,8 @@
 
 from math import inf
 
+import pytest
+
 from emberline.engine import scheduler as module
 from emberline.engine.loop import StepLoop
 from emberline.engine.pace import Pace, Work
@@ -76,22 +78,20 @@ def test_one_that_found_no_place_for_long_is_ranked_with_the_others(monkeypatch)
     assert order.index("asked 1") < order.index("queued 1")
 
 
-def test_the_load_tells_queued_work_that_waits_from_the_rest():
-    bench = Bench(max_running=1)
-    for n, priority in enumerate([Priority.DEFAULT, Priority.FLEX, Priority.BATCH, Priority.BATCH]):
+@pytest.mark.parametrize(
+    ("places", "classes", "told"),
+    [
+        (1, (Priority.DEFAULT, Priority.FLEX, Priority.BATCH, Priority.BATCH), (1, 3, 2, 0)),
+        (3, (Priority.BATCH, Priority.FLEX, Priority.BATCH, Priority.BATCH), (3, 1, 1, 2)),
+    ],
+)
+def test_the_load_tells_queued_work_from_the_rest(places, classes, told):
+    bench = Bench(max_running=places)
+    for n, priority in enumerate(classes):
         bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
     bench.step()
     load = bench.scheduler.load()
-    assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == (1, 3, 2, 0)
-
-
-def test_the_load_tells_queued_work_that_runs_from_the_rest():
-    bench = Bench(max_running=3)
-    for n, priority in enumerate([Priority.BATCH, Priority.FLEX, Priority.BATCH, Priority.BATCH]):
-        bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
-    bench.step()
-    load = bench.scheduler.load()
-    assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == (3, 1, 1, 2)
+    assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == told
 
 
 def paced(seconds_per_token: float):
