@@ -4,13 +4,14 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from operator import attrgetter
 
 import msgspec
 
 from emberline.engine import drawing, masking
 from emberline.engine.limits import Limits
-from emberline.engine.pace import Pace, Work
+from emberline.engine.pace import OVERLOAD, Pace, Work
 from emberline.engine.plan import Admission, Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
 from emberline.engine.traffic import Traffic
@@ -70,6 +71,7 @@ class Scheduler:
         self._next_deadline_s = float("inf")
         self._asked_step = -QUIET_STEPS  # when a request that is not queued work was last here
         self._n_paused = 0  # steps in a row that queued work let pass
+        self._streaming_since: float = inf  # the step at which the first of those that decode had begun
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
 
@@ -122,6 +124,7 @@ class Scheduler:
         grammars = self._grammars if request.push is None else None
         pending = grammars.request(request.grammar) if request.grammar and grammars else None
         seq = Sequence(request, self._n_arrived, self.limits, self._fingerprint, self._cache.table(), now_s, pending)
+        seq.came_step = self._totals.steps
         seq.thinks = drawing.still_thinks(seq)
         self._n_arrived += 1
         self._by_id[request.id] = self._by_number[seq.number] = seq
@@ -229,6 +232,7 @@ class Scheduler:
         self._displace()
         paused = self._pauses()
         prefills = []
+        self._streaming_since = inf
         for seq in tuple(self._running):
             if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
                 continue  # made room for one before it, or lets prompts of others pass
@@ -238,6 +242,8 @@ class Scheduler:
                 prefills.append(seq)
             elif not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
+                if seq.urgency != Priority.BATCH:  # nobody watches queued work
+                    self._streaming_since = min(self._streaming_since, seq.began_step)
         self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
@@ -360,14 +366,17 @@ class Scheduler:
     def _room(self, plan: StepPlan, prefills: list[Sequence]) -> int:
         """Tokens that the step may have in all."""
         budget = self.limits.token_budget
-        if self._pace is None or plan.rows:
+        if self._pace is None:
             return budget
-        wanted = 0
+        wanted, slots = plan.n_tokens, len(self._free_slots)
         for seq in prefills:
-            known = self._match(seq) * BLOCK_TOKENS if seq.slot == WAITING else seq.n_computed
-            wanted += seq.n_tokens - known
-            if wanted >= budget:
+            waits = seq.slot == WAITING
+            slots -= waits
+            if slots < 0 or wanted >= budget:
                 break
+            if self._slack(seq) >= OVERLOAD:
+                known = self._match(seq) * BLOCK_TOKENS if waits else seq.n_computed
+                wanted += seq.n_tokens - known
         return self._pace.room(wanted, budget)
 
     def _left(self, left: int, work: Work, seq: Sequence) -> int:
@@ -376,8 +385,18 @@ class Scheduler:
             return left
         if seq.urgency == Priority.BATCH and self._totals.steps - self._asked_step < QUIET_STEPS:
             left = self._pace.within(POLITE_S, work, seq.n_computed, left)
-        slack = max(1.0, self._totals.waiting_tokens / LONG_QUEUE)
-        return self._pace.chunk(work, seq.n_computed, left, slack) if left > 0 else 0
+        return self._pace.chunk(work, seq.n_computed, left, self._slack(seq)) if left > 0 else 0
+
+    def _slack(self, seq: Sequence) -> float:
+        """How many times the streams' pace its prompt may make a step last.
+
+        Streams are promised their pace against what comes after them. Prompts that came together are computed in full
+        steps: the first replies wait for the last prompts, and all are done sooner. Not for one that takes many steps.
+        """
+        short = seq.slot == WAITING or seq.n_fresh <= self.limits.token_budget
+        if self._streaming_since == inf or (short and seq.came_step < self._streaming_since):
+            return inf
+        return max(1.0, self._totals.waiting_tokens / LONG_QUEUE)
 
     def _may_follow(self, seq: Sequence) -> bool:
         """Whether its next token can be computed before the one in front of it was looked at.
@@ -525,6 +544,8 @@ class Scheduler:
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
         packed = pack([entry.token_id for entry in entries])
         first = seq.n_output == seq.n_given
+        if first:
+            seq.began_step = self._totals.steps
         seq.ids += packed
         self._totals.output_tokens += len(entries)
         logprobs = entries if seq.request.sampling.logprobs is not None and entries else None

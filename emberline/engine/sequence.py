@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import InitVar, dataclass, field
+from math import inf
 
 from emberline.engine.limits import Limits
 from emberline.engine.plan import Guide, PendingGuide
@@ -25,6 +26,8 @@ class Sequence:
     table: BlockTable
     now_s: InitVar[float]
     pending: PendingGuide | None = None  # its grammar, until that is compiled
+    came_step: int = 0  # steps that had been planned when it came,
+    began_step: float = inf  # and when its first token was seen
     seed: int = field(init=False)
     root: bytes = field(init=False)  # of its content keys
     max_tokens: int = field(init=False)  # of the reply, what it began with included
@@ -110,6 +113,11 @@ class Sequence:
     def n_due(self) -> int:
         """Tokens to be computed, one that is still being drawn included."""
         return (len(self.ids) >> 2) + self.n_drawing - self.n_computed
+
+    @property
+    def n_fresh(self) -> int:
+        """Tokens that were not in the cache when it was first admitted."""
+        return self.n_tokens - sum((self.cached_by_tier or {}).values())
 
     @property
     def n_output(self) -> int:

@@ -1,13 +1,16 @@
+from math import inf
+
 import pytest
 
 from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
-from emberline.engine.pace import Pace
+from emberline.engine.pace import OVERLOAD, Pace
 from emberline.engine.plan import DeviceLost, StepPlan
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.cache import KVCache
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.request import Priority
 from emberline.protocol.tokens import unpack
 
 from .fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
@@ -433,7 +436,7 @@ def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later
 def test_chunks_beside_streams_are_what_the_pace_allows():
     class Strict(Pace):
         def chunk(self, work, context, most, slack):
-            assert slack == 1.0
+            assert slack == (1.0 if work.n_decodes else inf)
             return min(most, 5 - work.n_tokens) if work.n_decodes else most
 
     cache = KVCache((FULL,), [64], chunk=32)
@@ -449,3 +452,61 @@ def test_chunks_beside_streams_are_what_the_pace_allows():
         loop.step(0.0)
     assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
     assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"
+
+
+class Impatient(Pace):
+    """Beside streams, five tokens of prompts in a step."""
+
+    def chunk(self, work, context, most, slack=1.0):
+        return most if slack >= OVERLOAD or not work.n_decodes else min(most, max(0, 5 - work.n_tokens))
+
+    def room(self, wanted, most):
+        return most
+
+
+def impatient_loop(token_budget=32):
+    cache = KVCache((FULL,), [256], chunk=64)
+    scheduler = Scheduler(cache, Limits(1024, VOCAB, (EOS,), 8, token_budget), "fake", pace=Impatient())
+    runner = FakeRunner(cache)
+    return StepLoop(scheduler, runner), runner
+
+
+def run(loop):
+    while loop.busy:
+        loop.step(0.0)
+
+
+def test_prompts_that_came_together_are_computed_in_full_steps():
+    loop, runner = impatient_loop()
+    for n in range(4):
+        loop.submit(request(f"r{n}", [n + 1] * 30, max_tokens=20), 0.0)
+    run(loop)
+    assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "replies that began wait"
+
+
+def test_what_comes_after_a_stream_began_keeps_its_pace():
+    loop, runner = impatient_loop()
+    loop.submit(request("stream", [1] * 30, max_tokens=40), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)  # its first token is out
+    loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
+
+
+def test_a_prompt_of_many_steps_keeps_the_pace_of_those_it_came_with():
+    loop, runner = impatient_loop()
+    loop.submit(request("stream", [1] * 30, max_tokens=90), 0.0)
+    loop.submit(request("long", [2] * 100, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[2:]) == 6
+
+
+def test_nobody_waits_for_queued_work_that_streams():
+    loop, runner = impatient_loop()
+    loop.submit(request("line", [1] * 30, max_tokens=40, priority=Priority.BATCH), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) >= 30
