@@ -101,6 +101,7 @@ class ModelledEngine:
                 self._work.clear()
                 await self._work.wait()
                 continue
+            self._scheduler.launched(plan)
             await asyncio.sleep(took_s(plan))
             for delta in self._scheduler.absorb(plan, [Drawn() for row in plan.rows if row.samples]):
                 if delta.id in self._waiting:

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
-from emberline.kernels.gpu import cascade, dense_attention, plan, quantised
+from emberline.kernels.gpu import cascade, dense_attention, plan, quantised, split_keys
 from emberline.kernels.gpu.activation import gate, gate_reference
 from emberline.kernels.gpu.decode_attention import decode
 from emberline.kernels.gpu.embedding import rows, rows_reference
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
 from emberline.kernels.gpu.norms import add_norm, add_norm_reference
-from emberline.kernels.gpu.prefill_attention import chunks
+from emberline.kernels.gpu.prefill_attention import chunks, scratch_floats
 from emberline.kernels.gpu.rope import rope_write, rope_write_reference
 from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
 from emberline.kernels.gpu.sampling import draw
+from emberline.kernels.gpu.split_keys import Scratch
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
@@ -195,7 +196,8 @@ def _attention(card: Card, scale: int) -> Iterator[Case]:
         yield _decode(card, scale, n_rows, context // scale, 0)
     yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
     yield _rope_write(card, scale)
-    yield _chunk(card, scale, 512 // scale, 8192 // scale, dense=False)
+    for n in (128, 512, 608, 1024):
+        yield _chunk(card, scale, n // scale, 8192 // scale, dense=False)
     if card.device == "cuda":
         yield _chunk(card, scale, 4096, 8192, dense=True)
         yield _chunk(card, scale, 1500, 6500, dense=True)
@@ -263,6 +265,8 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
     out, starts = torch.full_like(q, torch.nan), card.ints([0, n])
     space = [card.noise(dense_attention.SEGMENT * at.kv_heads * 128) for _ in range(2)] if dense else []
     exact = dense_attention.is_round(n)
+    parts = torch.empty(scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
+    scratch = Scratch(parts, card.ints([0] * split_keys.MAX_ITEMS))
     own = [dense_attention.room(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
     for place, source in zip(own, cache.keys_values(0, context)):
         place.copy_(source[-n:])
@@ -272,7 +276,7 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
         if dense:
             dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
         else:
-            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n)
+            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n, scratch=scratch)
 
     few = [*range(4), *range(n - 4, n)]
 

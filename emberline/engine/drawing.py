@@ -1,7 +1,6 @@
 """What a drawn token does to its reply: grammars, the limit of thinking, and whether it is the last."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +11,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import FinishReason, TokenLogprobs
 from emberline.protocol.tokens import unpack
 
-
-class Drawn(NamedTuple):
-    """Tokens that the reply gains at once, and why it ends with them, if it does."""
-
-    entries: list[TokenLogprobs]
-    finish: FinishReason | None
+Drawn = tuple[list[TokenLogprobs], FinishReason | None]  # what the reply gains at once; why it ends, if it does
 
 
 def draw(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Drawn:
@@ -25,26 +19,26 @@ def draw(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Drawn
     if seq.guide is not None:
         return _draw_guided(seq, seq.guide, entry, eos_ids)
     if entry.token_id in seq.stop_ids:
-        return Drawn([entry], "stop")
-    entries = [entry, *_thought(seq, entry.token_id)]
-    return Drawn(entries, "length" if len(entries) >= seq.room else None)
+        return [entry], "stop"
+    entries = [entry, *_thought(seq, entry.token_id)] if seq.thinks else [entry]
+    return entries, "length" if len(entries) >= seq.room else None
 
 
 def _draw_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Drawn:
     token_id, room = entry.token_id, seq.room
     ends = token_id in seq.stop_ids or (guide.finished and token_id in eos_ids)
     if ends and guide.complete:
-        return Drawn([entry], "stop")
+        return [entry], "stop"
     if not guide.accept(token_id):
         raise ValueError(f"token {token_id} was allowed, and is not accepted")
     if seq.closes and not guide.fits(room - 1):
         guide.rollback(1)
         path = guide.closing()
-        return Drawn(_forced(path), "stop" if path or guide.finished else "length")
+        return _forced(path), "stop" if path or guide.finished else "length"
     entries = [entry, *_thought(seq, token_id)]
     if guide.finished:
-        return Drawn(entries, "stop")
-    return Drawn(entries, "length" if len(entries) >= room else None)
+        return entries, "stop"
+    return entries, "length" if len(entries) >= room else None
 
 
 def _thought(seq: Sequence, token_id: int) -> list[TokenLogprobs]:

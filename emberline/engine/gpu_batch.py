@@ -67,10 +67,10 @@ class Batch:
             places = {id(row): n for n, row in enumerate(ordered)}
             batch.order = [places[id(row)] for row in drawing]
         batch.slots = [row.slot for row in drawing]
-        known = [slots[slot] for slot in batch.slots]
-        batch.masked = any(slot.masked for slot in known)
-        if any(slot.logprobs is not None for slot in known):
-            batch.logprobs = [slot.logprobs for slot in known]
+        known = slots.of(drawing)
+        batch.masked = True in [slot.masked for slot in known]
+        logprobs = [slot.logprobs for slot in known]
+        batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
         return batch
 
 
@@ -101,14 +101,14 @@ class DecodeBuffers:
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
-        columns[2, :n] = [token_of(row) for row in rows]
+        columns[2, :n] = [FOLLOWS if row.follows else token_of(row) for row in rows]
         columns[HEAD_ROWS:] = NONE
-        columns[HEAD_ROWS + self._n_groups :, :n] = np.array([row.passed for row in rows], np.int32).T
+        grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
+        for g in range(self._n_groups):
+            columns[HEAD_ROWS + self._n_groups + g, :n] = [row.passed[g] for row in rows]
+            if grown:
+                columns[HEAD_ROWS + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
-        for r, row in enumerate(rows):
-            if row.blocks is not None:
-                for g, blocks in enumerate(row.blocks):
-                    columns[HEAD_ROWS + g, r] = blocks[0]
         self._upload.send(n_words, self._packet)
 
     def send_shared(self, shared: SharedPrefix) -> None:
@@ -218,7 +218,8 @@ class MixedBuffers:
         shared: tuple[Tensor, Tensor] | None = None,
     ) -> StepInputs:
         """From what was sent. A captured step knows no batch, and nothing but its shape."""
-        token_ids, positions, starts, contexts, row_slots, samples, *_ = self._views(shape)
+        views = [self._buffer[place] for place in shape.places[:6]]
+        token_ids, positions, starts, contexts, row_slots, samples = views
         d = min(shape.n_decodes, shape.n_tokens)
         if d:  # a chunk's tokens in their places are never negative
             last = state.last_tokens.index_select(0, row_slots[:d])
@@ -233,12 +234,9 @@ class MixedBuffers:
         return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_draws].long(), step_shape)
 
     def draws(self, shape: MixedShape, batch: Batch | None) -> Draws:
-        *_, slots, positions = self._views(shape)
+        slots, positions = (self._buffer[place] for place in shape.places[-2:])
         n_draws = shape.n_rows if batch is None else batch.n_draws
         return Draws(slots[:n_draws], positions[:n_draws])
-
-    def _views(self, shape: MixedShape) -> list[Tensor]:
-        return [self._buffer[place] for place in shape.places]
 
     def _fill(self, parts: list[NDArray[np.int32]], batch: Batch, shape: MixedShape, spare_slot: int) -> int:
         token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = parts

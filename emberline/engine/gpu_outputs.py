@@ -1,7 +1,8 @@
 """What a step draws: on the device, then in pinned memory, then as plain objects."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,11 +24,10 @@ class Drawn:
         return Drawn(self.token_ids[:n], self.logprob[:n], self.top_ids[:n], self.top_logprobs[:n])
 
 
-@dataclass(slots=True)
-class Draw:
+class Draw(msgspec.Struct, gc=False):
     token_id: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)
+    top: list[tuple[int, float]] = []
 
 
 def drawn_on(n_rows: int, device: torch.device) -> Drawn:

@@ -116,7 +116,7 @@ class GpuRunner:
         self._graphs = Graphs(self._device, graphs)
         self._pads = graphs
         self._to_prepare = self._common_steps() if graphs and self._device.type == "cuda" else []
-        self._sharing: tuple[bytes, int] | None = None  # the rows that were last looked at, and when
+        self._sharing: tuple[list[int], int] | None = None  # the rows that were last looked at, and when
         self._shared: shared_prefix.SharedPrefix | None = None
 
     @property
@@ -184,10 +184,11 @@ class GpuRunner:
             slots.admit(admission)
         batch = Batch.of(plan, slots)
         tell = bool(batch.chunks)
-        for row in plan.rows:  # for most of them nothing is new but a token
-            slot = slots[row.slot]
-            if row.blocks is not None or row.passed != slot.passed:
-                slots.grow(row, slot, tell=tell)
+        for row, slot in zip(plan.rows, slots.of(plan.rows)):  # for most of them nothing is new but a token
+            if row.blocks is not None:
+                slots.grow(row, row.blocks, tell=tell)
+            if row.passed != slot.passed:
+                slots.leave(row, slot, tell=tell)
             if slot.ids is not None:
                 slots.recount(row, slot)
             if row.banned != slot.banned:
@@ -255,8 +256,8 @@ class GpuRunner:
         """Whether enough is shared to be read once; looked at anew only when other rows decode."""
         if not self._block_bytes or len(batch.decodes) < MIN_SHARING:
             return False
-        slots = np.array([row.slot for row in batch.decodes])
-        key = slots.tobytes(), self._slots.n_admitted
+        slots = [row.slot for row in batch.decodes]
+        key = slots, self._slots.n_admitted
         if key != self._sharing:
             self._sharing = key
             n_full = np.array([row.start // 16 for row in batch.decodes], np.int32)
@@ -273,13 +274,16 @@ class GpuRunner:
     def _launch_mixed(self, batch: Batch) -> tuple[int, Callable[[], None] | None]:
         shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
         longest = self._mixed.send(batch, shape, self._slots.spare)
-        who = self._mixed.draws(shape, None if shape.padded else batch)
+
+        def who() -> Draws:
+            return self._mixed.draws(shape, None if shape.padded else batch)
+
         if shape.padded:
             logits = self._run(StepKind(shape, self._look_for_shared(batch), not batch.masked))
         else:
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
-            logits = self._mixed_body(inputs, who, bool(batch.n_draws) and not batch.masked)
-        return shape.n_decodes, (lambda: self._draw(logits, *who)) if batch.masked else None
+            logits = self._mixed_body(inputs, who(), bool(batch.n_draws) and not batch.masked)
+        return shape.n_decodes, (lambda: self._draw(logits, *who())) if batch.masked else None
 
     def _mixed_body(self, inputs: StepInputs, who: Draws, draws: bool) -> Tensor:
         logits = self._model.forward(inputs, self._kv)

@@ -1,5 +1,6 @@
 """What a GPU runner knows of the sequence in each slot, here and on the device, and what it must still tell there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,15 +50,14 @@ class Slots:
         self.spare = n_slots  # nobody's: its table holds null blocks alone
         self.n_admitted = 0
         self.sampler: SamplerTable = sampler
-        self._slots: list[Slot | None] = [None] * n_slots
+        self._slots: dict[int, Slot] = {}
         self._changed: list[NDArray[np.int32]] = []  # places in the flat tables
         self._upload = Upload(2 * _CHANGES, device)
         self._changes = torch.zeros(2 * _CHANGES, dtype=torch.int32, device=device)
 
-    def __getitem__(self, slot: int) -> Slot:
-        found = self._slots[slot]
-        assert found is not None, "a row needs an admission first"
-        return found
+    def of(self, rows: Sequence[Row]) -> list[Slot]:
+        slots = self._slots
+        return [slots[row.slot] for row in rows]
 
     def admit(self, admission: Admission) -> None:
         request, sampling = admission.request, admission.request.sampling
@@ -90,20 +90,24 @@ class Slots:
             self._note(g, admission.slot, 0, len(blocks))
         self.n_admitted += 1
 
-    def grow(self, row: Row, slot: Slot, *, tell: bool) -> None:
-        """Take a row's changes of its table in; tell the device too, unless the step's packet does."""
-        if row.blocks is not None:
-            stop = blocks_of(row.end)
-            for g, blocks in enumerate(row.blocks):
-                self.tables[g, row.slot, stop - len(blocks) : stop] = blocks
-                if tell:
-                    self._note(g, row.slot, stop - len(blocks), stop)
-        if row.passed != slot.passed:
-            for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
-                self.tables[g, row.slot, old:new] = NULL_BLOCK
-                if tell or new - old > 1:
-                    self._note(g, row.slot, old, new)
-            slot.passed = row.passed
+    def grow(self, row: Row, blocks: list[list[int]], *, tell: bool) -> None:
+        """Append to a row's table; tell the device too, unless the step's packet does."""
+        first = blocks_of(row.start)
+        for g, added in enumerate(blocks):
+            if len(added) == 1:  # of a stream: many have one in the same step, and a slice takes much longer
+                self.tables[g, row.slot, first] = added[0]
+            else:
+                self.tables[g, row.slot, first : first + len(added)] = added
+            if tell:
+                self._note(g, row.slot, first, first + len(added))
+
+    def leave(self, row: Row, slot: Slot, *, tell: bool) -> None:
+        """Take in what has fallen out of a row's windows."""
+        for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
+            self.tables[g, row.slot, old:new] = NULL_BLOCK
+            if tell or new - old > 1:
+                self._note(g, row.slot, old, new)
+        slot.passed = row.passed
 
     def recount(self, row: Row, slot: Slot) -> None:
         """The device counts what it draws; tokens that were put into a reply it must be told of."""

@@ -109,10 +109,12 @@ class StepLoop:
         if plan.rows:
             self._rate.launched(plan)
             handle = self._runner.launch(plan)
-            if self._scheduler.guides(plan):  # what they allow now depends on what steps before drew
+            guided = self._scheduler.guides(plan)
+            if guided:  # what they allow now depends on what steps before drew
                 while self._in_flight:
                     deltas += self._absorb(*self._in_flight.popleft())
-            handle.sample(self._scheduler.masks(plan))
+            handle.sample(self._scheduler.masks(plan) if guided else None)
+            self._scheduler.launched(plan)
             self._in_flight.append((plan, handle))
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
             deltas += self._absorb(*self._in_flight.popleft())

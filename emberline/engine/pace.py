@@ -10,6 +10,7 @@ SHARE = 2.0  # or so many times what the streams' own step takes, where a card c
 OVERLOAD = 4.0
 FIRST_CHUNK = 512  # tokens, before anything was measured
 MANY = 2048  # tokens of a step that is as efficient as any
+LARGE = 4096  # tokens that take longer to compute than to launch uncaptured
 _GAIN = 0.5  # how fast what was learned gives way to what is measured
 _LITTLE = 1.25
 _ODD = 1.3
@@ -123,8 +124,8 @@ class Pace:
         return min(most, max(0, max(tiles, least) * TILE - beside))
 
     def room(self, wanted: int, most: int) -> int:
-        """Tokens of a step without streams: as many as it holds, or no more than can be captured."""
-        return most if wanted >= most or self._target_s == inf else min(most, MAX_CAPTURED_TOKENS)
+        """Tokens of a step that no stream waits for: all that are wanted, or no more than can be captured."""
+        return most if wanted >= min(most, LARGE) or self._target_s == inf else min(most, MAX_CAPTURED_TOKENS)
 
     def cut(self, work: Work, start: int, n: int) -> int:
         """How many of the next n tokens to take of a prompt that has more."""

@@ -22,8 +22,10 @@ class PrefillRate:
         now_s = time.perf_counter()
         began_s = max(self._began_s.pop(id(plan), now_s), self._done_s)
         self._done_s = now_s
+        if plan.n_tokens == len(plan.rows) or now_s <= began_s:
+            return  # it only decodes
         n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
-        if n_tokens < LEAST_TOKENS or now_s <= began_s:
+        if n_tokens < LEAST_TOKENS:
             return
         measured = n_tokens / (now_s - began_s)
         known = self.tokens_per_s or measured

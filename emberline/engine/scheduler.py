@@ -30,6 +30,7 @@ QUIET_STEPS = 512  # without another's request: then queued work need not be pol
 PAUSED_STEPS = 16  # in a row that queued work lets pass for the prompts of others
 STARVED_STEPS = 1000  # that queued work waits for a place; then it is treated as others are
 
+KEYS_AT_ONCE = 16  # of a prompt's blocks that are hashed for a look at the cache
 LONG_QUEUE = 16_384  # waiting tokens, beyond which streams give some of their pace for throughput
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Scheduler:
         self._asked_step = -QUIET_STEPS  # when a request that is not queued work was last here
         self._n_paused = 0  # steps in a row that queued work let pass
         self._streaming_since: float = inf  # the step at which the first of those that decode had begun
+        self._none_passed = [0] * len(cache.groups)
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
 
@@ -236,14 +238,15 @@ class Scheduler:
         for seq in tuple(self._running):
             if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
                 continue  # made room for one before it, or lets prompts of others pass
-            if not seq.n_due:
+            n_due = seq.n_due
+            if not n_due:
                 continue  # all of it is planned, and nothing is drawn
-            if seq.n_due > 1:
+            if n_due > 1:
                 prefills.append(seq)
             elif not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
-                if seq.urgency != Priority.BATCH:  # nobody watches queued work
-                    self._streaming_since = min(self._streaming_since, seq.began_step)
+                if seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH:  # nobody watches queued work
+                    self._streaming_since = seq.began_step
         self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
@@ -260,14 +263,25 @@ class Scheduler:
         """What the grammars of the plan's rows allow next; None when no row has one."""
         return masking.masks(plan, self._by_number, self.limits.eos_ids)
 
+    def launched(self, plan: StepPlan) -> None:
+        """While the device is busy: hash what the plan computes, and the block behind it."""
+        if plan.n_tokens == len(plan.rows):
+            return
+        computing = self._computing[id(plan)]
+        for row in plan.rows:
+            if len(row.token_ids) > 4 and (seq := self._by_number.get(row.number)) is not None:
+                first, behind = row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS
+                blockhash.extend(seq.keys, seq.root, seq.ids, behind + 1)
+                computing.update(seq.keys[first:behind])
+
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in what a step computed. Rows of sequences that ended meanwhile are ignored."""
         deltas = []
         self._computing.pop(id(plan), None)
-        draws = iter(sampled)
+        draws, by_number = iter(sampled), self._by_number
         for row in plan.rows:
             drawn = next(draws) if row.samples else None
-            seq = self._by_number.get(row.number)
+            seq = by_number.get(row.number)
             if seq is None or seq.admission != row.admission:
                 continue
             seq.n_drawing -= row.samples
@@ -278,7 +292,8 @@ class Scheduler:
                 self._cache.discard(seq.table)
                 deltas.append(self._end(seq, "error", error=Internal("the model produced invalid numbers").info()))
                 continue
-            self._publish(seq, row.end)
+            if (n_blocks := row.end // BLOCK_TOKENS) > seq.table.n_published:
+                self._publish(seq, n_blocks)
             if drawn is not None:
                 deltas.append(self._draw(seq, drawn))
             elif seq.pushes:
@@ -461,7 +476,10 @@ class Scheduler:
                 seq.n_computed, seq.away = 0, True
 
     def _match(self, seq: Sequence) -> int:
-        blockhash.extend(seq.keys, seq.root, seq.ids)
+        """Keys are made as far as the cache has their blocks, and a few more: a fresh prompt's can wait."""
+        keys, most = seq.keys, seq.most_cached
+        while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
+            blockhash.extend(keys, seq.root, seq.ids, len(keys) + KEYS_AT_ONCE)
         return self._cache.match(seq.keys, seq.most_cached)
 
     def _fits(self, seq: Sequence, n_hit: int) -> bool:
@@ -479,28 +497,26 @@ class Scheduler:
     def _add_row(self, plan: StepPlan, seq: Sequence, n: int) -> bool:
         """Plan the next n tokens of a running sequence. False: it had to give way itself."""
         start, end = seq.n_computed, seq.n_computed + n
-        groups = seq.table.groups
-        n_blocks = len(groups[0].blocks)
-        while not self._cache.grow(seq.table, start, end):
+        while (blocks := self._cache.grow(seq.table, start, end)) is None:
             victim = next(other for other in reversed(self._running) if other.planned_step != self._totals.steps)
             plan.n_preempted += 1
             self._preempt(victim)
             if victim is seq:
                 return False
-        grown = len(groups[0].blocks) > n_blocks
         samples = n == seq.n_due and not seq.pushes
+        follows = seq.n_drawing > 0
         plan.rows.append(
             Row(
                 number=seq.number,
                 slot=seq.slot,
                 start=start,
-                token_ids=bytes(memoryview(seq.ids)[4 * start : 4 * end]),
-                blocks=[held.blocks[n_blocks:] for held in groups] if grown else None,
-                passed=[held.n_passed for held in groups],
+                token_ids=b"" if follows else bytes(memoryview(seq.ids)[4 * start : 4 * end]),
+                blocks=blocks or None,
+                passed=[held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
                 samples=samples,
-                banned=self._banned(seq),
+                banned=self._banned(seq) if seq.request.sampling.min_tokens else (),
                 admission=seq.admission,
-                follows=seq.n_drawing > 0,
+                follows=follows,
             )
         )
         plan.n_tokens += n
@@ -525,24 +541,24 @@ class Scheduler:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    def _publish(self, seq: Sequence, n_computed: int) -> None:
-        n_blocks = n_computed // BLOCK_TOKENS
-        if n_blocks > seq.table.n_published:
-            blockhash.extend(seq.keys, seq.root, seq.ids)
-            self._cache.publish(seq.table, seq.keys, n_blocks)
+    def _publish(self, seq: Sequence, n_blocks: int) -> None:
+        blockhash.extend(seq.keys, seq.root, seq.ids, n_blocks)
+        self._cache.publish(seq.table, seq.keys, n_blocks)
 
     def _draw(self, seq: Sequence, drawn: Sampled) -> TokenDelta:
         logprob = drawn.logprob if drawn.logprob is not None else 0.0
         entry = TokenLogprobs(drawn.token_id, logprob, drawn.top)
         try:
-            return self._append(seq, *drawing.draw(seq, entry, self.limits.eos_ids))
+            entries, finish = drawing.draw(seq, entry, self.limits.eos_ids)
+            return self._append(seq, entries, finish)
         except Exception as error:
             if seq.guide is None:
                 raise
             return self._end(seq, "error", error=masking.guide_failed(seq, error).info())
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
-        packed = pack([entry.token_id for entry in entries])
+        one = len(entries) == 1  # mostly; and then this is quicker
+        packed = entries[0].token_id.to_bytes(4, "little") if one else pack([entry.token_id for entry in entries])
         first = seq.n_output == seq.n_given
         if first:
             seq.began_step = self._totals.steps

@@ -103,7 +103,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that the reply may still get."""
-        return self.max_tokens - self.n_output
+        return self.max_tokens + self.n_prompt - (len(self.ids) >> 2)
 
     @property
     def n_tokens(self) -> int:

@@ -52,6 +52,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._owners: dict[str, Connection] = {}  # of the requests that the engine has accepted
+        self._ended: list[TokenDelta] = []  # to be logged, once their clients were told
         self._drain_until_s: float | None = None
         self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
@@ -266,7 +267,7 @@ class Server:
             if delta.finish is not None:
                 del self._owners[delta.id]
                 connection.request_ids.remove(delta.id)
-                _log_end(delta)
+                self._ended.append(delta)
 
     def _tell_watchers(self) -> None:
         watchers = [c for c in self._connections if c.watches]
@@ -308,6 +309,9 @@ class Server:
                 self._send(connection, frame)
             except ConnectionLost as error:
                 self._close(connection, str(error))
+        ended, self._ended = self._ended, []
+        for delta in ended:
+            _log_end(delta)
 
     def _send(self, connection: Connection, frame: bytes = b"") -> None:
         waited = connection.has_backlog

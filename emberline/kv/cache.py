@@ -59,6 +59,7 @@ class KVCache:
         self.n_total = sum(group.pool.n_total for group in self.groups)
         self.capacity = min(capacity(g.layout, g.pool.n_total, chunk) for g in self.groups)  # tokens of one sequence
         self.n_tokens = max(group.pool.n_total for group in self.groups) * BLOCK_TOKENS  # of all sequences together
+        self.windowed = any(layout.window is not None for layout in layouts)
         self._chunk = chunk
         self._listeners: tuple[KVListener, ...] = () if listener is None else (listener,)
 
@@ -98,6 +99,10 @@ class KVCache:
                     n = group.index.last_run(keys, n, group.layout.window)
         return n
 
+    def may_go_on(self, key: bytes) -> bool:
+        """Whether a hit can reach beyond the block with this key."""
+        return all(key in group.index for group in self.groups if group.layout.window is None)
+
     def fits(self, keys: Sequence[bytes], n_hit: int, n_tokens: int, spare: Sequence[int]) -> bool:
         """Whether n_tokens, the first n_hit blocks taken from the cache, fit and leave `spare` blocks of each group."""
         for group, n_spare in zip(self.groups, spare):
@@ -126,25 +131,31 @@ class KVCache:
             held.blocks = [NULL_BLOCK] * held.n_passed + known
         table.n_published = n_hit
 
-    def grow(self, table: BlockTable, start: int, end: int) -> bool:
-        """Make room for the KV of tokens start .. end - 1, all or nothing; what fell out of a window is given back."""
+    def grow(self, table: BlockTable, start: int, end: int) -> list[list[int]] | None:
+        """Make room for the KV of tokens start .. end - 1, all or nothing; what fell out of a window is given back.
+
+        The blocks that each group's table has gained, if any has; None when there is no room.
+        """
         assert 0 <= end - start <= self._chunk
-        n_wanted = blocks_of(end)
+        if end <= BLOCK_TOKENS * len(table.groups[0].blocks) and not self.windowed:
+            return []  # mostly
+        n_new = blocks_of(end) - len(table.groups[0].blocks)
         for group, held in zip(self.groups, table.groups):
             if group.layout.window is not None:
                 self._pass(group, held, first_visible(start, group.layout.window))
-            if n_wanted - len(held.blocks) > group.pool.n_free:
-                return False
-        for group, held in zip(self.groups, table.groups):
-            if (n_new := n_wanted - len(held.blocks)) > 0:
-                held.blocks += self._take(group, n_new)
-        return True
+            if n_new > group.pool.n_free:
+                return None
+        gained = []
+        if n_new > 0:
+            for group, held in zip(self.groups, table.groups):
+                gained.append(self._take(group, n_new))
+                held.blocks += gained[-1]
+        return gained
 
     def publish(self, table: BlockTable, keys: Sequence[bytes], n_blocks: int) -> None:
         """The first n_blocks of the table are computed and full: let others find them."""
         for group, held in zip(self.groups, table.groups):
-            for j in range(max(table.n_published, held.n_passed), n_blocks):
-                self._index(group, keys[j], held.blocks[j])
+            self._index(group, keys, held.blocks, range(max(table.n_published, held.n_passed), n_blocks))
         table.n_published = n_blocks
 
     def reserve(self, keys: Sequence[bytes], n_blocks: int, spare: Sequence[int]) -> BlockTable | None:
@@ -182,7 +193,7 @@ class KVCache:
     def land(self, table: BlockTable, keys: Sequence[bytes], group_number: int, j: int) -> None:
         """The content of one reserved block has come: let others find it."""
         group, held = self.groups[group_number], table.groups[group_number]
-        if self._index(group, keys[j], held.blocks[j]):
+        if self._index(group, keys, held.blocks, range(j, j + 1)):
             return
         known = group.index.block(keys[j])  # somebody computed it meanwhile: one of the two is enough
         group.pool.hold(known)
@@ -214,8 +225,7 @@ class KVCache:
     def discard(self, table: BlockTable) -> None:
         """Give everything back and let nobody find its content: the numbers in it are not to be trusted."""
         for group, held in zip(self.groups, table.groups):
-            for block in held.blocks[held.n_passed :]:
-                self._forget(group, block)
+            self._forget(group, held.blocks[held.n_passed :])
         self.release(table)
 
     def _pass(self, group: _Group, held: GroupTable, first: int) -> None:
@@ -227,20 +237,18 @@ class KVCache:
 
     def _take(self, group: _Group, n: int) -> list[int]:
         blocks = group.pool.take_all(n)
-        for block in blocks:
-            self._forget(group, block)
+        self._forget(group, blocks)
         return blocks
 
-    def _forget(self, group: _Group, block: int) -> None:
-        key = group.index.forget(block)
-        if key is not None:
+    def _forget(self, group: _Group, blocks: Sequence[int]) -> None:
+        for key, block in group.index.forget(blocks):
             for listener in self._listeners:
                 listener.evicted(group.layout, key, block)
 
-    def _index(self, group: _Group, key: bytes, block: int) -> bool:
-        """False when the content was known already."""
-        new = group.index.put(key, block)
-        if new:
-            for listener in self._listeners:
-                listener.stored(group.layout, key, block)
-        return new
+    def _index(self, group: _Group, keys: Sequence[bytes], blocks: Sequence[int], places: range) -> bool:
+        """False when all of the content was known already."""
+        new = group.index.put(keys, blocks, places)
+        for listener in self._listeners:
+            for j in new:
+                listener.stored(group.layout, keys[j], blocks[j])
+        return bool(new)

@@ -42,22 +42,26 @@ class PrefixIndex:
         keys = self._keys
         return [keys[block] is not None for block in blocks]
 
-    def put(self, key: bytes, block: int) -> bool:
-        """False when the content is known already, in this or another block."""
-        assert self._keys[block] in (None, key), "a block's content does not change while it is indexed"
-        if key in self._blocks:
-            return False
-        self._blocks[key] = block
-        self._keys[block] = key
-        return True
+    def put(self, keys: Sequence[bytes], blocks: Sequence[int], places: range) -> list[int]:
+        """Let blocks[j] be found by keys[j], for these places j; those whose content no block was known to have."""
+        index, keys_of, new = self._blocks, self._keys, []
+        for j in places:
+            key, block = keys[j], blocks[j]
+            assert keys_of[block] is None or keys_of[block] == key, "an indexed block's content does not change"
+            if key not in index:
+                index[key], keys_of[block] = block, key
+                new.append(j)
+        return new
 
-    def forget(self, block: int) -> bytes | None:
-        """The key whose content was in the block, if any."""
-        key = self._keys[block]
-        if key is not None:
-            self._keys[block] = None
-            del self._blocks[key]
-        return key
+    def forget(self, blocks: Iterable[int]) -> list[tuple[bytes, int]]:
+        """Those whose content was known."""
+        index, keys_of, known = self._blocks, self._keys, []
+        for block in blocks:
+            if (key := keys_of[block]) is not None:
+                del index[key]
+                keys_of[block] = None
+                known.append((key, block))
+        return known
 
     def leading(self, keys: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` keys are here, up to the first that is not."""

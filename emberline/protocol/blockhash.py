@@ -18,6 +18,7 @@ _STRETCHES = 4096  # of 1,024 tokens each: 20 MB
 _MANY = Struct(f"{DIGEST_BYTES}s" * 64)
 
 
+@lru_cache(1024)  # accounts
 def root(fingerprint: str, salt: bytes, extras: bytes = b"") -> bytes:
     """Where a chain begins. `extras` will carry what else decides KV content (a LoRA's digest)."""
     keyed = blake2b(key=b"emberline.kv.root", digest_size=DIGEST_BYTES)
@@ -27,12 +28,12 @@ def root(fingerprint: str, salt: bytes, extras: bytes = b"") -> bytes:
     return keyed.digest()
 
 
-def extend(digests: list[bytes], chain_root: bytes, token_ids: bytes | bytearray) -> None:
-    """Append the digests of the full blocks of `token_ids` (u32 LE) that `digests` does not have yet."""
+def extend(digests: list[bytes], chain_root: bytes, token_ids: bytes | bytearray, most: int | None = None) -> None:
+    """Append the digests of the full blocks of `token_ids` (u32 LE) that `digests` lacks; until it has `most`."""
     parent = digests[-1] if digests else chain_root
-    view = memoryview(token_ids)
-    for start in range(len(digests) * BLOCK_BYTES, len(view) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        parent = blake2b(view[start : start + BLOCK_BYTES], key=parent, digest_size=DIGEST_BYTES).digest()
+    n_blocks = len(token_ids) // BLOCK_BYTES if most is None else min(most, len(token_ids) // BLOCK_BYTES)
+    for start in range(len(digests) * BLOCK_BYTES, n_blocks * BLOCK_BYTES, BLOCK_BYTES):
+        parent = blake2b(token_ids[start : start + BLOCK_BYTES], key=parent, digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
 
 

@@ -173,11 +173,13 @@ def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
     assert pace.chunk(Work(200), 0, 4096) > 312 + TILE
 
 
-def test_steps_without_streams_are_full_or_captured():
+def test_steps_that_nobody_waits_for_are_large_or_captured():
     pace = Pace()
     assert pace.room(5000, 4096) == pace.room(4096, 4096) == 4096
     assert pace.room(4000, 4096) == MAX_CAPTURED_TOKENS
     assert pace.room(4000, 512) == 512
+    assert pace.room(2048, 2048) == 2048
+    assert pace.room(5000, 8192) == 8192
     assert Pace(inf).room(4000, 4096) == 4096
 
 

@@ -6,8 +6,9 @@ from emberline.engine.limits import Limits
 from emberline.engine.loop import StepLoop
 from emberline.engine.pace import OVERLOAD, Pace
 from emberline.engine.plan import DeviceLost, StepPlan
-from emberline.engine.scheduler import Scheduler
+from emberline.engine.scheduler import KEYS_AT_ONCE, Scheduler
 from emberline.kv.cache import KVCache
+from emberline.protocol import blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Priority
@@ -419,7 +420,9 @@ def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
         loop.step(0.0)
 
 
-def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later():
+@pytest.mark.parametrize("keys_at_once", [1, 16])
+def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later(monkeypatch, keys_at_once):
+    monkeypatch.setattr("emberline.engine.scheduler.KEYS_AT_ONCE", keys_at_once)
     scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
     loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
     prompt = [n % 5 for n in range(96)]
@@ -431,6 +434,24 @@ def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later
             if delta.usage is not None:
                 cached[delta.id] = delta.usage.cached_tokens
     assert cached == {"r0": 0, "r1": 96, "r2": 96}
+
+
+def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
+    hashed, at_launch = [], []
+    blake2b = blockhash.blake2b
+    monkeypatch.setattr(blockhash, "blake2b", lambda *args, **kwargs: hashed.append(1) or blake2b(*args, **kwargs))
+    bench = Bench(n_blocks=64, context_len=700, token_budget=320)
+    launch = bench.runner.launch
+    bench.runner.launch = lambda plan: at_launch.append(len(hashed)) or launch(plan)
+    prompt = [n * n % 7 for n in range(640)]
+    bench.submit("a", prompt, max_tokens=1)
+    hashed.clear()
+    bench.finish()
+    assert at_launch == [KEYS_AT_ONCE, 21]  # and the block behind: the next chunk's first
+    assert len(hashed) == 40
+    bench.submit("b", prompt, max_tokens=1)
+    bench.finish()
+    assert bench.deltas["b"][0].usage.cached_tokens == 39 * 16
 
 
 def test_chunks_beside_streams_are_what_the_pace_allows():

@@ -17,6 +17,13 @@ from .fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, win
 MAX_STEPS = 3000
 
 
+@pytest.fixture(scope="module", autouse=True)
+def prompts_are_hashed_block_by_block():
+    with pytest.MonkeyPatch.context() as patch:  # they are too short for more than one look otherwise
+        patch.setattr("emberline.engine.scheduler.KEYS_AT_ONCE", 1)
+        yield
+
+
 @dataclass
 class Arrival:
     step: int

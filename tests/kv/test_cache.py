@@ -37,7 +37,7 @@ def fill(cache, ids, chunk=16):
     cache.take_hit(table, keys, n_hit)
     for start in range(16 * n_hit, len(ids), chunk):
         end = min(start + chunk, len(ids))
-        assert cache.grow(table, start, end)
+        assert cache.grow(table, start, end) is not None
         cache.publish(table, keys, end // 16)
     return table
 
@@ -83,9 +83,9 @@ def test_running_sequences_are_never_evicted():
     cache = KVCache([FULL], [5], chunk=64)
     running = fill(cache, range(40))
     table = cache.table()
-    assert not cache.grow(table, 0, 40)
+    assert cache.grow(table, 0, 40) is None
     assert table.groups[0].blocks == []
-    assert cache.grow(table, 0, 16)
+    assert cache.grow(table, 0, 16) == [table.groups[0].blocks]
     assert not set(table.groups[0].blocks) & set(running.groups[0].blocks)
 
 

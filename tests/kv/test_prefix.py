@@ -9,20 +9,20 @@ KEYS = [bytes([n]) * 16 for n in range(20)]
 
 def test_the_first_block_with_a_key_stays():
     index = PrefixIndex(8)
-    assert index.put(KEYS[0], 3)
-    assert not index.put(KEYS[0], 4)
+    assert index.put(KEYS, (3, 5), range(2)) == [0, 1]
+    assert not index.put(KEYS, (4,), range(1))
     assert index.block(KEYS[0]) == 3
     assert index.key(4) is None
-    assert index.forget(3) == KEYS[0]
+    assert index.forget((4, 3, 5)) == [(KEYS[0], 3), (KEYS[1], 5)]
     assert KEYS[0] not in index
-    assert index.forget(3) is None
+    assert index.forget((3, 4)) == []
     assert len(index) == 0
 
 
 def test_leading_stops_at_the_first_gap():
     index = PrefixIndex(8)
     for n in (0, 1, 3):
-        index.put(KEYS[n], n + 1)
+        index.put(KEYS, range(1, 21), range(n, n + 1))
     assert index.leading(KEYS, 4) == 2
     assert index.leading(KEYS, 1) == 1
 
@@ -49,6 +49,6 @@ def test_first_visible_block(position, window, first):
 def test_last_run_is_the_longest_prefix_whose_window_is_here(present, limit, window):
     index = PrefixIndex(32)
     for n in present:
-        index.put(KEYS[n], n + 1)
+        index.put(KEYS, range(1, 21), range(n, n + 1))
     usable = [n for n in range(limit + 1) if all(j in present for j in range(first_visible(16 * n, window), n))]
     assert index.last_run(KEYS, limit, window) == max(usable)

@@ -18,7 +18,7 @@ from emberline.kernels.gpu.prefill_attention import chunks
 from emberline.kernels.gpu.quantised import QuantisedMatrix, pack, quantised_rows
 from emberline.kernels.gpu.rope import rope_write
 from emberline.kernels.gpu.step import Chunk, StepShape
-from emberline.kernels.gpu.workspace import MLP_TOKENS, Sizes, Workspace
+from emberline.kernels.gpu.workspace import Sizes, Workspace, mlp_tokens
 from emberline.protocol.layout import KVGroup
 
 
@@ -111,10 +111,10 @@ class TritonBackend:
             qkv = space.take("qkv", tokens, layer.qkv.shape[0])
             self._product(x, layer.qkv, qkv, Job(layer.norm, layer.eps))
             attended = space.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
-            self._attend(qkv, attended, layer.attention, context)
+            attended = self._attend(qkv, attended, layer.attention, context)
             self._add(attended, layer.output, x, layer.post_norm, layer.eps, overlapped=True)
-            for start in range(0, tokens, MLP_TOKENS):
-                self._mlp(layer.mlp, x[start : start + MLP_TOKENS])
+            for part in x.split(mlp_tokens(tokens)):
+                self._mlp(layer.mlp, part)
 
     def _product(
         self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job, overlapped: bool = False
@@ -139,7 +139,8 @@ class TritonBackend:
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def _attend(self, qkv: Tensor, out: Tensor, at: Attention, context: Context) -> None:
+    def _attend(self, qkv: Tensor, out: Tensor, at: Attention, context: Context) -> Tensor:
+        """Into `out`, or where it is already."""
         step, shape, space = context.step, context.shape, self._workspace
         pool, tables = context.kv[at.group][:, at.index], step.block_tables[at.group]
         decodes = 0 if self._deterministic else shape.decode_rows
@@ -157,11 +158,12 @@ class TritonBackend:
                 release=self._pdl,
             )  # fmt: skip
         if shape.max_query or not decodes:
-            self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
+            return self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
+        return out
 
     def _attend_chunks(
         self, qkv: Tensor, out: Tensor, at: Attention, context: Context, pool: Tensor, tables: Tensor, decodes: int
-    ) -> None:
+    ) -> Tensor:
         step, space, tokens = context.step, self._workspace, len(qkv)
         first = 0 if context.shape.chunks is None else decodes  # captured: only the device knows which rows decode
         queries = space.take("queries", tokens, at.heads * at.head_dim)
@@ -180,7 +182,8 @@ class TritonBackend:
         if len(dense) < len(listed) or not listed:
             chunks(
                 queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, decodes,
-                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, pdl=self._pdl,
+                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1,
+                scratch=None if dense or self._deterministic else space.chunk_scratch, pdl=self._pdl,
             )  # fmt: skip
         gathered = space.flat("gathered", self.dtype)
         halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
@@ -188,7 +191,10 @@ class TritonBackend:
             assert copy is not None
             new, mine = slice(c.start, c.start + c.n), slice(c.start - first, c.start - first + c.n)
             written = (copy[0][mine], copy[1][mine])
+            if c.n == c.context == tokens:  # all there is: one copy less
+                return dense_attention.alone(queries, written, at)
             dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
+        return out
 
     def rehearse(self, attentions: Sequence[Attention]) -> Iterator[bool]:
         """What long prompts would wait for the first time, done ahead, a little with every turn."""

@@ -63,7 +63,7 @@ def _prefix(
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
         peak, total, acc = attend_range(
-            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES
+            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, True
         )
         to = ((part * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
         tl.store(partial + to[:, None] * DIM + d[None, :], acc, mask=ok)

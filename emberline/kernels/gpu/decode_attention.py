@@ -55,8 +55,12 @@ def attend_tile(q, k, v, ok, peak, total, out, scale):
 def attend_range(
     q, table, keys, values, begin, end, d, scale, block_stride,
     QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens begin .. end - 1 of a row's blocks: each query's maximum (base 2), sum and weighted values."""
+    """Tokens begin .. end - 1 of a row's blocks: each query's maximum (base 2), sum and weighted values.
+
+    ALIGNED: `begin` is the beginning of a block, so that a tile of its size is one block.
+    """
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, PAD], tl.float32)
@@ -64,8 +68,11 @@ def attend_range(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         token = start + t
         ok = token < end
-        block = tl.load(table + token // 16, mask=ok, other=0).to(tl.int64)
-        at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
+        if ALIGNED and TILE == 16:
+            at = tl.load(table + start // 16).to(tl.int64) * block_stride + (t * DIM)[:, None] + d[None, :]
+        else:
+            block = tl.load(table + token // 16, mask=ok, other=0).to(tl.int64)
+            at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
         mask = ok[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + at, mask=mask, other=0.0)
         v = tl.load(values + at, mask=mask, other=0.0)
@@ -107,7 +114,7 @@ def _decode(
     shares, n_rows, scale, eps, block_stride, table_stride, n_prefix,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     TILE: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, MANY: tl.constexpr,
-    PDL: tl.constexpr,
+    ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, item = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
@@ -134,7 +141,7 @@ def _decode(
         values = keys + kv_heads * (16 * DIM)
 
         peak, total, acc = attend_range(
-            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES
+            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, ALIGNED
         )
 
         if split == n_splits - 1:  # the newest token
@@ -214,6 +221,6 @@ def decode(
         pool.stride(0), tables.stride(0), parts,
         GROUP=group, GROUP_PAD=power_of_two(group), QUERIES=max(16, power_of_two(group)), DIM=at.head_dim,
         PAD=power_of_two(at.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None, STAGES=tile.stages,
-        MANY=tile.many, PDL=int(pdl or release),
+        MANY=tile.many, ALIGNED=at.window is None, PDL=int(pdl or release),
         **options(pdl, num_warps=tile.warps),
     )  # fmt: skip

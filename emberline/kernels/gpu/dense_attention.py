@@ -136,6 +136,12 @@ def rehearse(q: Tensor, at: Attention, space: tuple[Tensor, Tensor]) -> Iterator
         yield True
 
 
+def alone(q: Tensor, own: tuple[Tensor, Tensor], at: Attention) -> Tensor:
+    """A chunk that begins its sequence; as `attend`, where cuDNN leaves it."""
+    result, _ = _cudnn(q.view(len(q), at.heads, at.head_dim), *own, at.scale, True)
+    return result.reshape(len(q), -1)
+
+
 def attend(
     q: Tensor, own: tuple[Tensor, Tensor], at: Attention, pool: Tensor, table: Tensor, context: int,
     space: tuple[Tensor, Tensor], out: Tensor,

@@ -75,6 +75,8 @@ def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyTile:
             return SkinnyTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyTile(128, 64, 1, 4, 8)
         return SkinnyTile(64, 64, 1, 6, 4)
     tiles = cdiv(n, 64)
+    if tiles >= 8 * SM_COUNT:  # a head
+        return SkinnyTile(128, 128, 1, 3, 8) if m <= 16 else SkinnyTile(128, 64, 1, 5, 4)
     if tiles >= SM_COUNT // 2 + 8:
         return SkinnyTile(64, 128, 1, 5, 4)
     splits = 2

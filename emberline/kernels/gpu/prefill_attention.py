@@ -2,7 +2,8 @@
 """Attention of chunks: several new tokens of a sequence against its cache, themselves included.
 
 A tile holds the query heads that share a KV head for a run of tokens, so that short chunks fill it too. Every query
-walks the keys from the front in the same tiles, alone or in company, in whatever chunks: the result is the same.
+walks the keys from the front in the same tiles, alone or in company, in whatever chunks: the result is the same. Only
+where there is room for partial results may `split_keys` cut the walk into pieces, as it suits the launch.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
+from emberline.kernels.gpu import split_keys
 from emberline.kernels.gpu.decode_attention import LOG2_E
-from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.gpu.launch import SM_COUNT, await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.gpu.split_keys import cut, find_item, join, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,12 @@ class ChunkTile:
 
 def choose(head_dim: int) -> ChunkTile:
     return ChunkTile(128, 128, 3, 8) if head_dim <= 128 else ChunkTile(64, 64, 2, 8)  # what shared memory holds
+
+
+def scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
+    """For the parts of any step."""
+    queries = max(choose(head_dim).queries, power_of_two(heads // kv_heads))
+    return split_keys.MAX_ITEMS * split_keys.part_floats(queries, power_of_two(head_dim))
 
 
 @triton.jit
@@ -67,68 +76,111 @@ def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
     return higher, total, out
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window"])
+@triton.jit
+def _tile(
+    q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
+    table_stride, parts, counters, item, split, n_pieces, each, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row's queries for one KV head; SPLIT: against a piece of its keys, of `each` steps."""
+    TOKENS: tl.constexpr = QUERIES // GROUP
+    start = tl.load(query_starts + row)
+    n = tl.load(query_starts + row + 1) - start
+    context = tl.load(context_lens + row)
+    first = tile * TOKENS
+    m, d, t = tl.arange(0, QUERIES), tl.arange(0, PAD), tl.arange(0, TILE)
+    token = first + m // GROUP
+    at = ((start + token).to(tl.int64) * kv_heads + head) * (GROUP * DIM) + (m % GROUP) * DIM
+    lowest = context - n + first  # position of the tile's first query
+    position = (context - n + token)[:, None]
+    end = tl.minimum(lowest + TOKENS, context)
+    table = tables + row.to(tl.int64) * table_stride
+    keys = pool + head * (16 * DIM)
+    values = keys + kv_heads * (16 * DIM)
+    begin = 0
+    full = (lowest + 1) // TILE * TILE  # tiles before this are seen whole
+    if WINDOWED:
+        begin = tl.maximum(lowest - window + 1, 0) // TILE * TILE
+        full = begin
+    low, high = begin, end
+    if SPLIT:
+        low = begin + split * each * TILE
+        high = tl.minimum(low + each * TILE, end)
+        full = low if WINDOWED else tl.minimum(tl.maximum(full, low), high)
+    mine = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
+    queries = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, PAD], tl.float32)
+    inside = tl.arange(0, 16)[None, :, None] * DIM + d[None, None, :]
+    for at_token in tl.range(low, full, TILE, num_stages=STAGES):  # block by block: each is looked up once
+        block = tl.load(table + at_token // 16 + tl.arange(0, TILE // 16)).to(tl.int64)
+        place = (block * block_stride)[:, None, None] + inside
+        if DIM == PAD:
+            k = tl.load(keys + place)
+            v = tl.load(values + place)
+        else:
+            k = tl.load(keys + place, mask=(d < DIM)[None, None, :], other=0.0)
+            v = tl.load(values + place, mask=(d < DIM)[None, None, :], other=0.0)
+        k, v = tl.reshape(k, [TILE, PAD]), tl.reshape(v, [TILE, PAD])
+        peak, total, acc = _step(queries, k, v, True, peak, total, acc, scale, False)
+    for at_token in tl.range(full, high, TILE, num_stages=STAGES):
+        key = at_token + t
+        ok = key < end
+        if WINDOWED:
+            ok &= key > lowest - window  # what fell out of the window has no block any more
+        block = tl.load(table + key // 16, mask=ok, other=0).to(tl.int64)
+        place = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
+        there = ok[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + place, mask=there, other=0.0)
+        v = tl.load(values + place, mask=there, other=0.0)
+        visible = key[None, :] <= position
+        if WINDOWED:
+            visible &= key[None, :] > position - window
+        peak, total, acc = _step(queries, k, v, visible, peak, total, acc, scale, True)
+    to = out + at[:, None] + d[None, :]
+    if n_pieces == 1:
+        put(to, acc, total, mine)
+    elif SPLIT:
+        join(acc, peak, total, to, mine, parts, counters, item - split * kv_heads, split, n_pieces, kv_heads, QUERIES, PAD)
+
+
+@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window", "room", "splits"])
 def _chunks(
     q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, scale, window, block_stride,
-    table_stride, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    table_stride, parts, counters, kv_heads, room, splits, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, SMS: tl.constexpr, PIECES: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
-    head = tl.program_id(1)
-    kv_heads = tl.num_programs(1)
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     await_inputs(PDL)
     release_next(PDL)
-    row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, limit, TOKENS, ROWS)
-    if index < n_tiles:
-        start = tl.load(query_starts + row)
-        n = tl.load(query_starts + row + 1) - start
-        context = tl.load(context_lens + row)
-        first = (index - before) * TOKENS
-        m, d, t = tl.arange(0, QUERIES), tl.arange(0, PAD), tl.arange(0, TILE)
-        token = first + m // GROUP
-        mine = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
-        at = ((start + token).to(tl.int64) * kv_heads + head) * (GROUP * DIM) + (m % GROUP) * DIM
-        queries = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
-        lowest = context - n + first  # position of the tile's first query
-        position = (context - n + token)[:, None]
-        end = tl.minimum(lowest + TOKENS, context)
-        table = tables + row.to(tl.int64) * table_stride
-        keys = pool + head * (16 * DIM)
-        values = keys + kv_heads * (16 * DIM)
-        begin = 0
-        full = (lowest + 1) // TILE * TILE  # tiles before this are seen whole
-        if WINDOWED:
-            begin = tl.maximum(lowest - window + 1, 0) // TILE * TILE
-            full = begin
-        peak = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, PAD], tl.float32)
-        for at_token in tl.range(begin, full, TILE, num_stages=STAGES):
-            block = tl.load(table + (at_token + t) // 16).to(tl.int64)
-            place = (block * block_stride + ((at_token + t) % 16) * DIM)[:, None] + d[None, :]
-            if DIM == PAD:
-                k = tl.load(keys + place)
-                v = tl.load(values + place)
-            else:
-                k = tl.load(keys + place, mask=(d < DIM)[None, :], other=0.0)
-                v = tl.load(values + place, mask=(d < DIM)[None, :], other=0.0)
-            peak, total, acc = _step(queries, k, v, True, peak, total, acc, scale, False)
-        for at_token in tl.range(full, end, TILE, num_stages=STAGES):
-            key = at_token + t
-            ok = key < end
-            if WINDOWED:
-                ok &= key > lowest - window  # what fell out of the window has no block any more
-            block = tl.load(table + key // 16, mask=ok, other=0).to(tl.int64)
-            place = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
-            inside = ok[:, None] & (d < DIM)[None, :]
-            k = tl.load(keys + place, mask=inside, other=0.0)
-            v = tl.load(values + place, mask=inside, other=0.0)
-            visible = key[None, :] <= position
-            if WINDOWED:
-                visible &= key[None, :] > position - window
-            peak, total, acc = _step(queries, k, v, visible, peak, total, acc, scale, True)
-        tl.store(out + at[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+    if SPLIT:
+        span = window + TOKENS + TILE if WINDOWED else 2**31 - 1 - TILE
+        each, n_items = cut(
+            query_starts, context_lens, first_row, n_rows, limit, span, kv_heads, room, splits, TOKENS, TILE, ROWS,
+            SMS, PIECES, LEAST, COST,
+        )  # fmt: skip
+        for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
+            row, tile, head, split, n_pieces = find_item(
+                item, query_starts, context_lens, first_row, n_rows, limit, span, kv_heads, each, TOKENS, TILE, ROWS
+            )
+            _tile(
+                q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window,
+                block_stride, table_stride, parts, counters, item, split, n_pieces, each, GROUP, DIM, PAD, QUERIES,
+                TILE, WINDOWED, STAGES, SPLIT,
+            )  # fmt: skip
+    else:
+        index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+        row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, limit, TOKENS, ROWS)
+        if index < n_tiles:
+            _tile(
+                q, out, pool, tables, query_starts, context_lens, row, index - before, tl.program_id(1), kv_heads,
+                scale, window, block_stride, table_stride, parts, counters, 0, 0, 1, 1, GROUP, DIM, PAD, QUERIES,
+                TILE, WINDOWED, STAGES, SPLIT,
+            )  # fmt: skip
 
 
 def chunks(
@@ -142,25 +194,33 @@ def chunks(
     tokens: int,
     first_row: int = 0,
     limit: int = 2**31 - 1,
+    scratch: split_keys.Scratch | None = None,
+    splits: int | None = None,
     pdl: bool = False,
     tile: ChunkTile | None = None,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
     k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed, and those of more than
-    `limit` are left out.
+    `limit` are left out. With `scratch` keys may be split, in a small step: by measure, or into `splits` pieces where
+    they are long enough. The order of sums then depends on the step; without, it never does.
     """
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
         return
-    group = at.heads // at.kv_heads
+    group, pad = at.heads // at.kv_heads, power_of_two(at.head_dim)
     tile = tile or choose(at.head_dim)
     queries = max(tile.queries, power_of_two(group))
-    grid = (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
+    part = split_keys.part_floats(queries, pad)
+    room = 0 if scratch is None else min(scratch.parts.numel() // part, scratch.counters.numel())
+    split = scratch is not None and room > 0 and tokens <= split_keys.MAX_TOKENS and splits != 1
+    parts, counters = scratch if split and scratch is not None else (q, q)
+    grid = (SM_COUNT, 1) if split else (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
     _chunks[grid](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
-        at.window or 0, pool.stride(0), tables.stride(0), GROUP=group, DIM=at.head_dim,
-        PAD=power_of_two(at.head_dim), QUERIES=queries,
-        TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64, STAGES=tile.stages, PDL=int(pdl),
+        at.window or 0, pool.stride(0), tables.stride(0), parts, counters, at.kv_heads, room, splits or 0,
+        GROUP=group, DIM=at.head_dim, PAD=pad, QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None,
+        ROWS=64, STAGES=tile.stages, SPLIT=split, SMS=SM_COUNT, PIECES=split_keys.MAX_PIECES,
+        LEAST=split_keys.MIN_STEPS, COST=split_keys.ITEM_COST, PDL=int(pdl),
         **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The one piece of memory that all layers of all steps share, sized before anything is allocated.
 
-residual | normed, then attended | qkv | kv gathered | gate, up | activated | partial sums | rotary, pieces
+residual | normed, then attended | qkv | kv gathered, parts | gate, up | activated | partial sums | rotary, pieces
                                  '--------- logits, once the layers are done ---------'
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import cascade, dense_attention, plan
+from emberline.kernels.gpu import cascade, dense_attention, plan, prefill_attention, split_keys
 from emberline.kernels.gpu.launch import cdiv
 
 MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
@@ -19,6 +19,11 @@ PARTIAL_FLOATS = 4 << 20  # for matmuls with split columns
 COUNTERS = 1 << 16
 DEQUANTISED = 32 << 20  # bytes: rows of a quantised matrix at a time, for cuBLAS
 _ALIGN = 256
+
+
+def mlp_tokens(tokens: int) -> int:
+    """Of a step's, that an MLP computes at a time. cuBLAS is a tenth slower at 1,024 than at twice 512."""
+    return 512 if tokens == 1024 else MLP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,12 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
     layers = end
     place("qkv", s.max_tokens * s.qkv * s.item)
     place("queries", s.max_tokens * s.heads * s.head_dim * s.item)
+    dense = end
     place("own", 2 * s.max_tokens * s.kv_heads * s.head_dim * s.item)
     gathered = dense_attention.SEGMENT if s.head_dim in dense_attention.DIMS else 0
     place("gathered", 2 * gathered * s.kv_heads * s.head_dim * s.item)
+    # A step has dense chunks, or chunks whose keys are split.
+    place("parts", prefill_attention.scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, dense)
     # The MLP runs after attention: its intermediates lie where attention's were.
     both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or a projection yet to be normed
     place("gate_up", both * s.item, layers)
@@ -90,6 +98,7 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
         place(f"angles{group}", s.max_tokens * s.head_dim * 4)
         place(f"pieces{group}", pieces * plan.PIECE_FIELDS * 4)
     place("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
+    place("item_counters", split_keys.MAX_ITEMS * 4)
     return places
 
 
@@ -109,6 +118,8 @@ class Workspace:
         self._memory = torch.empty(self.bytes(sizes), dtype=torch.uint8, device=device)
         self.counters = self.flat("counters", torch.int32)[:COUNTERS].zero_()
         self.row_counters = self.flat("counters", torch.int32)[COUNTERS:].zero_()
+        item_counters = self.flat("item_counters", torch.int32).zero_()
+        self.chunk_scratch = split_keys.Scratch(self.flat("parts", torch.float32), item_counters)
         self.partial = self.flat("partial", torch.float32)
         self.peaks = self.flat("peaks", torch.float32)
         self.prefix = self.flat("prefix", torch.float32)

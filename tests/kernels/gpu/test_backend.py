@@ -1,15 +1,18 @@
 """The Triton backend under a whole model, against the plain one: every kind of step and of model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from emberline.kernels.gpu import backend, prefill_attention, split_keys
 from emberline.kernels.gpu.backend import TritonBackend
 from emberline.kernels.gpu.quantised import dequantise_reference, pack
 from emberline.kernels.gpu.step import Chunk, StepShape
-from emberline.kernels.gpu.workspace import Sizes, Workspace
+from emberline.kernels.gpu.workspace import Sizes, Workspace, _layout
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder, LayerTable
 from emberline.models.gemma import GEMMA3
@@ -175,6 +178,31 @@ def test_deterministic_results_do_not_depend_on_company_or_chunks() -> None:
     assert torch.equal(torch.cat(alone)[4:], together[1][2:5])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_chunks_with_split_keys(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card with many multiprocessors, in tiles so small that a few tokens are several pieces."""
+    config, table = MODELS[name]
+    monkeypatch.setattr(prefill_attention, "SM_COUNT", 132)
+    monkeypatch.setattr(split_keys, "MAX_ITEMS", 6 * 132)
+    monkeypatch.setattr(split_keys, "MIN_STEPS", 1)
+    monkeypatch.setattr(prefill_attention, "choose", lambda dim: prefill_attention.ChunkTile(32, 16, 2, 4))
+    chunks, split = backend.chunks, []
+
+    def watched(*args: Any, scratch: split_keys.Scratch | None, **more: Any) -> None:
+        if scratch is not None:
+            scratch.parts.fill_(torch.nan)
+        chunks(*args, scratch=scratch, **more)
+        split.append(scratch is not None and not scratch.parts.isnan().all())
+        assert scratch is None or not scratch.counters.any()
+
+    monkeypatch.setattr(backend, "chunks", watched)
+    got = run(triton_model(config, table, deterministic=deterministic))
+    assert any(split) != deterministic
+    for mine, want in zip(got, run(plain_model(config, table)), strict=True):
+        assert error(mine, want) < LIMIT
+
+
 def test_a_prefix_shared_by_decodes() -> None:
     config = CONFIG
     model, plain = triton_model(config, LLAMA), plain_model(config, LLAMA)
@@ -197,11 +225,15 @@ def test_a_prefix_shared_by_decodes() -> None:
     assert error(out[0], out[1]) < LIMIT
 
 
-def test_the_workspace_is_as_large_as_announced() -> None:
+def test_the_workspace_is_as_large_as_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_keys, "MAX_ITEMS", 6 * 132)
     llama8b = Sizes(4096, 32, 8, 128, 14336, 128256, 1, max_tokens=8192, max_rows=256, max_samples=256)
     assert Workspace.bytes(llama8b) < 0.75 * 2**30
+    places = {name: start + size for name, (start, size) in _layout(llama8b).items()}
+    assert places["parts"] <= max(places["own"], places["gathered"], places["activated"])  # it takes nothing more
     small = Sizes.of(CONFIG, 16, 4, 4)
     space = Workspace(small, DEVICE, DTYPE)
     assert space._memory.numel() == Workspace.bytes(small)
     assert not space.counters.any()
     assert not space.row_counters.any()
+    assert not space.chunk_scratch.counters.any()
