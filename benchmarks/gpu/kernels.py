@@ -21,7 +21,7 @@ from emberline.kernels.gpu.decode_attention import decode
 from emberline.kernels.gpu.embedding import rows, rows_reference
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
 from emberline.kernels.gpu.norms import add_norm, add_norm_reference
-from emberline.kernels.gpu.prefill_attention import chunks, scratch_floats
+from emberline.kernels.gpu.prefill_attention import chunks, scratch_floats, split
 from emberline.kernels.gpu.rope import rope_write, rope_write_reference
 from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
 from emberline.kernels.gpu.sampling import draw
@@ -267,6 +267,7 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
     exact = dense_attention.is_round(n)
     parts = torch.empty(scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
     scratch = Scratch(parts, card.ints([0] * split_keys.MAX_ITEMS))
+    table = card.ints([0] * split_keys.MAX_ITEMS * split_keys.FIELDS)
     own = [dense_attention.room(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
     for place, source in zip(own, cache.keys_values(0, context)):
         place.copy_(source[-n:])
@@ -276,7 +277,8 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
         if dense:
             dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
         else:
-            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n, scratch=scratch)
+            items = split(at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch)
+            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n, items=items)
 
     few = [*range(4), *range(n - 4, n)]
 

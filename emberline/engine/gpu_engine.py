@@ -56,7 +56,7 @@ class GpuEngine:
 
     def chores(self, runner: GpuRunner) -> Callable[[], bool]:
         """What can be done ahead of requests, a little with every call: captures, libraries' plans. False: no more."""
-        plans = self.model.kernels.rehearse(self.model.attentions)
+        plans = self.model.kernels.rehearse(self.model.attentions, runner.pools)
 
         def chore() -> bool:
             with torch.inference_mode():

@@ -245,7 +245,9 @@ class Scheduler:
                 prefills.append(seq)
             elif not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
-                if seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH:  # nobody watches queued work
+                if (
+                    seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH
+                ):  # nobody watches queued work
                     self._streaming_since = seq.began_step
         self._plan_prefills(plan, prefills)
         if plan.rows:

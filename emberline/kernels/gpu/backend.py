@@ -14,9 +14,10 @@ from emberline.kernels.gpu.decode_attention import decode
 from emberline.kernels.gpu.launch import INTERPRETED, dependent
 from emberline.kernels.gpu.matmul import GATES, Job, Matrix, Multiplier
 from emberline.kernels.gpu.norms import add_norm
-from emberline.kernels.gpu.prefill_attention import chunks
+from emberline.kernels.gpu.prefill_attention import chunks, split
 from emberline.kernels.gpu.quantised import QuantisedMatrix, pack, quantised_rows
 from emberline.kernels.gpu.rope import rope_write
+from emberline.kernels.gpu.split_keys import Items
 from emberline.kernels.gpu.step import Chunk, StepShape
 from emberline.kernels.gpu.workspace import Sizes, Workspace, mlp_tokens
 from emberline.protocol.layout import KVGroup
@@ -31,6 +32,7 @@ class Context:
     kv: list[Tensor]
     angles: list[tuple[Tensor, Tensor]]  # by KV group
     pieces: list[plan.Pieces]
+    items: list[Items | None]
 
 
 class TritonBackend:
@@ -79,13 +81,25 @@ class TritonBackend:
         shape = getattr(step, "shape", None) or _shape_of(step)
         space = self._workspace
         rows = 0 if self._deterministic else shape.decode_rows
-        angles, pieces = [], []
+        angles, pieces, items = [], [], []
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
             angles.append(plan.angles(step.positions, rope, space.flat(f"angles{i}", torch.float32)))
             shares = shape.shares if group.window is None else None
             room = space.flat(f"pieces{i}", torch.int32)
             pieces.append(plan.cut(step.context_lens, rows, group.kv_heads, group.window, shares, room))
-        return Context(step, shape, kv, angles, pieces)
+            items.append(self._items(i, step, shape, group))
+        return Context(step, shape, kv, angles, pieces, items)
+
+    def _items(self, number: int, step: Any, shape: StepShape, group: KVGroup) -> Items | None:
+        """How the keys of chunks are split; in deterministic mode they are not."""
+        if self._deterministic or not shape.max_query:
+            return None
+        space, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
+        return split(
+            space.sizes.heads, group.kv_heads, group.head_dim, group.window, step.query_starts, step.context_lens,
+            len(step.token_ids) - first, shape.decode_rows, space.flat(f"items{number}", torch.int32),
+            space.chunk_scratch,
+        )  # fmt: skip
 
     @property
     def _workspace(self) -> Workspace:
@@ -113,7 +127,7 @@ class TritonBackend:
             attended = space.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
             attended = self._attend(qkv, attended, layer.attention, context)
             self._add(attended, layer.output, x, layer.post_norm, layer.eps, overlapped=True)
-            for part in x.split(mlp_tokens(tokens)):
+            for part in torch.split(x, mlp_tokens(tokens)):
                 self._mlp(layer.mlp, part)
 
     def _product(
@@ -182,8 +196,8 @@ class TritonBackend:
         if len(dense) < len(listed) or not listed:
             chunks(
                 queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, decodes,
-                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1,
-                scratch=None if dense or self._deterministic else space.chunk_scratch, pdl=self._pdl,
+                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, items=context.items[at.group],
+                pdl=self._pdl,
             )  # fmt: skip
         gathered = space.flat("gathered", self.dtype)
         halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
@@ -196,15 +210,23 @@ class TritonBackend:
             dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
         return out
 
-    def rehearse(self, attentions: Sequence[Attention]) -> Iterator[bool]:
+    def rehearse(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
         """What long prompts would wait for the first time, done ahead, a little with every turn."""
         space, tokens = self._workspace, self._workspace.sizes.max_tokens
-        served = [at for at in attentions if dense_attention.serves(at, tokens)]
-        if served and not self._deterministic:
-            queries = space.take("queries", tokens, served[0].heads * served[0].head_dim)
-            gathered = space.flat("gathered", self.dtype)
-            halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
-            yield from dense_attention.rehearse(queries, served[0], halves)
+        for kind in {at.window is None: at for at in attentions}.values():  # large steps do not split keys
+            nothing = torch.zeros(1, 16, dtype=torch.int32, device=self.device)
+            queries, out = (space.take(name, 1, kind.heads * kind.head_dim) for name in ("queries", "normed"))
+            pool = kv[kind.group][:, kind.index]
+            chunks(queries, out, kind, pool, nothing, nothing[0, :2], nothing[0, :1], 1, pdl=self._pdl)
+            yield True
+        at = next((at for at in attentions if dense_attention.serves(at, tokens)), None)
+        if at is None or self._deterministic:
+            return
+        queries, out = (space.take(name, tokens, at.heads * at.head_dim) for name in ("queries", "normed"))
+        own = space.take("own", 2, tokens, at.kv_heads * at.head_dim)
+        gathered = space.flat("gathered", self.dtype)
+        halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
+        yield from dense_attention.rehearse(queries, own, at, kv[at.group][:, at.index], halves, out)
 
 
 def _shape_of(step: Any) -> StepShape:

@@ -122,17 +122,21 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     return results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
 
 
-def rehearse(q: Tensor, at: Attention, space: tuple[Tensor, Tensor]) -> Iterator[bool]:
-    """Make the plans that most prompts need, one at a time. q: [n, heads * dim] of the longest chunk."""
+def rehearse(
+    q: Tensor, own: Tensor, at: Attention, pool: Tensor, space: tuple[Tensor, Tensor], out: Tensor
+) -> Iterator[bool]:
+    """Attend what most prompts will, of nobody's: plans are made and kernels compiled, one at a time.
+
+    q, out: [n, heads * dim] of the longest chunk; own: room for its k and v.
+    """
+    table = torch.zeros(SEGMENT // BLOCK_TOKENS, dtype=torch.int32, device=q.device)
     sizes = [size for size in (2048, 4096, 8192) if size <= len(q)]
-    plans = [(size, size, False) for size in sizes]
+    cases = [(size - BLOCK_TOKENS, context) for size in sizes for context in (0, *sizes)]
     if is_round(len(q)):  # a long prompt is cut into chunks of this length
-        plans += [(len(q), context, True) for context in range(len(q), SEGMENT + 1, len(q))]
-        plans.append((len(q), len(q), True))
-    for place, (n, context, exact) in enumerate(plans):
-        keys, values = (room(half, context, at, exact) for half in space)
-        causal = not exact or place == len(plans) - 1
-        _cudnn(q[:n].view(n, at.heads, at.head_dim), keys, values, at.scale, causal)
+        cases += [(len(q), 0), (len(q), SEGMENT)]
+    for n, context in cases:
+        keys, values = (room(half, n, at, is_round(n)) for half in own)
+        attend(q[:n], (keys, values), at, pool, table, n + context, space, out[:n])
         yield True
 
 

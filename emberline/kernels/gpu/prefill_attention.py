@@ -15,8 +15,8 @@ from torch import Tensor
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu import split_keys
 from emberline.kernels.gpu.decode_attention import LOG2_E
-from emberline.kernels.gpu.launch import SM_COUNT, await_inputs, cdiv, options, power_of_two, release_next
-from emberline.kernels.gpu.split_keys import cut, find_item, join, put
+from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.gpu.split_keys import Items, join, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,44 @@ def choose(head_dim: int) -> ChunkTile:
     return ChunkTile(128, 128, 3, 8) if head_dim <= 128 else ChunkTile(64, 64, 2, 8)  # what shared memory holds
 
 
+def _queries(tile: ChunkTile, group: int) -> int:
+    return max(tile.queries, power_of_two(group))
+
+
 def scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
     """For the parts of any step."""
-    queries = max(choose(head_dim).queries, power_of_two(heads // kv_heads))
+    queries = _queries(choose(head_dim), heads // kv_heads)
     return split_keys.MAX_ITEMS * split_keys.part_floats(queries, power_of_two(head_dim))
+
+
+def split(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    tokens: int,
+    first_row: int,
+    out: Tensor,
+    scratch: split_keys.Scratch,
+    tile: ChunkTile | None = None,
+    splits: int = 0,
+) -> Items | None:
+    """For `chunks`, once a step: keys split as it suits the launch. None: they are not, the step is large.
+
+    splits: pieces of the longest tile, where it is long enough; 0: by measure. The order of sums depends on it.
+    """
+    group, tile = heads // kv_heads, tile or choose(head_dim)
+    queries = _queries(tile, group)
+    n = split_keys.n_items(tokens, query_starts.shape[0] - 1 - first_row, queries // group, kv_heads)
+    if not n:
+        return None
+    part = split_keys.part_floats(queries, power_of_two(head_dim))
+    return split_keys.listed(
+        query_starts, context_lens, first_row, n, kv_heads, queries // group, tile.tokens, window, out, scratch, part,
+        splits,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,9 +113,8 @@ def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
 @triton.jit
 def _tile(
     q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
-    table_stride, parts, counters, item, split, n_pieces, each, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    table_stride, parts, counters, split, n_pieces, each, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row's queries for one KV head; SPLIT: against a piece of its keys, of `each` steps."""
     TOKENS: tl.constexpr = QUERIES // GROUP
@@ -140,47 +173,43 @@ def _tile(
             visible &= key[None, :] > position - window
         peak, total, acc = _step(queries, k, v, visible, peak, total, acc, scale, True)
     to = out + at[:, None] + d[None, :]
-    if n_pieces == 1:
+    if SPLIT:
+        if n_pieces == 1:
+            put(to, acc, total, mine)
+        else:
+            place = (tl.program_id(0) - split) * kv_heads + head
+            join(acc, peak, total, to, mine, parts, counters, place, split, n_pieces, kv_heads, QUERIES, PAD)
+    else:
         put(to, acc, total, mine)
-    elif SPLIT:
-        join(acc, peak, total, to, mine, parts, counters, item - split * kv_heads, split, n_pieces, kv_heads, QUERIES, PAD)
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window", "room", "splits"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window"])
 def _chunks(
     q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, scale, window, block_stride,
-    table_stride, parts, counters, kv_heads, room, splits, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    table_stride, items, parts, counters, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, SMS: tl.constexpr, PIECES: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
+    head, kv_heads = tl.program_id(1), tl.num_programs(1)
     await_inputs(PDL)
     release_next(PDL)
     if SPLIT:
-        span = window + TOKENS + TILE if WINDOWED else 2**31 - 1 - TILE
-        each, n_items = cut(
-            query_starts, context_lens, first_row, n_rows, limit, span, kv_heads, room, splits, TOKENS, TILE, ROWS,
-            SMS, PIECES, LEAST, COST,
-        )  # fmt: skip
-        for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
-            row, tile, head, split, n_pieces = find_item(
-                item, query_starts, context_lens, first_row, n_rows, limit, span, kv_heads, each, TOKENS, TILE, ROWS
-            )
-            _tile(
-                q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window,
-                block_stride, table_stride, parts, counters, item, split, n_pieces, each, GROUP, DIM, PAD, QUERIES,
-                TILE, WINDOWED, STAGES, SPLIT,
-            )  # fmt: skip
+        entry = items + tl.program_id(0) * 8
+        row = tl.load(entry)
+        tile, split, n_pieces, each = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+        exists = row >= 0
     else:
         index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, limit, TOKENS, ROWS)
-        if index < n_tiles:
-            _tile(
-                q, out, pool, tables, query_starts, context_lens, row, index - before, tl.program_id(1), kv_heads,
-                scale, window, block_stride, table_stride, parts, counters, 0, 0, 1, 1, GROUP, DIM, PAD, QUERIES,
-                TILE, WINDOWED, STAGES, SPLIT,
-            )  # fmt: skip
+        tile, split, n_pieces, each = index - before, 0, 1, 0
+        exists = index < n_tiles
+    if exists:
+        _tile(
+            q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
+            table_stride, parts, counters, split, n_pieces, each, GROUP, DIM, PAD, QUERIES, TILE, WINDOWED, STAGES,
+            SPLIT,
+        )  # fmt: skip
 
 
 def chunks(
@@ -194,33 +223,26 @@ def chunks(
     tokens: int,
     first_row: int = 0,
     limit: int = 2**31 - 1,
-    scratch: split_keys.Scratch | None = None,
-    splits: int | None = None,
+    items: Items | None = None,
     pdl: bool = False,
     tile: ChunkTile | None = None,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
     k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed, and those of more than
-    `limit` are left out. With `scratch` keys may be split, in a small step: by measure, or into `splits` pieces where
-    they are long enough. The order of sums then depends on the step; without, it never does.
+    `limit` are left out. items: of these rows, from `split`.
     """
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
         return
-    group, pad = at.heads // at.kv_heads, power_of_two(at.head_dim)
-    tile = tile or choose(at.head_dim)
-    queries = max(tile.queries, power_of_two(group))
-    part = split_keys.part_floats(queries, pad)
-    room = 0 if scratch is None else min(scratch.parts.numel() // part, scratch.counters.numel())
-    split = scratch is not None and room > 0 and tokens <= split_keys.MAX_TOKENS and splits != 1
-    parts, counters = scratch if split and scratch is not None else (q, q)
-    grid = (SM_COUNT, 1) if split else (cdiv(tokens, queries // group) + n_rows - 1, at.kv_heads)
-    _chunks[grid](
+    group, tile = at.heads // at.kv_heads, tile or choose(at.head_dim)
+    queries = _queries(tile, group)
+    n_programs = cdiv(tokens, queries // group) + n_rows - 1 if items is None else len(items.table)
+    table, parts, counters = (q, q, q) if items is None else (items.table, *items.scratch)
+    _chunks[(n_programs, at.kv_heads)](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
-        at.window or 0, pool.stride(0), tables.stride(0), parts, counters, at.kv_heads, room, splits or 0,
-        GROUP=group, DIM=at.head_dim, PAD=pad, QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None,
-        ROWS=64, STAGES=tile.stages, SPLIT=split, SMS=SM_COUNT, PIECES=split_keys.MAX_PIECES,
-        LEAST=split_keys.MIN_STEPS, COST=split_keys.ITEM_COST, PDL=int(pdl),
+        at.window or 0, pool.stride(0), tables.stride(0), table, parts, counters, GROUP=group, DIM=at.head_dim,
+        PAD=power_of_two(at.head_dim), QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64,
+        STAGES=tile.stages, SPLIT=items is not None, PDL=int(pdl),
         **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

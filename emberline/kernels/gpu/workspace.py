@@ -97,6 +97,7 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
     for group in range(s.groups):
         place(f"angles{group}", s.max_tokens * s.head_dim * 4)
         place(f"pieces{group}", pieces * plan.PIECE_FIELDS * 4)
+        place(f"items{group}", split_keys.MAX_ITEMS * split_keys.FIELDS * 4)
     place("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
     place("item_counters", split_keys.MAX_ITEMS * 4)
     return places

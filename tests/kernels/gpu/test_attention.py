@@ -215,6 +215,8 @@ def test_cudnn_on_gathered_blocks(n: int, context: int) -> None:
     dense_attention.attend(q, (own[0], own[1]), at, b.pool[:, 1], b.tables[0], context, (space[0], space[1]), mine)
     chunks(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
     assert error(mine, theirs) < LIMIT
+    if context == n:
+        assert error(dense_attention.alone(q, (own[0], own[1]), at), theirs) < LIMIT
 
 
 @pytest.mark.gpu

@@ -183,18 +183,18 @@ def test_deterministic_results_do_not_depend_on_company_or_chunks() -> None:
 def test_chunks_with_split_keys(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card with many multiprocessors, in tiles so small that a few tokens are several pieces."""
     config, table = MODELS[name]
-    monkeypatch.setattr(prefill_attention, "SM_COUNT", 132)
+    monkeypatch.setattr(split_keys, "SM_COUNT", 132)
     monkeypatch.setattr(split_keys, "MAX_ITEMS", 6 * 132)
     monkeypatch.setattr(split_keys, "MIN_STEPS", 1)
     monkeypatch.setattr(prefill_attention, "choose", lambda dim: prefill_attention.ChunkTile(32, 16, 2, 4))
     chunks, split = backend.chunks, []
 
-    def watched(*args: Any, scratch: split_keys.Scratch | None, **more: Any) -> None:
-        if scratch is not None:
-            scratch.parts.fill_(torch.nan)
-        chunks(*args, scratch=scratch, **more)
-        split.append(scratch is not None and not scratch.parts.isnan().all())
-        assert scratch is None or not scratch.counters.any()
+    def watched(*args: Any, items: split_keys.Items | None, **more: Any) -> None:
+        if items is not None:
+            items.scratch.parts.fill_(torch.nan)
+        chunks(*args, items=items, **more)
+        split.append(items is not None and not items.scratch.parts.isnan().all())
+        assert items is None or not items.scratch.counters.any()
 
     monkeypatch.setattr(backend, "chunks", watched)
     got = run(triton_model(config, table, deterministic=deterministic))

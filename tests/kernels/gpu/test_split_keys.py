@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu import split_keys
-from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks
+from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks, split
 from emberline.kernels.gpu.split_keys import Scratch
 from emberline.kernels.reference import attend
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, Batch, attention, batch, error, noise
@@ -39,12 +39,19 @@ def scratch_for(at: Attention, pieces: int) -> Scratch:
     return Scratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
 
 
-def run(q: Tensor, at: Attention, b: Batch, scratch: Scratch | None, splits: int | None) -> Tensor:
+@pytest.fixture(autouse=True)
+def many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_keys, "MAX_ITEMS", 1000)
+
+
+def run(q: Tensor, at: Attention, b: Batch, scratch: Scratch | None, splits: int = 0) -> Tensor:
     out = torch.full_like(q, torch.nan)
-    pool = b.pool[:, 1]
-    chunks(
-        q, out, at, pool, b.tables, b.query_starts, b.context_lens, b.tokens, scratch=scratch, splits=splits, tile=TILE
-    )
+    pool, rows, items = b.pool[:, 1], (b.query_starts, b.context_lens, b.tokens), None
+    if scratch is not None:
+        table = torch.full((8000,), 7, dtype=torch.int32, device=DEVICE)
+        items = split(at.heads, at.kv_heads, at.head_dim, at.window, *rows, 0, table, scratch, TILE, splits)
+        assert items is not None
+    chunks(q, out, at, pool, b.tables, *rows, items=items, tile=TILE)
     assert scratch is None or not scratch.counters.any()
     return out
 
@@ -57,7 +64,7 @@ SHAPES = [(4, 2, 64), (3, 1, 64), (4, 1, 96), (2, 2, 128), (2, 1, 256)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize(("window", "splits"), [(None, 8), (150, 3)])
+@pytest.mark.parametrize(("window", "splits"), [(None, 4), (150, 3)])
 def test_pieces_are_the_whole(heads: int, kv_heads: int, dim: int, window: int | None, splits: int) -> None:
     at = attention(heads, kv_heads, dim, window)
     b = batch([3, 0, 20, 1], [3, 0, 540, 300], at)
@@ -109,7 +116,7 @@ def test_without_need_or_room_nothing_is_split() -> None:
     at = attention(4, 2, 64)
     b = batch([20], [600], at)
     q = noise(20, 4 * 64, seed=4)
-    plain = run(q, at, b, None, None)
+    plain = run(q, at, b, None)
     for pieces, splits in ((400, 1), (0, 8), (3, 8)):
         scratch = scratch_for(at, pieces)
         assert torch.equal(run(q, at, b, scratch, splits), plain)
@@ -122,41 +129,43 @@ def test_without_need_or_room_nothing_is_split() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="two multiprocessors, as interpreted")
 def test_a_launch_that_leaves_much_idle_is_split_by_itself() -> None:
     at = attention(2, 1, 64)
-    for tokens, split in ((16, True), (32, False), (48, True), (64, False)):  # tiles of 16 tokens: 1 to 4 of them
+    for tokens, cut in ((16, True), (32, False), (48, True), (64, False)):  # tiles of 16 tokens: 1 to 4 of them
         b = batch([tokens], [tokens + 600], at)
         q, scratch = noise(tokens, 2 * 64, seed=4), scratch_for(at, 400)
-        assert error(run(q, at, b, scratch, None), expected(q, at, b)) < LIMIT
-        assert used(scratch) == split
+        assert error(run(q, at, b, scratch), expected(q, at, b)) < LIMIT
+        assert used(scratch) == cut
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="two multiprocessors, as interpreted")
 def test_tiles_that_see_little_hardly_count() -> None:
     """Two long tiles fill both multiprocessors: a short third, such as tokens that fill a step up, changes nothing."""
     at = attention(2, 1, 64)
-    for third, split in ((16, False), (640, True)):
+    for third, cut in ((16, False), (640, True)):
         b = batch([32, 16], [640, third], at)
         q, scratch = noise(48, 2 * 64, seed=4), scratch_for(at, 400)
-        assert error(run(q, at, b, scratch, None), expected(q, at, b)) < LIMIT
-        assert used(scratch) == split
+        assert error(run(q, at, b, scratch), expected(q, at, b)) < LIMIT
+        assert used(scratch) == cut
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lengths", "before"), [([128], 8000), ([608], 7584), ([640], 30_000), ([30, 100, 3], 3000)])
-@pytest.mark.parametrize("splits", [None, 2, 7])
+@pytest.mark.parametrize("splits", [0, 2, 7])
 @pytest.mark.parametrize("window", [None, 2500])
-def test_real_tiles(lengths: list[int], before: int, splits: int | None, window: int | None) -> None:
+def test_real_tiles(lengths: list[int], before: int, splits: int, window: int | None) -> None:
     at = attention(32, 8, 128, window)
     b = batch(lengths, [n + before for n in lengths], at)
     q, plain = noise(b.tokens, 32 * 128, seed=4), torch.empty(b.tokens, 32 * 128, dtype=DTYPE, device=DEVICE)
-    places = (at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, b.tokens)
-    chunks(q, plain, *places)
+    rows = (b.query_starts, b.context_lens, b.tokens)
+    chunks(q, plain, at, b.pool[:, 1], b.tables, *rows)
     floats = 2000 * split_keys.part_floats(128, 128)
     counters = torch.zeros(2000, dtype=torch.int32, device=DEVICE)
     scratch = Scratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
+    table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
+    items = split(32, 8, 128, window, *rows, 0, table, scratch, splits=splits)
     results = []
     for _ in range(3):
         results.append(torch.full_like(q, torch.nan))
-        chunks(q, results[-1], *places, scratch=scratch, splits=splits)
+        chunks(q, results[-1], at, b.pool[:, 1], b.tables, *rows, items=items)
         assert not counters.any()
     assert used(scratch)
     assert error(results[0], plain) < LIMIT
