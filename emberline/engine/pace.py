@@ -100,7 +100,8 @@ class Pace:
         if not work.n_decodes or self._target_s == inf:
             return  # nobody waits, or nobody minds
         streams = work.n_decodes.bit_length()
-        if self._alone_s and streams not in self._decode_s:  # streams that never decoded alone: what was theirs of it
+        few = work.tiles * TILE <= MAX_CAPTURED_TOKENS  # of many tokens, a small error of each is a large one
+        if self._alone_s and few and streams not in self._decode_s:  # they never decoded alone: what was theirs of it
             self._beside_s[streams] = seconds - work.n_tokens * self._alone_s[0]
         self._n_seen += 1
         lines = self._steps.setdefault(streams, {})
@@ -124,7 +125,7 @@ class Pace:
         return min(most, max(0, max(tiles, least) * TILE - beside))
 
     def room(self, wanted: int, most: int) -> int:
-        """Tokens of a step that no stream waits for: all that are wanted, or no more than can be captured."""
+        """Tokens of a step whose prompts keep no pace: all that are wanted, or no more than can be captured."""
         return most if wanted >= min(most, LARGE) or self._target_s == inf else min(most, MAX_CAPTURED_TOKENS)
 
     def cut(self, work: Work, start: int, n: int) -> int:

@@ -10,6 +10,7 @@ from operator import attrgetter
 import msgspec
 
 from emberline.engine import drawing, masking
+from emberline.engine.gpu_shapes import TILE
 from emberline.engine.limits import Limits
 from emberline.engine.pace import OVERLOAD, Pace, Work
 from emberline.engine.plan import Admission, Guides, Masks, Row, Sampled, StepPlan
@@ -73,6 +74,7 @@ class Scheduler:
         self._asked_step = -QUIET_STEPS  # when a request that is not queued work was last here
         self._n_paused = 0  # steps in a row that queued work let pass
         self._streaming_since: float = inf  # the step at which the first of those that decode had begun
+        self._streaming_class = Priority.DEFAULT  # the best of theirs
         self._none_passed = [0] * len(cache.groups)
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
@@ -234,6 +236,7 @@ class Scheduler:
         self._displace()
         paused = self._pauses()
         prefills = []
+        n_streams = 0
         self._streaming_since = inf
         for seq in tuple(self._running):
             if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
@@ -243,13 +246,15 @@ class Scheduler:
                 continue  # all of it is planned, and nothing is drawn
             if n_due > 1:
                 prefills.append(seq)
-            elif not seq.n_drawing or self._may_follow(seq):
+                continue
+            n_streams += 1
+            if seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH:  # nobody watches queued work
+                if self._streaming_since == inf:
+                    self._streaming_class = seq.urgency  # by rank: the best
+                self._streaming_since = seq.began_step
+            if not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
-                if (
-                    seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH
-                ):  # nobody watches queued work
-                    self._streaming_since = seq.began_step
-        self._plan_prefills(plan, prefills)
+        self._plan_prefills(plan, prefills, n_streams)
         if plan.rows:
             self._totals.steps += 1
         return plan
@@ -356,14 +361,17 @@ class Scheduler:
                 return
             self._preempt(last)
 
-    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
-        """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting."""
+    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence], n_streams: int) -> None:
+        """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting.
+
+        n_streams: those with a row, and those that sit this step out and wait for it all the same.
+        """
         full = bool(plan.n_preempted)
         if self._waiting and self._free_slots and not full:
             able = (seq for seq in self._waiting if seq.pending is None)
             prefills = sorted([*prefills, *islice(able, 2 * self.limits.max_running)], key=_by_rank)
         computing = self._computing[id(plan)] = set()
-        work = Work(len(plan.rows))
+        work = Work(n_streams)
         room = self._room(plan, prefills)
         for seq in prefills:
             left = self._left(room - plan.n_tokens, work, seq)
@@ -381,20 +389,24 @@ class Scheduler:
                 computing.update(seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS])
 
     def _room(self, plan: StepPlan, prefills: list[Sequence]) -> int:
-        """Tokens that the step may have in all."""
+        """Tokens that the step may have in all, one tile of prompts at least; more bounds those that keep a pace."""
         budget = self.limits.token_budget
         if self._pace is None:
             return budget
-        wanted, slots = plan.n_tokens, len(self._free_slots)
+        wanted, slots = 0, len(self._free_slots)
         for seq in prefills:
-            waits = seq.slot == WAITING
-            slots -= waits
-            if slots < 0 or wanted >= budget:
+            slots -= seq.slot == WAITING
+            if slots < 0 or plan.n_tokens + wanted >= budget:
                 break
             if self._slack(seq) >= OVERLOAD:
-                known = self._match(seq) * BLOCK_TOKENS if waits else seq.n_computed
-                wanted += seq.n_tokens - known
-        return self._pace.room(wanted, budget)
+                wanted += seq.n_tokens - self._n_known(seq)
+        if not wanted:
+            return budget
+        return min(budget, max(self._pace.room(plan.n_tokens + wanted, budget), plan.n_tokens + TILE))
+
+    def _n_known(self, seq: Sequence) -> int:
+        """Tokens that need not be computed any more."""
+        return self._match(seq) * BLOCK_TOKENS if seq.slot == WAITING else seq.n_computed
 
     def _left(self, left: int, work: Work, seq: Sequence) -> int:
         """Tokens that the step may still take of the sequence's prompt, of those that it has left."""
@@ -408,11 +420,15 @@ class Scheduler:
         """How many times the streams' pace its prompt may make a step last.
 
         Streams are promised their pace against what comes after them. Prompts that came together are computed in full
-        steps: the first replies wait for the last prompts, and all are done sooner. Not for one that takes many steps.
+        steps: the first replies wait for the last prompts, and all are done sooner. Not for one that takes many steps,
+        nor for one that had been waiting because its class is worse.
         """
-        short = seq.slot == WAITING or seq.n_fresh <= self.limits.token_budget
-        if self._streaming_since == inf or (short and seq.came_step < self._streaming_since):
+        if self._streaming_since == inf:
             return inf
+        if seq.came_step < self._streaming_since and seq.urgency <= self._streaming_class:
+            fresh = seq.n_tokens - self._n_known(seq) if seq.slot == WAITING else seq.n_fresh
+            if fresh <= self.limits.token_budget:
+                return inf
         return max(1.0, self._totals.waiting_tokens / LONG_QUEUE)
 
     def _may_follow(self, seq: Sequence) -> bool:

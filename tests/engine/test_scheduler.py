@@ -1,5 +1,6 @@
 from math import inf
 
+import msgspec
 import pytest
 
 from emberline.engine.limits import Limits
@@ -11,8 +12,8 @@ from emberline.kv.cache import KVCache
 from emberline.protocol import blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.request import Priority
-from emberline.protocol.tokens import unpack
+from emberline.protocol.request import Priority, ThinkingLimit
+from emberline.protocol.tokens import pack, unpack
 
 from .fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
 
@@ -485,11 +486,11 @@ class Impatient(Pace):
         return most
 
 
-def impatient_loop(token_budget=32):
+def impatient_loop(token_budget=32, steps_in_flight=1):
     cache = KVCache((FULL,), [256], chunk=64)
     scheduler = Scheduler(cache, Limits(1024, VOCAB, (EOS,), 8, token_budget), "fake", pace=Impatient())
     runner = FakeRunner(cache)
-    return StepLoop(scheduler, runner), runner
+    return StepLoop(scheduler, runner, steps_in_flight), runner
 
 
 def run(loop):
@@ -515,12 +516,50 @@ def test_what_comes_after_a_stream_began_keeps_its_pace():
     assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
 
 
-def test_a_prompt_of_many_steps_keeps_the_pace_of_those_it_came_with():
+def test_prompts_of_many_steps_keep_the_pace_of_those_they_came_with():
     loop, runner = impatient_loop()
     loop.submit(request("stream", [1] * 30, max_tokens=90), 0.0)
-    loop.submit(request("long", [2] * 100, max_tokens=1), 0.0)
+    for n in range(3):
+        loop.submit(request(f"long{n}", [n + 2] * 50, max_tokens=1), 0.0)
     run(loop)
-    assert max(plan.n_tokens for plan in runner.plans[2:]) == 6
+    assert max(plan.n_tokens for plan in runner.plans[2:]) == 6, "nor does the first chunk of one of them fill a step"
+
+
+@pytest.mark.parametrize("worse", [Priority.FLEX, Priority.BATCH])
+def test_what_had_been_waiting_because_of_its_class_keeps_the_pace(worse):
+    loop, runner = impatient_loop()
+    for n in range(6):
+        loop.submit(request(f"line{n}", [n] * 30, max_tokens=1, priority=worse), 0.0)
+    loop.submit(request("stream", [1] * 30, max_tokens=60), 0.0)
+    run(loop)
+    begun = next(
+        n for n, plan in enumerate(runner.plans) if any(row.number == 6 and row.start >= 30 for row in plan.rows)
+    )
+    assert max(plan.n_tokens for plan in runner.plans[begun:]) == 6
+
+
+def test_a_stream_that_sits_a_step_out_is_not_forgotten():
+    loop, runner = impatient_loop(steps_in_flight=2)
+    thinks = request("thinks", [1] * 30, max_tokens=60)
+    loop.submit(msgspec.structs.replace(thinks, thinking_limit=ThinkingLimit(50, (6,), pack([6]))), 0.0)
+    for _ in range(4):
+        loop.step(0.0)
+    for n in range(3):  # the first of these streams, too, before the others are computed
+        loop.submit(request(f"late{n}", [n + 2] * 30, max_tokens=20), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[2:]) <= 5 + 4
+
+
+def test_prompts_come_forward_beside_more_streams_than_a_captured_step_holds():
+    cache = KVCache((FULL,), [5000], chunk=2048)
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 1200, 2048), "fake", pace=Pace())
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    for n in range(1100):
+        loop.submit(request(f"r{n}", [n % 7, n % 5, n % 3, 1], max_tokens=40), 0.0)
+    for _ in range(8):
+        loop.step(0.0)
+    loop.submit(request("late", [5] * 300, max_tokens=1), 0.0)
+    assert any(delta.id == "late" and delta.finish for _ in range(12) for delta in loop.step(0.0))
 
 
 def test_nobody_waits_for_queued_work_that_streams():

@@ -133,7 +133,7 @@ def rehearse(
     sizes = [size for size in (2048, 4096, 8192) if size <= len(q)]
     cases = [(size - BLOCK_TOKENS, context) for size in sizes for context in (0, *sizes)]
     if is_round(len(q)):  # a long prompt is cut into chunks of this length
-        cases += [(len(q), 0), (len(q), SEGMENT)]
+        cases += [(len(q), context) for context in range(0, SEGMENT + 1, len(q))]
     for n, context in cases:
         keys, values = (room(half, n, at, is_round(n)) for half in own)
         attend(q[:n], (keys, values), at, pool, table, n + context, space, out[:n])
