@@ -41,14 +41,14 @@ def scratch_for(at: Attention, pieces: int) -> Scratch:
 
 @pytest.fixture(autouse=True)
 def many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_keys, "MAX_ITEMS", 1000)
+    monkeypatch.setattr(split_keys, "MAX_ITEMS", 2000)
 
 
 def run(q: Tensor, at: Attention, b: Batch, scratch: Scratch | None, splits: int = 0) -> Tensor:
     out = torch.full_like(q, torch.nan)
     pool, rows, items = b.pool[:, 1], (b.query_starts, b.context_lens, b.tokens), None
     if scratch is not None:
-        table = torch.full((8000,), 7, dtype=torch.int32, device=DEVICE)
+        table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
         items = split(at.heads, at.kv_heads, at.head_dim, at.window, *rows, 0, table, scratch, TILE, splits)
         assert items is not None
     chunks(q, out, at, pool, b.tables, *rows, items=items, tile=TILE)
