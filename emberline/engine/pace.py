@@ -5,7 +5,7 @@ from math import inf
 
 from emberline.engine.gpu_shapes import MAX_CAPTURED_TOKENS, ROUND, TILE, tokens
 
-TARGET_S = 0.0195  # of a step that streams wait for: their p99 stays below 20 ms, and a chunk is still efficient
+TARGET_S = 0.019  # of a step that streams wait for: their p99 stays below 20 ms, and a chunk is still efficient
 SHARE = 2.0  # or so many times what the streams' own step takes, where a card cannot do that
 OVERLOAD = 4.0
 FIRST_CHUNK = 512  # tokens, before anything was measured

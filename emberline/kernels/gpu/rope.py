@@ -6,11 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.gpu.launch import await_inputs, options, power_of_two, release_next
 from emberline.kernels.reference import rms_norm, rotate
 from emberline.protocol.layout import BLOCK_TOKENS
-
-FEW = 1024  # tokens
 
 
 @triton.jit
@@ -46,7 +44,6 @@ def _rope_write(
 ):  # fmt: skip
     release_next(PDL)
     token = first_token + tl.program_id(0)
-    part, parts = tl.program_id(1), tl.num_programs(1)
     d = tl.arange(0, PAD)
     await_inputs(PDL)
     row = first_row - 1  # whose token this is: the starts at or before it tell
@@ -60,13 +57,13 @@ def _rope_write(
         width = (heads + 2 * kv_heads) * DIM
         base = qkv + token.to(tl.int64) * width
         cos, sin = cosine + token * (DIM // 2), sine + token * (DIM // 2)
-        for start in range(part * HEADS, heads, parts * HEADS):
+        for start in range(0, heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
             q = turned(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
             place = q_out + token.to(tl.int64) * heads * DIM + h * DIM
             tl.store(place + d[None, :], q, mask=(h < heads) & (d < DIM)[None, :])
         slot = pool + block * block_stride + (position % 16) * DIM
-        for start in range((parts - 1 - part) * HEADS, kv_heads, parts * HEADS):
+        for start in range(0, kv_heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
             ok = (h < kv_heads) & (d < DIM)[None, :]
             k = turned(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
@@ -106,14 +103,12 @@ def rope_write(
         return
     assert pool.stride()[1:] == _strides(at)
     norm = at.q_norm is not None
-    each = min(16, power_of_two(at.heads))
-    parts = cdiv(at.heads, each) + 1 if tokens <= FEW else 1  # programs of a token: few tokens wait for latency
-    _rope_write[(tokens, parts)](
+    _rope_write[(tokens,)](
         qkv, q_out, *(copy or (qkv, qkv)), *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool,
         tables, query_starts, positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, at.heads,
         at.kv_heads, at.eps, pool.stride(0), tables.stride(0),
         *(copy[0].stride()[:2] if copy else (0, 0)), DIM=at.head_dim, PAD=power_of_two(at.head_dim),
-        HEADS=each, NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl),
+        HEADS=min(16, power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl),
         **options(pdl, num_warps=4),
     )  # fmt: skip
 
