@@ -268,6 +268,7 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
     parts = torch.empty(scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
     scratch = Scratch(parts, card.ints([0] * split_keys.MAX_ITEMS))
     table = card.ints([0] * split_keys.MAX_ITEMS * split_keys.FIELDS)
+    items = split(at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch)  # once for all layers
     own = [dense_attention.room(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
     for place, source in zip(own, cache.keys_values(0, context)):
         place.copy_(source[-n:])
@@ -277,7 +278,6 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
         if dense:
             dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
         else:
-            items = split(at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch)
             chunks(q, out, at, pool, cache.tables, starts, cache.lens, n, items=items)
 
     few = [*range(4), *range(n - 4, n)]

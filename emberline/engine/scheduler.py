@@ -15,6 +15,7 @@ from emberline.engine.limits import Limits
 from emberline.engine.pace import OVERLOAD, Pace, Work
 from emberline.engine.plan import Admission, Guides, Masks, Row, Sampled, StepPlan
 from emberline.engine.sequence import WAITING, Sequence
+from emberline.engine.streams import Streams
 from emberline.engine.traffic import Traffic
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.notices import Transfers
@@ -73,8 +74,7 @@ class Scheduler:
         self._next_deadline_s = float("inf")
         self._asked_step = -QUIET_STEPS  # when a request that is not queued work was last here
         self._n_paused = 0  # steps in a row that queued work let pass
-        self._streaming_since: float = inf  # the step at which the first of those that decode had begun
-        self._streaming_class = Priority.DEFAULT  # the best of theirs
+        self._streams = Streams()
         self._none_passed = [0] * len(cache.groups)
         self._refused = (-1, -1)  # (number, n_releases) of the sequence that did not fit, and when
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
@@ -236,8 +236,7 @@ class Scheduler:
         self._displace()
         paused = self._pauses()
         prefills = []
-        n_streams = 0
-        self._streaming_since = inf
+        self._streams = Streams()
         for seq in tuple(self._running):
             if seq.slot == WAITING or (paused and seq.urgency == Priority.BATCH):
                 continue  # made room for one before it, or lets prompts of others pass
@@ -247,14 +246,10 @@ class Scheduler:
             if n_due > 1:
                 prefills.append(seq)
                 continue
-            n_streams += 1
-            if seq.began_step < self._streaming_since and seq.urgency != Priority.BATCH:  # nobody watches queued work
-                if self._streaming_since == inf:
-                    self._streaming_class = seq.urgency  # by rank: the best
-                self._streaming_since = seq.began_step
+            self._streams.add(seq)
             if not seq.n_drawing or self._may_follow(seq):
                 self._add_row(plan, seq, 1)
-        self._plan_prefills(plan, prefills, n_streams)
+        self._plan_prefills(plan, prefills)
         if plan.rows:
             self._totals.steps += 1
         return plan
@@ -361,24 +356,23 @@ class Scheduler:
                 return
             self._preempt(last)
 
-    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence], n_streams: int) -> None:
-        """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting.
-
-        n_streams: those with a row, and those that sit this step out and wait for it all the same.
-        """
+    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
+        """Spend what is left of the budget by rank, whether a sequence has begun or is still waiting."""
         full = bool(plan.n_preempted)
         if self._waiting and self._free_slots and not full:
             able = (seq for seq in self._waiting if seq.pending is None)
             prefills = sorted([*prefills, *islice(able, 2 * self.limits.max_running)], key=_by_rank)
         computing = self._computing[id(plan)] = set()
-        work = Work(n_streams)
+        work = Work(self._streams.n)
         room = self._room(plan, prefills)
         for seq in prefills:
+            if full and seq.slot == WAITING:
+                continue
             left = self._left(room - plan.n_tokens, work, seq)
             if left <= 0:
                 return
             if seq.slot == WAITING:
-                full = full or bool(plan.n_preempted) or not self._try_admit(plan, seq)
+                full = bool(plan.n_preempted) or not self._try_admit(plan, seq)
                 if seq.slot == WAITING:
                     continue
             start, n = seq.n_computed, seq.n_tokens - seq.n_computed
@@ -423,9 +417,9 @@ class Scheduler:
         steps: the first replies wait for the last prompts, and all are done sooner. Not for one that takes many steps,
         nor for one that had been waiting because its class is worse.
         """
-        if self._streaming_since == inf:
+        if self._streams.since == inf:
             return inf
-        if seq.came_step < self._streaming_since and seq.urgency <= self._streaming_class:
+        if self._streams.came_after(seq):
             fresh = seq.n_tokens - self._n_known(seq) if seq.slot == WAITING else seq.n_fresh
             if fresh <= self.limits.token_budget:
                 return inf
