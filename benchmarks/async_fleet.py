@@ -17,27 +17,26 @@ from typing import Any
 import numpy as np
 
 from benchmarks.virtual_time import RealTimeStore, VirtualLoop
-from emberline.accounts.usage import UsageRow
+from emberline.accounts.usage_ledger import UsageRow
 from emberline.balancer.grants import SHARE, Grants
-from emberline.engine.limits import Limits
-from emberline.engine.plan import StepPlan
-from emberline.engine.scheduler import Scheduler
-from emberline.engine.standin import LAYOUT
-from emberline.jobs.batch import NewBatch
-from emberline.jobs.blobs import Blobs
-from emberline.jobs.limits import Limits as QueueLimits
-from emberline.jobs.line import NewLine
-from emberline.jobs.owner import Owner
-from emberline.jobs.puller import Puller
-from emberline.jobs.queue import Queue
-from emberline.kv.budget import blocks_of
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.jobs.batches.batch import NewBatch
+from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.queue.job import NewJob
+from emberline.jobs.queue.lease_owner import Owner
+from emberline.jobs.queue.limits import Limits as QueueLimits
+from emberline.jobs.queue.puller import Puller
+from emberline.jobs.queue.queue import Queue
+from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.frames import EngineLoad
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import EngineRequest, GenerateRequest, Priority, SamplingParams
-from emberline.service.errand import Errand
+from emberline.protocol.request import EngineRequest, GenerateRequest, Principal, Priority, SamplingParams
+from emberline.service.job_context import JobContext
 from emberline.store import open_store
+from emberline.testing.standin_engine import LAYOUT
 
 MODEL = "m"
 N_PROMPT, N_OUTPUT = 256, 32
@@ -133,7 +132,7 @@ class ModelledFleet:
         return self.members
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """Queued work, on the engine that it was granted."""
         assert errand is not None
@@ -181,8 +180,8 @@ def row_of(request: GenerateRequest, principal: Principal) -> UsageRow:
     )
 
 
-def new_lines(n: int) -> list[NewLine]:
-    return [NewLine(f"c{i}", GenerateRequest(id="", model=MODEL, prompt=f"line {i}")) for i in range(n)]
+def new_lines(n: int) -> list[NewJob]:
+    return [NewJob(f"c{i}", GenerateRequest(id="", model=MODEL, prompt=f"line {i}")) for i in range(n)]
 
 
 class Run:

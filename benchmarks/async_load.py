@@ -34,7 +34,7 @@ from benchmarks.process import Process, ended_by_sigterm, free_port
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 
 MAX_TOKENS = 32
 TOKEN = "benchmark"

@@ -21,8 +21,8 @@ from random import Random
 from typing import Any
 
 from benchmarks.process import Process, ended_by_sigterm, free_port
-from emberline.cluster.simulator.job import Job
-from emberline.cluster.simulator.peers import Dynamo, SGLang
+from emberline.simulator.baselines import Dynamo, SGLang
+from emberline.simulator.job import Job
 
 WORKERS = 4
 REQUESTS = 120

@@ -16,14 +16,13 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from benchmarks.report import markdown
-from emberline.cluster.simulator.chunking import Fixed
-from emberline.cluster.simulator.coefficients import load
-from emberline.cluster.simulator.outcome import Outcome
-from emberline.cluster.simulator.plan import Plan
-from emberline.cluster.simulator.search import load_at_busy, load_within_slo
-from emberline.cluster.simulator.simulation import simulate
-from emberline.cluster.simulator.trace import Trace
-from emberline.cluster.simulator.traces import open_trace
+from emberline.simulator.coefficients import Fixed, load
+from emberline.simulator.outcome import Outcome
+from emberline.simulator.plan import Plan
+from emberline.simulator.search import load_at_busy, load_within_slo
+from emberline.simulator.simulation import simulate
+from emberline.simulator.trace import Trace
+from emberline.simulator.trace_files import open_trace
 
 ENGINE = "h200-llama-8b"
 BUSY = 0.7

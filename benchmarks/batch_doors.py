@@ -18,17 +18,17 @@ import uvloop
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
-from emberline.api.queue_desk import QueueDesk
-from emberline.jobs.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, Choice, Said
+from emberline.api.batches.service import BatchService
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.jobs.queue.queue import Queue, open_queue
+from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.events import Usage
 from emberline.store import open_store
 from tests.api.scripted import MODEL, ScriptedService
 
 N_LINES = 10_000
 TEXT = "word " * 380
-ANSWER = Answer([Choice([Said("word " * 160)])], Usage(prompt_tokens=400, completion_tokens=160))
+ANSWER = Answer([AnswerChoice([Said("word " * 160)])], Usage(prompt_tokens=400, completion_tokens=160))
 WORKERS_AI = f"/client/v4/accounts/local/ai/run/{MODEL}"
 
 
@@ -117,7 +117,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = await open_store(Path(folder) / "bench.db")
         queue = await open_queue(store, Path(folder))
-        desk = QueueDesk(queue, service)
+        desk = BatchService(queue, service)
         desk.load()
         app = create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64))), batches=desk)
         transport = httpx.ASGITransport(app=app)

@@ -9,12 +9,11 @@ from typing import Any
 from benchmarks.client import Reply
 from benchmarks.prompts import Prompts
 from benchmarks.workloads import Target, ask
-from emberline.cluster.simulator.chunking import Fixed
-from emberline.cluster.simulator.coefficients import Coefficients
-from emberline.cluster.simulator.outcome import percentile
-from emberline.cluster.simulator.plan import Plan
-from emberline.cluster.simulator.simulation import simulate
-from emberline.cluster.simulator.trace import Session, Trace, Turn
+from emberline.simulator.coefficients import Coefficients, Fixed
+from emberline.simulator.outcome import percentile
+from emberline.simulator.plan import Plan
+from emberline.simulator.simulation import simulate
+from emberline.simulator.trace import Session, Trace, Turn
 
 TOKEN_BUDGET = 512  # of a worker's step
 SESSIONS, TURNS = 12, 3

@@ -27,7 +27,7 @@ from benchmarks.contender import Setup
 from benchmarks.process import Interference, Process, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
 from benchmarks.workloads import Target, ask, first_token
-from emberline.cluster.simulator.coefficients import Coefficients
+from emberline.simulator.coefficients import Coefficients
 
 PROMPTS = (64, 150, 300, 600, 1200, 2000)
 STREAMS = ((1, 100), (1, 1200), (2, 300), (4, 300))  # (streams, prompt tokens)

@@ -20,8 +20,8 @@ from benchmarks.process import Process, cpu_s, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
 from benchmarks.report import markdown, spread
 from benchmarks.workloads import Target, ask, first_token
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 
 REQUEST_LIMIT_MS = 2.0
 TOKEN_LIMIT_US = 60.0
@@ -77,7 +77,7 @@ async def measure(
     found: dict[str, list[float]] = {"request_ms": [], "request_wait_ms": [], "token_us": []}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
-        model = pull(str(gguf), Shelf(data)).card.id
+        model = pull(str(gguf), ModelStore(data)).card.id
         port = free_port()
         flags = ["--port", str(port), "--data", str(data), "--model", model, "--log-level", "warning"]
         command = [sys.executable, "-m", "benchmarks.standin_serve", SCRIPT, *flags]

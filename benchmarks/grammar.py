@@ -17,12 +17,12 @@ from typing import Any
 from benchmarks.ours import default_gguf
 from emberline.engine import worker
 from emberline.engine.grammar.compiler import Grammars
-from emberline.engine.scheduler import Scheduler
+from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, OutputFormat, SamplingParams
 from emberline.text.grammar.build import build
 from emberline.text.grammar.spec import GrammarSpec
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 
 STREAMS = 8
 TARGET = 0.10  # of decode time may go to grammars

@@ -10,25 +10,25 @@ from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.prompts import Message, Prompts, single_token_words
 from benchmarks.report import OURS
 from emberline import __version__
-from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 from emberline.config import home_dir
 from emberline.protocol.request import Message as ChatMessage
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 
 PromptsOf = Callable[[str], Prompts]
 
 
 def default_gguf() -> Path:
     """The catalog's default model, fetched if it is not there."""
-    return pull(DEFAULT_MODEL, Shelf(home_dir(os.environ))).path
+    return pull(DEFAULT_MODEL, ModelStore(home_dir(os.environ))).path
 
 
 def contender(setup: Setup) -> Contender:
     """`emberline serve` as it is, in a data folder of its own."""
     data = setup.cache / "emberline-data"
-    card = pull(str(setup.gguf), Shelf(data)).card
+    card = pull(str(setup.gguf), ModelStore(data)).card
 
     def command(port: int, streams: int) -> list[str]:
         where = ["--port", str(port), "--data", str(data)]

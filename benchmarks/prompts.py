@@ -11,7 +11,7 @@ _WORD = re.compile(rb" [a-z]{3,12}")
 
 
 class Tokenizer(Protocol):
-    """What this file needs of `emberline.text.model.TextModel`."""
+    """What this file needs of `emberline.text.text_model.TextModel`."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.contender import Setup
 from benchmarks.peers.venv import ensure_venv
-from emberline.jobs.batch import NewBatch
-from emberline.jobs.line import NewLine
-from emberline.jobs.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, Choice, Said
+from emberline.jobs.batches.batch import NewBatch
+from emberline.jobs.queue.job import NewJob
+from emberline.jobs.queue.queue import Queue, open_queue
+from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.store import Database, open_store
@@ -34,13 +34,13 @@ MODEL = "m"
 PULLERS = 4
 AT_ONCE = 64
 PEER = ("procrastinate==3.10.0", "psycopg[binary]==3.3.8")
-ANSWER = Answer([Choice([Said("word " * 100)])], Usage(prompt_tokens=400, completion_tokens=100))
+ANSWER = Answer([AnswerChoice([Said("word " * 100)])], Usage(prompt_tokens=400, completion_tokens=100))
 
 
-def lines(n: int) -> Iterator[NewLine]:
+def lines(n: int) -> Iterator[NewJob]:
     for i in range(n):
         text = f"{i} ".ljust(1900, "x")
-        yield NewLine(f"request-{i}", GenerateRequest(id="", model=MODEL, messages=(Message("user", text),)))
+        yield NewJob(f"request-{i}", GenerateRequest(id="", model=MODEL, messages=(Message("user", text),)))
 
 
 def new(account: str = "a") -> NewBatch:

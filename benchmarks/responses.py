@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from emberline.api.openai_responses_output import Composer
+from emberline.api.openai.responses.output import Composer
+from emberline.protocol.answer import Record
 from emberline.protocol.events import TextDelta
-from emberline.protocol.record import Record
 from emberline.service.responses import Responses
 from emberline.store import Store
 

@@ -25,8 +25,8 @@ from benchmarks.peers.routers import PEERS
 from benchmarks.peers.venv import SetupFailed
 from benchmarks.process import Process, cpu_s, ended_by_sigterm, free_port
 from benchmarks.report import OURS, markdown
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 
 MODEL = "standin"
 TOKENS = 50
@@ -98,7 +98,7 @@ def emberline_command(data: Path, port: int, server: int) -> list[str]:
 
 async def relaying(setup: Setup, names: Sequence[str], scale: float, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    standin = [sys.executable, "-m", "emberline.cluster.standin_openai", "--model", MODEL]
+    standin = [sys.executable, "-m", "emberline.testing.standin_openai", "--model", MODEL]
     server = free_port()
     script = f"canned=true,tokens={TOKENS}"
     with Process([*standin, "--port", str(server), "--script", script], folder / "standin.log") as behind:
@@ -149,7 +149,7 @@ async def _row(port: int, process: Process, scale: float, n: int) -> dict[str, A
 
 async def own_engine(gguf: Path, scale: float, folder: Path) -> dict[str, Any]:
     data, port = folder / "own", free_port()
-    model = pull(str(gguf), Shelf(data)).card.id
+    model = pull(str(gguf), ModelStore(data)).card.id
     flags = ["--port", str(port), "--data", str(data), "--model", model, "--log-level", "warning"]
     command = [sys.executable, "-m", "benchmarks.standin_serve", "say=count", *flags]
     room = {"STANDIN_CONTEXT": str(1 << 18), "STANDIN_KV": str(KV_TOKENS)}

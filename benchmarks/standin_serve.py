@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from emberline.cli.main import main
-from emberline.cluster import local
-from emberline.cluster.child import ChildSpec
 from emberline.config import EngineConfig
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor.process import ChildSpec
 
 
 def run(script: str, flags: list[str]) -> int:
@@ -22,7 +22,7 @@ def run(script: str, flags: list[str]) -> int:
         if kv := os.environ.get("STANDIN_KV"):
             arguments += ("--kv-tokens", kv)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
     local.worker_spec = standin
     return main(["serve", *flags])

@@ -16,8 +16,8 @@ else:  # the same examples every time, and no clock: machines that run tests are
     settings.register_profile("steady", derandomize=True, deadline=None, max_examples=40)
     settings.load_profile("steady")
 
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 from tests.databases import KINDS, Place, a_place, postgres_server
 
 
@@ -25,7 +25,7 @@ from tests.databases import KINDS, Place, a_place, postgres_server
 def smollm2() -> Path:
     """The default model's GGUF, pulled once per machine."""
     cache = os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests"
-    return pull("smollm2", Shelf(Path(cache).expanduser())).path
+    return pull("smollm2", ModelStore(Path(cache).expanduser())).path
 
 
 @pytest.fixture(scope="session")

@@ -21,10 +21,13 @@ ALLOWED = {
     "catalog": {"store", "text", "weights", "protocol"},
     "accounts": {"store", "protocol"},
     "balancer": {"protocol"},
-    "service": {"accounts", "catalog", "text", "balancer", "store", "protocol"},
-    "cluster": {"balancer", "engine", "kv", "protocol"},
+    "upstream": {"accounts", "balancer", "catalog", "protocol", "service", "text"},
+    "service": {"accounts", "catalog", "text", "balancer", "store", "protocol", "upstream"},
+    "supervisor": {"balancer", "engine", "protocol"},
+    "simulator": {"balancer", "engine", "kv", "protocol"},
+    "testing": {"balancer", "upstream", "engine", "kv", "kernels", "protocol"},
     "jobs": {"service", "accounts", "store", "protocol"},
-    "api": {"jobs", "service", "accounts", "catalog", "protocol"},
+    "api": {"jobs", "service", "accounts", "catalog", "upstream", "protocol"},
 }
 ANYWHERE = {"config", "log", "__version__"}  # modules of no room: the configuration and the log's form
 ENGINE_HOST = {"torch", "numpy", "msgspec", "safetensors", "tokenizers", "triton", "llguidance"}

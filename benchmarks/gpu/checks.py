@@ -9,8 +9,8 @@ from torch import Tensor
 
 from emberline.kernels.gpu.workspace import Sizes
 from emberline.models import Model, load
-from emberline.models.step import StepInputs
-from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.models.decoder import StepInputs
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.weights.checkpoint import open_checkpoint
 
 LENGTH, SPLIT = 150, 96  # tokens of a sequence, and how many of them are its first chunk

@@ -16,7 +16,7 @@ from pathlib import Path
 from emberline.protocol import frames
 from emberline.protocol.frames import FrameBuffer, Hello, Refused, Step, Submit, Welcome
 from emberline.protocol.request import EngineRequest, SamplingParams
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 
 PROGRAM = ("-m", "emberline.engine.worker")
 WAIT_S = 300.0

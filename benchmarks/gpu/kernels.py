@@ -15,22 +15,24 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
-from emberline.kernels.gpu import cascade, dense_attention, plan, quantised, split_keys
-from emberline.kernels.gpu.activation import gate, gate_reference
+from emberline.kernels.gpu import attention_plan as plan
+from emberline.kernels.gpu import cascade_attention as cascade
+from emberline.kernels.gpu import cudnn_attention as dense_attention
+from emberline.kernels.gpu import quantized_weights as quantised
+from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.decode_attention import decode
-from emberline.kernels.gpu.embedding import rows, rows_reference
+from emberline.kernels.gpu.elementwise import add_norm, add_norm_reference, gate, gate_reference, rows, rows_reference
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
-from emberline.kernels.gpu.norms import add_norm, add_norm_reference
 from emberline.kernels.gpu.prefill_attention import chunks, scratch_floats, split
 from emberline.kernels.gpu.rope import rope_write, rope_write_reference
 from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
 from emberline.kernels.gpu.sampling import draw
-from emberline.kernels.gpu.split_keys import Scratch
+from emberline.kernels.gpu.split_kv import Scratch
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
-from emberline.protocol.layout import BLOCK_TOKENS
-from emberline.weights.tensor import Affine
+from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.weights.tensors import Affine
 
 LIMIT = 1e-2  # relative error in the norm, of bf16
 LAYERS = 8  # of a pool: enough that the next layer's blocks are not in the L2 cache

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.protocol.layout import KVGroup
+from emberline.protocol.block_hash import KVGroup
 
 LLAMA_8B = KVGroup("full", tuple(range(32)), kv_heads=8, head_dim=128, dtype="bfloat16")
 N_BLOCKS = 4097
@@ -41,7 +41,7 @@ def main() -> int:
 
 def receive() -> int:
     """The other process: exports a pool, then says what came into the blocks it is asked for."""
-    from emberline.engine.gpu_transfer import exported_pools
+    from emberline.engine.gpu.transfer import exported_pools
     from emberline.kv.transfer.cuda_ipc import CudaInlet
 
     pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
@@ -65,10 +65,10 @@ def _sums(pool: Any, blocks: list[int]) -> list[int]:
 def bandwidth() -> dict[str, Any]:
     import torch
 
-    from emberline.engine.gpu_transfer import DeviceOutlet, _opened, _words
+    from emberline.engine.gpu.transfer import DeviceOutlet, _opened, _words
     from emberline.kv.transfer.cuda_ipc import opened_pools
     from emberline.kv.transfer.messages import Opened
-    from emberline.kv.transfer.ways import Move
+    from emberline.kv.transfer.transport import Move
 
     command = [sys.executable, "-m", "benchmarks.gpu.transfer", "--receive"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -148,7 +148,7 @@ def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any
 def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> float:
     """Seconds to the first token."""
     from emberline.protocol.request import EngineRequest, Push, SamplingParams
-    from emberline.protocol.tokens import pack
+    from emberline.protocol.token_ids import pack
 
     whole = EngineRequest(
         id=transfer,

@@ -7,7 +7,7 @@ from hmac import compare_digest
 
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Unauthorized
-from emberline.protocol.principal import Principal
+from emberline.protocol.request import Principal
 
 LOCAL_ACCOUNT = "local"  # of requests whose path names none
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

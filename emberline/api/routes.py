@@ -2,44 +2,42 @@
 
 from functools import cache
 
-from emberline.api import (
-    admin,
-    anthropic,
-    anthropic_batches,
-    event_subscriptions,
-    events,
-    openai,
-    openai_batches,
-    openai_files,
-    openai_responses,
-    openapi,
-    queue_admin,
-    search,
-    webhook_endpoints,
-    workers_ai,
-)
-from emberline.api.anthropic_batches import NewMessageBatch
-from emberline.api.anthropic_messages import CountRequest, MessagesRequest
-from emberline.api.batch_status import LINE
-from emberline.api.call import Call
-from emberline.api.errors import Dialect
-from emberline.api.event_subscriptions import NewSubscription, SubscriptionChange
-from emberline.api.openai_batches import NewBatchRequest
-from emberline.api.openai_chat import ChatRequest
-from emberline.api.openai_completions import CompletionRequest
-from emberline.api.openai_responses import PAGE
-from emberline.api.openai_responses_request import ResponsesRequest
-from emberline.api.reply import Reply, encode
-from emberline.api.route import Policy, Route
-from emberline.api.search import MODEL_FILTERS, PAGING
-from emberline.api.webhook_endpoints import (
+from emberline.api.admin import endpoints as admin
+from emberline.api.admin import events
+from emberline.api.admin import queue as queue_admin
+from emberline.api.admin import webhooks as webhook_endpoints
+from emberline.api.admin.webhooks import (
     DELIVERIES,
     EndpointChange,
     NewEndpoint,
     ReplayRequest,
     RotateRequest,
 )
-from emberline.api.workers_ai_request import RunRequest, UniversalRequest
+from emberline.api.anthropic import batches as anthropic_batches
+from emberline.api.anthropic import endpoints as anthropic
+from emberline.api.anthropic.batches import NewMessageBatch
+from emberline.api.anthropic.messages import CountRequest, MessagesRequest
+from emberline.api.batches.status import LINE
+from emberline.api.http import openapi
+from emberline.api.http.call import Call
+from emberline.api.http.errors import Dialect
+from emberline.api.http.reply import Reply, encode
+from emberline.api.http.router import Policy, Route
+from emberline.api.openai import batches as openai_batches
+from emberline.api.openai import endpoints as openai
+from emberline.api.openai import files as openai_files
+from emberline.api.openai.batches import NewBatchRequest
+from emberline.api.openai.chat import ChatRequest
+from emberline.api.openai.completions import CompletionRequest
+from emberline.api.openai.responses import endpoints as openai_responses
+from emberline.api.openai.responses.endpoints import PAGE
+from emberline.api.openai.responses.request import ResponsesRequest
+from emberline.api.workers_ai import catalog as search
+from emberline.api.workers_ai import endpoints as workers_ai
+from emberline.api.workers_ai import event_subscriptions
+from emberline.api.workers_ai.catalog import MODEL_FILTERS, PAGING
+from emberline.api.workers_ai.event_subscriptions import NewSubscription, SubscriptionChange
+from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"

@@ -8,20 +8,17 @@ import logging
 from hashlib import blake2b
 from typing import Literal
 
-from emberline.balancer.admission import Admission
-from emberline.balancer.ask import Ask
+from emberline.balancer.admission_queue import OUTPUT, Admission, QueuedRequest, Tenants, prompt_cost
+from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.index import FleetIndex, Match
-from emberline.balancer.ledger import Charge, Ledger
-from emberline.balancer.policy import Need
-from emberline.balancer.pool import Choice, Pool
-from emberline.balancer.route import Route
-from emberline.balancer.settings import DEFAULTS, Settings
+from emberline.balancer.ledger import Charge, InFlightLedger
+from emberline.balancer.prefix_index import FleetPrefixIndex, Match
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.balancer.routing_policy import Need
 from emberline.balancer.snapshot import Snapshot, describe
-from emberline.balancer.tenants import OUTPUT, Tenants, prompt_cost
-from emberline.balancer.ticket import Ticket
 from emberline.balancer.worker import Worker
-from emberline.protocol.blockhash import DIGEST_BYTES
+from emberline.balancer.worker_pool import Pool, WorkerPair
+from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
 
@@ -42,12 +39,12 @@ class Balancer:
         self._settings = settings
         self._pools: dict[str, Pool] = {}
         self._workers: dict[str, Worker] = {}
-        self._index = FleetIndex(settings.index_bytes)
-        self._ledger = Ledger()
+        self._index = FleetPrefixIndex(settings.index_bytes)
+        self._ledger = InFlightLedger()
         self._tenants = Tenants()
         self._waiting = Admission()
-        self._tickets: dict[str, Ticket] = {}  # by request id: waiting, or dispatched and not ended
-        self._out: list[Ticket] = []  # what the next dispatch hands out
+        self._tickets: dict[str, QueuedRequest] = {}  # by request id: waiting, or dispatched and not ended
+        self._out: list[QueuedRequest] = []  # what the next dispatch hands out
         self._stirred: set[Worker] = set()  # endpoints that may have room for those who wait
         self._looked_s = float("-inf")
         self._rotated_s = float("-inf")
@@ -146,7 +143,7 @@ class Balancer:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def offer(self, ask: Ask, now_s: float) -> Ticket:
+    def offer(self, ask: RouteRequest, now_s: float) -> QueuedRequest:
         """Take a request in; `dispatch` hands it out again, at once if there is room. Overloaded when too many wait, or
         when this one would and is not to; Unavailable when nothing is there. Who is open already moves: what it held is
         given back, those it lost are blamed, and it keeps its place."""
@@ -162,7 +159,7 @@ class Balancer:
             raise
         return ticket
 
-    def dispatch(self, now_s: float) -> list[Ticket]:
+    def dispatch(self, now_s: float) -> list[QueuedRequest]:
         """Those that leave the queue now, each with its route or its error."""
         self._look(now_s)
         if len(self._waiting):
@@ -183,7 +180,7 @@ class Balancer:
         at_s = self._waiting.wake_s()
         return None if at_s is None else max(at_s, now_s)
 
-    def place(self, ask: Ask, now_s: float) -> Route:
+    def place(self, ask: RouteRequest, now_s: float) -> Route:
         """Queued work that was granted an endpoint goes there, and is charged as what makes room for others."""
         self._look(now_s)
         worker = self._workers.get(ask.engine)
@@ -243,9 +240,9 @@ class Balancer:
 
     # --- taking in ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, ask: Ask, before: Ticket | None, now_s: float) -> Ticket:
+    def _admit(self, ask: RouteRequest, before: QueuedRequest | None, now_s: float) -> QueuedRequest:
         tenant = self._tenants.enter(ask.account)
-        ticket = Ticket(ask, tenant, now_s if before is None else before.arrived_s, now_s)
+        ticket = QueuedRequest(ask, tenant, now_s if before is None else before.arrived_s, now_s)
         if before is not None:
             self._close(before)
         if ask.lost and (charge := self._ledger.get(ask.id)) is not None:
@@ -255,7 +252,7 @@ class Balancer:
         self._tickets[ask.id] = ticket
         return ticket
 
-    def _seat(self, ticket: Ticket, now_s: float, new: bool) -> None:
+    def _seat(self, ticket: QueuedRequest, now_s: float, new: bool) -> None:
         """Find it a place, or let it wait, if it may."""
         ask, pool = ticket.ask, self._pools.get(ticket.ask.model)
         decoders = pool.candidates((*ask.avoid, *ask.lost))[0] if pool is not None else []
@@ -272,7 +269,7 @@ class Balancer:
                 raise self._waiting.overloaded(ticket, now_s)
             self._refuse(last, self._waiting.overloaded(last, now_s))
 
-    def _try(self, ticket: Ticket, now_s: float, called_by: Worker | None = None) -> bool:
+    def _try(self, ticket: QueuedRequest, now_s: float, called_by: Worker | None = None) -> bool:
         """Dispatch it if the best place for it has room, and nobody else stands there or it was called; else let it
         stand there."""
         ask, pool = ticket.ask, self._pool(ticket.ask.model)
@@ -304,7 +301,7 @@ class Balancer:
             if ticket.held_on is worker:
                 return
 
-    def _need(self, ask: Ask, pool: Pool, decoders: list[Worker]) -> Need:
+    def _need(self, ask: RouteRequest, pool: Pool, decoders: list[Worker]) -> Need:
         match = self._index.match(ask.keys)
         shared = _shared(match, decoders) if match else 0
         output_tokens = min(pool.output_tokens, ask.max_tokens) if ask.max_tokens else pool.output_tokens
@@ -319,7 +316,7 @@ class Balancer:
             passes_flex=ask.priority in ("priority", "default"),
         )
 
-    def _charge(self, ask: Ask, choice: Choice, need: Need, now_s: float, batch: bool = False) -> Route:
+    def _charge(self, ask: RouteRequest, choice: WorkerPair, need: Need, now_s: float, batch: bool = False) -> Route:
         decode, prefill = choice.decode, choice.prefill
         cached = need.cached(prefill)
         charge = Charge(ask.id, decode, prefill, need.tokens - cached, need.tokens, ask.n)
@@ -380,12 +377,12 @@ class Balancer:
             if charge.decode is charge.prefill:
                 break
 
-    def _refuse(self, ticket: Ticket, error: EmberlineError) -> None:
+    def _refuse(self, ticket: QueuedRequest, error: EmberlineError) -> None:
         self._close(ticket)
         ticket.error = error
         self._out.append(ticket)
 
-    def _close(self, ticket: Ticket) -> None:
+    def _close(self, ticket: QueuedRequest) -> None:
         """The ticket is history. What it was charged is another matter."""
         self._waiting.remove(ticket)
         if self._tickets.get(ticket.ask.id) is ticket:
@@ -476,7 +473,7 @@ class Balancer:
         return pool
 
 
-def _occupied(choice: Choice, ticket: Ticket, called_by: Worker | None) -> Worker | None:
+def _occupied(choice: WorkerPair, ticket: QueuedRequest, called_by: Worker | None) -> Worker | None:
     """Whoever has others standing there, that a new one must not pass."""
     for worker in (choice.decode, choice.prefill):
         if worker is not called_by and worker.held and (len(worker.held) > 1 or ticket not in worker.held):
@@ -497,7 +494,7 @@ def _shared(match: Match, workers: list[Worker]) -> int:
     return 0
 
 
-def _session64(ask: Ask, shared: int) -> int:
+def _session64(ask: RouteRequest, shared: int) -> int:
     """What the conversation is recognised by: its name; else its first block beyond those that most endpoints hold;
     else nothing but itself."""
     if ask.affinity is None and ask.keys:

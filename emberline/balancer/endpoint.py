@@ -1,10 +1,10 @@
 """Where an engine listens, what it does, and how much of it."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
-from emberline.protocol.frames import EngineInfo, Role
+from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, Role
 
 Kind = Literal["emberline", "vllm", "sglang", "openai"]
 DEFAULT_MAX_RUNNING = 16  # where an engine does not say
@@ -42,3 +42,40 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, info: EngineInfo) -> "Capacity":
         return cls(max_running=info.max_running or DEFAULT_MAX_RUNNING, kv_tokens=info.kv_tokens)
+
+
+class Watcher(Protocol):
+    """Who follows what an endpoint does, beside those whose requests it serves: the core does."""
+
+    def joined(self, info: EngineInfo, load: EngineLoad) -> None: ...
+
+    def reported(self, load: EngineLoad) -> None: ...
+
+    def cached(self, events: KVEvents) -> None: ...
+
+    def left(self) -> None: ...
+
+
+class Client(Protocol):
+    info: EngineInfo | None  # of the last time it answered; outlives the connection
+    load: EngineLoad
+    progress_s: float  # monotonic time of the last sign that it computes
+    problem: str  # empty while connected
+    closing: bool
+    watcher: Watcher | None
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def start(self) -> None:
+        """Connect, and stay connected, in the background."""
+
+    async def wait_connected(self, timeout_s: float) -> bool: ...
+
+    async def close(self) -> None: ...

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from emberline.balancer.client import Client
-from emberline.balancer.endpoint import DEFAULT_MAX_RUNNING
+from emberline.balancer.endpoint import DEFAULT_MAX_RUNNING, Client
 from emberline.protocol.frames import EngineLoad
 
 STALLED_S = 30.0  # work but no step for so long: tokens do not move

@@ -76,7 +76,7 @@ class Charge:
         self.incarnations = (decode.incarnation, prefill.incarnation)
 
 
-class Ledger:
+class InFlightLedger:
     """Every open charge. What an endpoint is charged is the sum over those that are still on it."""
 
     def __init__(self) -> None:

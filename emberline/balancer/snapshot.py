@@ -5,9 +5,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from emberline.balancer.admission import Admission
-from emberline.balancer.index import FleetIndex
-from emberline.balancer.tenants import Tenants
+from emberline.balancer.admission_queue import Admission, Tenants
+from emberline.balancer.prefix_index import FleetPrefixIndex
 from emberline.balancer.worker import Worker
 
 _MOST_TENANTS = 100
@@ -42,7 +41,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(
-    workers: Iterable[Worker], waiting: Admission, tenants: Tenants, index: FleetIndex, charged: int, now_s: float
+    workers: Iterable[Worker], waiting: Admission, tenants: Tenants, index: FleetPrefixIndex, charged: int, now_s: float
 ) -> Snapshot:
     most = sorted(tenants, key=lambda tenant: -tenant.counter)[:_MOST_TENANTS]
     return Snapshot(

@@ -4,17 +4,16 @@ import math
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from emberline.balancer.breaker import Breaker
-from emberline.balancer.cost import Cost
+from emberline.balancer.circuit_breaker import CircuitBreaker
+from emberline.balancer.cost_model import Cost, SpeedEstimate
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.ledger import Account
-from emberline.balancer.pace import Pace
-from emberline.balancer.witness import Witness
+from emberline.balancer.load_reports import LoadReports
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
-from emberline.protocol.layout import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from emberline.balancer.ticket import Ticket
+    from emberline.balancer.admission_queue import QueuedRequest
 
 STALLED_S = 30.0  # work but no report for so long: tokens do not move
 RECENT_S = 120.0  # over which prompts count as recent
@@ -60,16 +59,16 @@ class Worker:
         self.old_slot: int | None = None  # of one that publishes no events: what it was given some minutes ago
         self.bits = 1 << slot  # of both
         self.account = Account()
-        self.witness = Witness()
-        self.breaker = Breaker()
-        self.prefill_pace = Pace()
-        self.decode_pace = Pace()
+        self.witness = LoadReports()
+        self.breaker = CircuitBreaker()
+        self.prefill_pace = SpeedEstimate()
+        self.decode_pace = SpeedEstimate()
         self.connected = True
         self.draining = False
         self.stalled = False
         self.problem = ""  # why it is not connected
         self.incarnation = 0
-        self.held: set[Ticket] = set()  # tickets that wait for it
+        self.held: set[QueuedRequest] = set()  # tickets that wait for it
         self.heard_s: float | None = None  # its last report, believed or not
         self.busy_s = 0.0  # when work last arrived at the idle endpoint
         self.first_s = 0.0  # when a prompt was last done

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from emberline.catalog.card import HubSource
-from emberline.catalog.errors import AccessDenied, HashMismatch, NoNetwork, PullFailed
-from emberline.catalog.progress import Report, watched
-from emberline.catalog.space import room_for
+from emberline.catalog.download import AccessDenied, HashMismatch, NoNetwork, PullFailed, Report, room_for, watched
+from emberline.catalog.model_card import HubSource
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.hf_checkpoint import folder_config
 

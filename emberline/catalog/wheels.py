@@ -10,10 +10,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from emberline.catalog.card import WheelSource
-from emberline.catalog.errors import HashMismatch, NoNetwork, PullFailed
-from emberline.catalog.progress import Report, watched
-from emberline.catalog.space import no_space, room_for
+from emberline.catalog.download import HashMismatch, NoNetwork, PullFailed, Report, no_space, room_for, watched
+from emberline.catalog.model_card import WheelSource
 
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20

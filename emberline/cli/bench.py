@@ -10,9 +10,10 @@ import threading
 import time
 from typing import Any
 
-from emberline.cli import client, common
-from emberline.cli.client import Address, Timing
-from emberline.cli.connection import server
+from emberline.cli import common
+from emberline.cli import http_client as client
+from emberline.cli.http_client import Address, Timing
+from emberline.cli.server_target import server
 from emberline.protocol.errors import EmberlineError, Unavailable
 
 WORDS = (

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from emberline.cli import client
-from emberline.cli.client import Address
+from emberline.cli import http_client as client
 from emberline.cli.common import size
-from emberline.cluster import machine
+from emberline.cli.http_client import Address
 from emberline.config import FILE_NAME, Config
 from emberline.engine.memory import free_host_bytes
 from emberline.protocol.errors import EmberlineError
+from emberline.supervisor import machine
 
 if TYPE_CHECKING:
-    from emberline.catalog.shelf import Entry
+    from emberline.catalog.model_store import Entry
 
 MIN_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
@@ -184,9 +184,9 @@ def key(config: Config) -> Check:
 
 def models(config: Config) -> Iterator[Check]:
     """What is pulled, whole or not."""
-    from emberline.catalog.shelf import Shelf
+    from emberline.catalog.model_store import ModelStore
 
-    entries = Shelf(config.home).entries()
+    entries = ModelStore(config.home).entries()
     if not entries:
         yield Check("models", "ok", "none yet; `emberline serve` fetches the default one")
     for entry in entries:
@@ -200,8 +200,7 @@ def models(config: Config) -> Iterator[Check]:
 
 def _damage(entry: "Entry") -> str:
     """What is wrong with a model's files; empty when nothing is."""
-    from emberline.catalog.card import WheelSource
-    from emberline.catalog.describe import describe_path
+    from emberline.catalog.model_card import WheelSource, describe_path
     from emberline.cli.fetch import load_text
 
     source = entry.card.source

@@ -5,7 +5,7 @@ import sys
 
 from emberline.cli import common
 from emberline.cli.checks import Check, examine
-from emberline.cli.client import Address
+from emberline.cli.http_client import Address
 from emberline.config import Config, ConfigError
 
 _MARKS = {"ok": ("✓", "\x1b[32m"), "warn": ("!", "\x1b[33m"), "fail": ("✗", "\x1b[31m")}

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from emberline.catalog.progress import Progress, Report
+from emberline.catalog.download import Progress, Report
+from emberline.catalog.model_store import Entry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Entry, Shelf
 from emberline.protocol.errors import BadInput
-from emberline.weights.errors import BadCheckpoint
+from emberline.weights.model_config import BadCheckpoint
 
 if TYPE_CHECKING:
-    from emberline.text.model import TextModel
+    from emberline.text.text_model import TextModel
 
 
-def fetch(name: str, shelf: Shelf) -> Entry:
+def fetch(name: str, shelf: ModelStore) -> Entry:
     """The model of that name, pulled if it is not here yet."""
     entry = shelf.find(name)
     if entry is not None:
@@ -26,7 +26,7 @@ def fetch(name: str, shelf: Shelf) -> Entry:
 
 def load_text(entry: Entry) -> "TextModel":
     """The model's tokenizer and chat template; without them its weights are of no use here."""
-    from emberline.text.model import TextModel
+    from emberline.text.text_model import TextModel
 
     try:
         return TextModel.load(entry.path)

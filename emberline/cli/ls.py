@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from emberline.catalog.shelf import Entry, Shelf
+from emberline.catalog.model_store import Entry, ModelStore
 from emberline.cli import common
 
 
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    entries = Shelf(common.config_of(args).home).entries()
+    entries = ModelStore(common.config_of(args).home).entries()
     if args.json:
         common.print_json([row(entry) for entry in entries])
         return 0

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
-from emberline.catalog.shelf import Entry
-from emberline.cli.client import Address
+from emberline.catalog.model_store import Entry
+from emberline.cli.http_client import Address
 from emberline.cli.listen import bound
 from emberline.cli.serve import fetch_models, serve
 from emberline.cli.terminal import passing

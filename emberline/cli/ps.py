@@ -4,8 +4,9 @@ import argparse
 import time
 from typing import Any
 
-from emberline.cli import client, common
-from emberline.cli.client import Address
+from emberline.cli import common
+from emberline.cli import http_client as client
+from emberline.cli.http_client import Address
 
 RATE_OVER_S = 1.0
 

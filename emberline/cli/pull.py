@@ -2,8 +2,8 @@
 
 import argparse
 
-from emberline.catalog.cards import DEFAULT_MODEL
-from emberline.catalog.shelf import Shelf
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import ModelStore
 from emberline.cli import common
 from emberline.cli.fetch import fetch, load_text
 from emberline.cli.ls import row
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    entry = fetch(args.name, Shelf(common.config_of(args).home))
+    entry = fetch(args.name, ModelStore(common.config_of(args).home))
     load_text(entry)  # better told now than when it is to be served
     if args.json:
         common.print_json(row(entry))

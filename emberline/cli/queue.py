@@ -7,9 +7,10 @@ emberline queue replay batch_… [LINE]
 import argparse
 from typing import Any
 
-from emberline.cli import client, common
-from emberline.cli.batch_progress import seconds
-from emberline.cli.client import Address
+from emberline.cli import common
+from emberline.cli import http_client as client
+from emberline.cli.batch import seconds
+from emberline.cli.http_client import Address
 from emberline.cli.terminal import printable
 
 

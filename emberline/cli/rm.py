@@ -2,7 +2,7 @@
 
 import argparse
 
-from emberline.catalog.shelf import Shelf
+from emberline.catalog.model_store import ModelStore
 from emberline.cli import common
 
 
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shelf = Shelf(common.config_of(args).home)
+    shelf = ModelStore(common.config_of(args).home)
     removed = []
     for name in args.name:
         removed.append(shelf.remove(name).id)

@@ -3,9 +3,10 @@
 import argparse
 import sys
 
-from emberline.cli import client, common
-from emberline.cli.client import Address, Timing
-from emberline.cli.connection import server
+from emberline.cli import common
+from emberline.cli import http_client as client
+from emberline.cli.http_client import Address, Timing
+from emberline.cli.server_target import server
 from emberline.cli.terminal import Prompt, printable
 from emberline.protocol.errors import EmberlineError
 

@@ -22,20 +22,20 @@ import msgspec
 
 from emberline import log as logs
 from emberline.balancer.endpoint import Endpoint
-from emberline.catalog.cards import DEFAULT_MODEL
-from emberline.catalog.shelf import Entry, Shelf
-from emberline.cli import common, panel
-from emberline.cli.client import Address
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import Entry, ModelStore
+from emberline.cli import common
+from emberline.cli import startup_panel as panel
 from emberline.cli.fetch import fetch
+from emberline.cli.http_client import Address
 from emberline.cli.listen import bound, listen
-from emberline.cluster.doors import Doors
-from emberline.cluster.local import LocalCluster, plan_workers
-from emberline.cluster.remote import remote_workers
 from emberline.config import Config, check_exposure
 from emberline.protocol.errors import Unavailable
+from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, remote_workers
+from emberline.supervisor.http_workers import HttpWorkers
 
 if TYPE_CHECKING:
-    from emberline.api.queue_desk import QueueDesk
+    from emberline.api.batches.service import BatchService
     from emberline.service import Service
     from emberline.store import Database
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def fetch_models(config: Config) -> list[Entry]:
     """The configured models, pulled if need be, each once however often it is named."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shelf = Shelf(config.home)
+    shelf = ModelStore(config.home)
     remote = [name for worker in remote_workers(config.endpoints) for name in worker.models]
     entries = [fetch(name, shelf) for name in (*_local(config), *remote)]
     return list({entry.card.id: entry for entry in entries}.values())
@@ -115,7 +115,7 @@ def _local(config: Config) -> tuple[str, ...]:
 
 def _elsewhere(config: Config) -> dict[str, list[Endpoint]]:
     """Workers that others started, by the id of the model they serve. The models are here by now."""
-    shelf = Shelf(config.home)
+    shelf = ModelStore(config.home)
     found: dict[str, list[Endpoint]] = {}
     for worker in remote_workers(config.endpoints):
         model = fetch(worker.models[0], shelf).card.id
@@ -125,7 +125,7 @@ def _elsewhere(config: Config) -> dict[str, list[Endpoint]]:
 
 def _is_local(entry: Entry, config: Config, elsewhere: Mapping[str, object]) -> bool:
     """Whether workers of ours compute the model: if it was named for them, or nobody else does."""
-    shelf = Shelf(config.home)
+    shelf = ModelStore(config.home)
     return entry.card.id not in elsewhere or any(
         fetch(name, shelf).card.id == entry.card.id for name in config.engine.models
     )
@@ -147,19 +147,19 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         elsewhere = _elsewhere(config)
         local = {entry.card.id: entry.path for entry in entries if _is_local(entry, config, elsewhere)}
-        cluster = LocalCluster(plan_workers(config.engine, local), config.engine)
+        cluster = EngineWorkers(plan_workers(config.engine, local), config.engine)
         stack.push_async_callback(cluster.stop, WORKER_GRACE_S)
         await cluster.start()
 
         # The workers load in their processes while we import and read tokenizers in ours.
-        from emberline.balancer.http.configured import servers_of
-        from emberline.cli.door import load_models, open_events, serve_door
-        from emberline.jobs.delivery_metrics import DeliveryMetrics
+        from emberline.cli.http_worker import load_models, open_events, serve_http
+        from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service
         from emberline.service.core import LocalCore
         from emberline.service.open import DATABASE
-        from emberline.service.relay.open import discover
         from emberline.store import open_store
+        from emberline.upstream.config import servers_of
+        from emberline.upstream.relay import discover
 
         endpoints = {model: cluster.endpoints.get(model, []) + elsewhere.get(model, []) for model in _ids(entries)}
         served = load_models(entries, endpoints)
@@ -196,26 +196,26 @@ async def serve(
             await stop.wait()
             listener.close()  # with it open, new connections would wait for doors that take no more
         else:
-            await serve_door(service, config, listener, stop, events, batches)
+            await serve_http(service, config, listener, stop, events, batches)
 
 
 async def _open_queue(
     stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service", stop: asyncio.Event
-) -> "QueueDesk":
+) -> "BatchService":
     """The durable queue, its doors, and the puller that runs what is in it when engines have room."""
     from emberline.accounts.auth import Authenticator
     from emberline.accounts.secret import Secret
-    from emberline.api.queue_desk import QueueDesk
-    from emberline.jobs.owner import Owner
-    from emberline.jobs.puller import Puller
-    from emberline.jobs.queue import open_queue
+    from emberline.api.batches.service import BatchService
+    from emberline.jobs.queue.lease_owner import Owner
+    from emberline.jobs.queue.puller import Puller
+    from emberline.jobs.queue.queue import open_queue
     from emberline.service.core import LocalCore
 
     core = service.core
     assert isinstance(core, LocalCore), "this process is the core"
     queue = await open_queue(store, config.home)
     stack.push_async_callback(queue.close)
-    batches = QueueDesk(queue, service)
+    batches = BatchService(queue, service)
     stack.push_async_callback(batches.close)
     batches.load()
     auth = Authenticator(Secret.open(config.home))
@@ -235,17 +235,17 @@ async def _open_doors(
     endpoints: Mapping[str, list[Endpoint]],
     service: "Service",
     listener: socket.socket,
-) -> Doors:
+) -> HttpWorkers:
     """Door processes, and the socket where they ask us for decisions; none where this process is the one door."""
-    from emberline.cli.door import DoorPlan
+    from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import open_core_server
 
     core_socket, plan_file = folder / "core.sock", folder / "doors.json"
     n_doors = config.server.doors if config.server.doors > 1 else 0
-    doors = Doors(n_doors, listener, "emberline.cli.door", ["--plan", str(plan_file)])
+    doors = HttpWorkers(n_doors, listener, "emberline.cli.http_worker", ["--plan", str(plan_file)])
     if n_doors:
         models = [(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries]
-        DoorPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
+        HttpWorkerPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
         core = await open_core_server(service, core_socket)
         stack.push_async_callback(core.close)
         stack.push_async_callback(doors.stop, config.server.drain_s + WORKER_GRACE_S)

@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from emberline.cluster.simulator.outcome import Outcome
-    from emberline.cluster.simulator.search import load_at_busy
-    from emberline.cluster.simulator.simulation import simulate
-    from emberline.cluster.simulator.traces import open_trace
+    from emberline.simulator.outcome import Outcome
+    from emberline.simulator.search import load_at_busy
+    from emberline.simulator.simulation import simulate
+    from emberline.simulator.trace_files import open_trace
 
     plans = _plans(args)
     trace = open_trace(args.trace, args.seed, plans[0].model.context_len)
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
 def _plans(args: argparse.Namespace) -> list[Any]:
     from msgspec.structs import replace
 
-    from emberline.cluster.simulator import coefficients
-    from emberline.cluster.simulator.chunking import Chunking, Fixed, Timed
-    from emberline.cluster.simulator.plan import Plan
-    from emberline.cluster.simulator.transfer import Wire
+    from emberline.simulator import coefficients
+    from emberline.simulator.coefficients import Chunking, Fixed, Timed
+    from emberline.simulator.plan import Plan
+    from emberline.simulator.transfer import Wire
 
     model = coefficients.load(args.engine)
     if args.kv_tokens:
@@ -143,7 +143,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(folder: Path, outcomes: Sequence[Any]) -> None:
-    from emberline.cluster.simulator.plot import Line, chart, distribution
+    from emberline.simulator.plot import Line, chart, distribution
 
     folder.mkdir(parents=True, exist_ok=True)
     first = [distribution(outcome.plan.policy, outcome.first_token_s()) for outcome in outcomes]

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from emberline.engine.server import Server
+from emberline.engine.socket_server import Server
+from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer import shared_memory
-from emberline.kv.transfer.hub import Hub
-from emberline.kv.transfer.memory import HostMemory
+from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.mooncake import Engine
-from emberline.kv.transfer.ways import WayClosed
+from emberline.kv.transfer.transport import TransportClosed
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import Role
 
@@ -60,7 +60,7 @@ def join_token(address: str) -> str:
     return token
 
 
-def transfers(hub: Hub | None, args: argparse.Namespace) -> tuple[str, ...]:
+def transfers(hub: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
     """Ways in which other engines may push KV to this one. Who prefills pushes to others."""
     if hub is None or args.role == "prefill":
         return ()
@@ -74,7 +74,7 @@ def mooncake(memory: HostMemory, args: argparse.Namespace) -> Engine | None:
     host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
     try:
         return Engine(memory, host, args.mooncake)
-    except WayClosed as error:
+    except TransportClosed as error:
         raise BadInput(str(error), param="mooncake") from None
 
 

@@ -12,20 +12,20 @@ from typing import Any
 from emberline import log
 from emberline.engine import process
 from emberline.engine.grammar.compiler import Grammars
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
-from emberline.engine.pace import Pace
-from emberline.engine.scheduler import Scheduler
-from emberline.engine.server import Server
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.prefill_budget import PrefillBudget
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.socket_server import Server
+from emberline.engine.step_loop import StepLoop
 from emberline.kernels.cpu.build import cache_dir
-from emberline.kv.budget import split_bytes
+from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.host import host_hub
+from emberline.kv.transfer.manager import host_hub
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
-from emberline.weights.config import ModelConfig
+from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
@@ -70,7 +70,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _set_defaults(args, device)
     if device.startswith("cuda") and not args.deterministic:
-        from emberline.engine.gpu_libraries import load_attention
+        from emberline.engine.gpu.engine import load_attention
 
         load_attention(device)
     model, weights = begin(checkpoint, device, args.deterministic, args.threads, ahead)
@@ -120,7 +120,7 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
 
 
 def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> tuple[StepLoop, KVCache, Limits]:
-    from emberline.engine.runner import TorchRunner
+    from emberline.engine.torch_runner import TorchRunner
 
     def caches(kv_bytes: int) -> tuple[list[int], KVCache, Limits]:
         n_blocks = split_bytes(model.kv_groups, kv_bytes, args.token_budget, args.max_running)
@@ -129,7 +129,7 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
 
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
-        pace = Pace(target_s=math.inf)  # only queued work is held to one here
+        pace = PrefillBudget(target_s=math.inf)  # only queued work is held to one here
         runner = TorchRunner(model, n_blocks, limits, device, pace, shared=args.role == "decode")
         hub = None
         if runner.memory is not None:
@@ -137,11 +137,11 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
             hub = host_hub(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
         scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace, hub)
         return StepLoop(scheduler, runner, hub=hub), cache, limits
-    from emberline.engine.gpu_engine import GpuEngine
+    from emberline.engine.gpu.engine import GpuEngine
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
     n_blocks, cache, limits = caches(engine.memory.kv)
-    from emberline.engine.gpu_transfer import exported_pools, gpu_hub
+    from emberline.engine.gpu.transfer import exported_pools, gpu_hub
 
     pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
     on_gpu = engine.runner(n_blocks, limits, pools=pools)

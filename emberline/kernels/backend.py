@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from emberline.protocol.layout import KVGroup
+from emberline.protocol.block_hash import KVGroup
 
 
 class WeightSource(Protocol):
-    """A tensor of a checkpoint, read when asked for. See `emberline.weights.tensor.Weight`."""
+    """A tensor of a checkpoint, read when asked for. See `emberline.weights.tensors.Weight`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

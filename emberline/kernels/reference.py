@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
-from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

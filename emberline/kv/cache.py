@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from emberline.kv.budget import blocks_of, capacity, peak_blocks
-from emberline.kv.pool import NULL_BLOCK, BlockPool
-from emberline.kv.prefix import PrefixIndex, first_visible
-from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool, blocks_of, capacity, peak_blocks
+from emberline.kv.prefix_index import PrefixIndex, first_visible
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 
 class KVListener(Protocol):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.frames import KVEvents
-from emberline.protocol.layout import KVGroup
 
 KEYS_PER_FRAME = 60_000  # frames stay below 1 MB
 

@@ -57,7 +57,8 @@ def begin(
 
 
 def _backend(source: Source, device: str, deterministic: bool, threads: int | None) -> Backend:
-    from emberline.kernels.cpu import build, native
+    from emberline.kernels.cpu import backend as native
+    from emberline.kernels.cpu import build
     from emberline.kernels.reference import TorchBackend
 
     config = source.config

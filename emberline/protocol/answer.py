@@ -23,7 +23,7 @@ class Called(ToolCall, frozen=True, tag="called"):
 Part = Said | Thought | Called
 
 
-class Choice(msgspec.Struct, omit_defaults=True):
+class AnswerChoice(msgspec.Struct, omit_defaults=True):
     parts: list[Part] = []  # in the order in which the model wrote them; none is empty text
     logprobs: list[TextLogprob] = []
     finish: Literal["stop", "length", "tool_calls"] = "stop"
@@ -43,5 +43,26 @@ class Choice(msgspec.Struct, omit_defaults=True):
 
 
 class Answer(msgspec.Struct):
-    choices: list[Choice]
+    choices: list[AnswerChoice]
     usage: Usage
+
+
+MAX_DEPTH = 256  # records of one walk; whoever continues a longer conversation writes it down whole
+MAX_HISTORY_BYTES = 32 << 20  # of one conversation
+_ROW_BYTES = 256  # what a row takes beside its texts, roughly
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One response. `input` is the JSON list of the items its turn brought, `body` the JSON of its answer."""
+
+    id: str
+    account: str
+    parent: str | None = None  # the response it continues
+    depth: int = 0  # how many records it is built on
+    created_us: int
+    input: str
+    body: str
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.input) + len(self.body) + _ROW_BYTES

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.layout import KVGroup
 from emberline.protocol.request import EngineRequest
 
 VERSION = 3

@@ -40,7 +40,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     items: tuple["Expression", ...]
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+class OneOf(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     options: tuple["Expression", ...]
 
 
@@ -56,7 +56,7 @@ class Rule(msgspec.Struct, frozen=True, array_like=True, tag="n"):
     number: int
 
 
-Expression: TypeAlias = Text | Chars | Token | Free | Sequence | Choice | Repeat | Rule
+Expression: TypeAlias = Text | Chars | Token | Free | Sequence | OneOf | Repeat | Rule
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):

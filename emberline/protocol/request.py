@@ -135,3 +135,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     keys: bytes = b""  # content keys of the prompt's full blocks, end to end; empty: the engine computes them
     push: Push | None = None  # compute the prompt's full blocks, push them, draw nothing
     awaits: str = ""  # the transfer that brings the prompt's full blocks; only the rest is computed here
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """The caller of a request, after authentication. The account is the tenant: it salts caches and owns sessions."""
+
+    account: str
+    key_id: str = ""  # empty in local mode
+    salt: bytes = b""  # 16 bytes derived from the root secret and the account

@@ -9,9 +9,9 @@ Opening one (the process that is the core; it owns the store, sessions, admissio
     await service.drain(limit_s=20)                             # refuses new work, waits for what runs
     await service.close()
 
-More door processes: the core also does `server = await open_core_server(service, socket_path)` (and, before it closes
-the service, `await server.close()`); every door process does `service = await open_door(served, core_socket=path)`.
-A door's service has the same methods; it takes token frames straight from the engines.
+More HTTP workers: the core also does `server = await open_core_server(service, socket_path)` (and, before it closes the
+service, `await server.close()`); every HTTP worker does `service = await open_http_worker(served, core_socket=path)`.
+Its service has the same methods and receives token frames straight from the engines.
 
 A service:
 
@@ -28,8 +28,8 @@ Who asks is `emberline.accounts.auth.Authenticator`'s business: it makes the `Pr
 """
 
 from emberline.service.health import Health
-from emberline.service.open import open_core_server, open_door, open_service
+from emberline.service.open import open_core_server, open_http_worker, open_service
 from emberline.service.prepare import Served
 from emberline.service.service import Service
 
-__all__ = ["Health", "Served", "Service", "open_core_server", "open_door", "open_service"]
+__all__ = ["Health", "Served", "Service", "open_core_server", "open_http_worker", "open_service"]

@@ -10,18 +10,14 @@ from typing import Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
-from emberline.accounts.ledger import Ledger
-from emberline.accounts.usage import UsageRow
-from emberline.balancer.ask import Ask
+from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
 from emberline.balancer.fleet import Fleet, Member
-from emberline.balancer.gate import Gate
 from emberline.balancer.grants import Grants
-from emberline.balancer.route import Route
-from emberline.service.balancer_metrics import BalancerMetrics
+from emberline.balancer.route_request import Route, RouteRequest
 from emberline.service.health import Health, check
-from emberline.service.histogram import Counts
-from emberline.service.metrics import Metrics
+from emberline.service.metrics import BalancerMetrics, Counts, Metrics
 from emberline.service.responses import Responses, ResponseStore
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import Entry, Known
@@ -55,7 +51,7 @@ class Core(Protocol):
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         """The longest known beginning of the conversation whose messages have these digests."""
 
-    async def admit(self, ask: Ask) -> Route:
+    async def admit(self, ask: RouteRequest) -> Route:
         """Where to go, in flight there until settled. Overloaded, Unavailable. Asking again moves."""
 
     def began(self, request_id: str, cached_tokens: int) -> None:
@@ -76,8 +72,8 @@ class LocalCore:
     def __init__(
         self,
         fleet: Fleet,
-        gate: Gate,
-        ledger: Ledger,
+        gate: AdmissionController,
+        ledger: UsageLedger,
         sessions: Sessions,
         responses: Responses,
         grants: Grants | None = None,
@@ -91,12 +87,12 @@ class LocalCore:
         self._metrics = Metrics(fleet)
         self._metrics.add(BalancerMetrics(gate.balancer))
         # By request id. Between two engines a request has none. Whether queued work was there when it came.
-        self._open: dict[str, tuple[Ask, Member | None, bool]] = {}
+        self._open: dict[str, tuple[RouteRequest, Member | None, bool]] = {}
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return self._sessions.find(account, model_version, digests)
 
-    async def admit(self, ask: Ask) -> Route:
+    async def admit(self, ask: RouteRequest) -> Route:
         if self._release(ask.id):
             self._open[ask.id] = (ask, None, False)  # between two engines
         route = await self.gate.admit(ask)

@@ -6,12 +6,11 @@ import os
 from collections.abc import Coroutine
 from pathlib import Path
 
-from emberline.balancer.ask import Ask
-from emberline.balancer.link import Link
-from emberline.balancer.route import Route
+from emberline.balancer.connection import Link
+from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.service.core import LocalCore
-from emberline.service.wire import (
+from emberline.service.core_protocol import (
     Admit,
     Answer,
     AskHealth,
@@ -125,7 +124,7 @@ class _DoorLink(Link):
             return Answer(call.seq, health=await core.health())
         return Answer(call.seq, metrics=await core.metrics())
 
-    async def _admit(self, ask: Ask) -> Route:
+    async def _admit(self, ask: RouteRequest) -> Route:
         try:
             return await self._server.core.admit(ask)
         except EmberlineError:

@@ -1,15 +1,58 @@
 """The numbers for Prometheus, kept in the core only. Every figure also appears under vLLM's name for it."""
 
+import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from emberline.accounts.usage import UsageRow
+from emberline.accounts.usage_ledger import UsageRow
+from emberline.balancer.balancer import Balancer
 from emberline.balancer.fleet import Member
-from emberline.service.histogram import E2E_BOUNDS_S, GAP_BOUNDS_S, TTFT_BOUNDS_S, Counts, Histogram
+from emberline.balancer.snapshot import WorkerSnapshot
+
+TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+GAP_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+E2E_BOUNDS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class Counts(msgspec.Struct, array_like=True):
+    """How many values fell into each bucket (the last one is open-ended), and their sum."""
+
+    buckets: list[int] = []
+    total: float = 0.0
+
+
+class Histogram:
+    __slots__ = ("bounds", "counts")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = Counts([0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        counts = self.counts
+        counts.buckets[bisect_left(self.bounds, value)] += times
+        counts.total += value * times
+
+    def add(self, other: Counts) -> None:
+        counts = self.counts
+        for bucket, n in enumerate(other.buckets):
+            counts.buckets[bucket] += n
+        counts.total += other.total
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """As Prometheus wants it: (upper bound, values up to it)."""
+        seen = 0
+        lines: list[tuple[str, float]] = []
+        for bound, n in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts.buckets, strict=True):
+            seen += n
+            lines.append((bound, seen))
+        return lines
 
 
 class _ModelMetrics:
@@ -108,3 +151,47 @@ class Metrics(Collector):
 def _kv_usage(member: Member) -> float:
     load = member.load
     return load.kv_used_blocks / load.kv_total_blocks if load.kv_total_blocks else 0.0
+
+
+STATES = ("ready", "down", "draining", "stalled", "open", "half_open")  # the last two are the breaker's
+
+_GAUGES: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
+    ("prefill_tokens_in_flight", "Prompt tokens to be computed, cached ones not counted.", lambda w: w.prefill_tokens),
+    ("decode_tokens_in_flight", "Tokens of contexts that are in flight.", lambda w: w.decode_tokens),
+    ("endpoint_active", "Sequences sent to the endpoint that have not ended.", lambda w: w.active),
+    ("endpoint_foreign", "Sequences of other cores there that do not make room.", lambda w: w.foreign_active),
+    ("endpoint_held", "Requests that wait for the endpoint.", lambda w: w.held),
+    ("endpoint_wait_seconds", "Until a prompt sent now would be begun.", lambda w: w.wait_s),
+)
+
+
+class BalancerMetrics(Collector):
+    def __init__(self, balancer: Balancer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._balancer = balancer
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._balancer.snapshot(self._clock())
+        waiting = GaugeMetricFamily("emberline_requests_held", "Requests that wait for room.", labels=["priority"])
+        for priority, n in snapshot.waiting.items():
+            waiting.add_metric([priority], n)
+        yield waiting
+        yield GaugeMetricFamily(
+            "emberline_requests_in_flight", "Requests that are charged to an endpoint.", value=snapshot.charged
+        )
+        yield GaugeMetricFamily(
+            "emberline_index_blocks", "Cached blocks that are known, of all endpoints.", value=snapshot.index_blocks
+        )
+        for name, text, value in _GAUGES:
+            family = GaugeMetricFamily(f"emberline_{name}", text, labels=["endpoint", "role"])
+            for worker in snapshot.workers:
+                family.add_metric([worker.name, worker.role], value(worker))
+            yield family
+        state = GaugeMetricFamily("emberline_endpoint_state", "1: it is so now.", labels=["endpoint", "state"])
+        lies = CounterMetricFamily("emberline_endpoint_lies", "Loads that were not believed.", labels=["endpoint"])
+        for worker in snapshot.workers:
+            lies.add_metric([worker.name], worker.lies)
+            for each in STATES:
+                state.add_metric([worker.name, each], worker.state == each)
+        yield state
+        yield lies

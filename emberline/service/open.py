@@ -3,26 +3,26 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberline.accounts.ledger import Ledger
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
+from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.fleet import Fleet
-from emberline.balancer.gate import Gate
 from emberline.balancer.grants import SHARE, Grants
-from emberline.balancer.http.upstream import Upstream
-from emberline.balancer.settings import DEFAULTS, Settings
 from emberline.protocol.frames import Vocabulary
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.prepare import Served
-from emberline.service.relay.open import open_relay
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
 from emberline.text.grammar.compiler import GrammarCompiler
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
+from emberline.upstream.client import Upstream
+from emberline.upstream.relay import open_relay
 
 DATABASE = "emberline.db"
 CORE_WAIT_S = 5.0
@@ -52,10 +52,10 @@ async def open_service(
     responses = Responses(store, retention_days)
     await responses.open()
     fleet = Fleet({**by_model, **_by_model(upstreams)})
-    gate = Gate(Balancer(Settings(max_waiting=max_waiting)))
+    gate = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
     for member in fleet:
         gate.watch(member.client, member.client.endpoint.models or [member.model])
-    core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, queue_share))
+    core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), responses, Grants(fleet, queue_share))
 
     async def close_core() -> None:
         gate.close()
@@ -77,7 +77,9 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
     return server
 
 
-async def open_door(served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[Upstream] = ()) -> Service:
+async def open_http_worker(
+    served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[Upstream] = ()
+) -> Service:
     """A door process's service. Waits a moment for the core; while that is gone, it answers Unavailable."""
     engines = _engines(served)
     core = RemoteCore(core_socket, list(engines.values()))

@@ -9,18 +9,16 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.catalog.card import ModelCard
-from emberline.protocol import blockhash
+from emberline.catalog.model_card import ModelCard
+from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.frames import EngineInfo
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams, ThinkingLimit
-from emberline.service.clock import Clock
+from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
 from emberline.service.core import Core, Memory
-from emberline.service.validate import validate, validate_prompt
-from emberline.text.digest import chain_digests
+from emberline.service.request_log import Clock
+from emberline.service.validation import validate, validate_prompt
 from emberline.text.grammar.spec import GrammarSpec
-from emberline.text.model import Rendered, TextModel
+from emberline.text.message_digest import chain_digests
 from emberline.text.prompt import (
     Entry,
     Prompt,
@@ -30,9 +28,9 @@ from emberline.text.prompt import (
     thinking_begun,
     turn_entries,
 )
+from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tokenizer import OFF_LOOP_BYTES
-from emberline.text.tools.limit import thinking_limit
-from emberline.text.tools.spec import grammar_spec
+from emberline.text.tool_calls.grammar import grammar_spec, thinking_limit
 
 T = TypeVar("T")
 

@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from emberline.balancer.ask import Ask
+from emberline.balancer.connection import Link, dial, retry_delays
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
-from emberline.balancer.link import Link, dial, retry_delays
-from emberline.balancer.route import Route
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.answer import Record
 from emberline.protocol.errors import Unavailable, from_info
-from emberline.protocol.record import Record
 from emberline.service.core import Settlement
-from emberline.service.health import Health
-from emberline.service.wire import (
+from emberline.service.core_protocol import (
     Admit,
     Answer,
     AskHealth,
@@ -33,6 +31,7 @@ from emberline.service.wire import (
     Settle,
     from_core_decoder,
 )
+from emberline.service.health import Health
 from emberline.text.prompt import Known
 
 NOTICE_INTERVAL_S = 1.0
@@ -64,7 +63,7 @@ class RemoteCore:
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
 
-    async def admit(self, ask: Ask) -> Route:
+    async def admit(self, ask: RouteRequest) -> Route:
         route = (await self._call(lambda seq: Admit(seq, ask))).route
         assert route is not None
         return route

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from emberline.protocol.answer import MAX_HISTORY_BYTES, Record
 from emberline.protocol.errors import EmberlineError, TooLarge
-from emberline.protocol.record import MAX_HISTORY_BYTES, Record
 from emberline.store import Database
 
 RETENTION_DAYS = 30

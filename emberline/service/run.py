@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from emberline.accounts.usage import Status, UsageRow
-from emberline.balancer.ask import Ask
-from emberline.balancer.engine_client import EngineClient
-from emberline.balancer.handover import Prefill, hand_over
-from emberline.balancer.stream import Stream
+from emberline.accounts.usage_ledger import Status, UsageRow
+from emberline.balancer.engine_client import EngineClient, EngineStream
+from emberline.balancer.prefill_handover import Prefill, hand_over
+from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, ErrorInfo, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
-from emberline.service.choice import Choice
-from emberline.service.errand import Errand
-from emberline.service.histogram import GAP_BOUNDS_S, Histogram
-from emberline.service.parsed_choice import ParsedChoice
+from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
+from emberline.service.job_context import JobContext
+from emberline.service.metrics import GAP_BOUNDS_S, Histogram
 from emberline.service.prepare import Prepared
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
@@ -37,7 +35,7 @@ class Placed:
 
 
 # Asks the core for engines; the request holds room there until it is settled.
-Admit = Callable[[Ask], Awaitable[Placed]]
+Admit = Callable[[RouteRequest], Awaitable[Placed]]
 
 # Tells the core that the engines have brought a first token, and how much of the prompt they found in their caches.
 Began = Callable[[str, int], None]
@@ -48,12 +46,12 @@ log = logging.getLogger("emberline.request")
 class Run:
     """Owns the request's stream and choices. The pipeline steps it until it is done."""
 
-    def __init__(self, prepared: Prepared, admit: Admit, began: Began, errand: Errand | None = None) -> None:
+    def __init__(self, prepared: Prepared, admit: Admit, began: Began, errand: JobContext | None = None) -> None:
         self.prepared = prepared
         self.errand = errand  # of queued work
         self.gaps = Histogram(GAP_BOUNDS_S)
-        kind = ParsedChoice if prepared.parsed else Choice
-        self.choices: list[Choice] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
+        kind = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
+        self.choices: list[ChoiceDecoder] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
         self.placed: Placed | None = None
         self.first_token_us: int | None = None
         self.settling: asyncio.Task[None] | None = None  # the service's, once the request has ended
@@ -68,8 +66,8 @@ class Run:
         self._lost: tuple[str, ...] = ()  # the one whose fault it was
         self._failed: Unavailable | None = None  # of a sequence, to be dealt with once the events before it are told
         self._prefill: Prefill | None = None
-        self._by_id: dict[str, Choice] = {}
-        self._stream: Stream | None = None
+        self._by_id: dict[str, ChoiceDecoder] = {}
+        self._stream: EngineStream | None = None
         self._timer: asyncio.TimerHandle | None = None
         if errand is not None and errand.so_far is not None:
             self._take_up(errand.so_far)
@@ -183,9 +181,9 @@ class Run:
         told_by_prefill = self._prefill is not None and self._prefill.error is error
         return ((self.placed.decode if told_by_prefill else self.placed.prefill).name,)
 
-    def _ask(self) -> Ask:
+    def _ask(self) -> RouteRequest:
         request, principal = self.prepared.request, self.prepared.principal
-        return Ask(
+        return RouteRequest(
             id=request.id,
             account=principal.account,
             key_id=principal.key_id,
@@ -206,7 +204,7 @@ class Run:
             engine="" if self.errand is None else self.errand.engine,
         )
 
-    async def _open(self) -> Stream:
+    async def _open(self) -> EngineStream:
         assert self.placed is not None
         decode, prefill = self.placed.decode, self.placed.prefill
         for engine in (decode, prefill):
@@ -235,7 +233,7 @@ class Run:
             raise DeadlineExceeded(f"not started within {deadline_s:g} s")
         return left_s
 
-    def _sequences(self, choices: Iterable[Choice], left_s: float | None) -> list[EngineRequest]:
+    def _sequences(self, choices: Iterable[ChoiceDecoder], left_s: float | None) -> list[EngineRequest]:
         prepared, request = self.prepared, self.prepared.request
         moved = f"-m{self._n_moves}" if self._n_moves else ""
         made: list[EngineRequest] = []
@@ -296,7 +294,7 @@ class Run:
         if self._cached_by_tier is None:
             self._cached_by_tier = cached_by_tier
 
-    def _fail(self, choice: Choice, delta: TokenDelta) -> None:
+    def _fail(self, choice: ChoiceDecoder, delta: TokenDelta) -> None:
         """A sequence ended without its reply. What can go on elsewhere does, once the other events are told."""
         error = self._error(delta.error)
         if isinstance(error, Unavailable) and self._may_move:

@@ -5,25 +5,23 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-from emberline.accounts.usage import Status
-from emberline.balancer.ask import Ask
+from emberline.accounts.usage_ledger import Status
 from emberline.balancer.engine_client import EngineClient
-from emberline.catalog.card import ModelCard
+from emberline.balancer.route_request import RouteRequest
+from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, Internal, MalformedModelId, ModelNotFound, Unavailable
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest
-from emberline.service.clock import Clock
+from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.core import Core, Memory, Settlement
-from emberline.service.ends import log_end
-from emberline.service.errand import Errand
 from emberline.service.health import Health
+from emberline.service.job_context import JobContext
 from emberline.service.prepare import Prepared, Preparer, Served
-from emberline.service.relay.relay import Relay
+from emberline.service.request_log import Clock, log_end
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Placed, Run
 from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.upstream.relay import Relay
 
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
 _MODEL_ID_CHARS = 256
@@ -33,7 +31,7 @@ log = logging.getLogger("emberline.request")
 
 
 class Service:
-    """Serves models out of engines, whose connections it owns. Made by `open_service` and `open_door`."""
+    """Serves models out of engines, whose connections it owns. Made by `open_service` and `open_http_worker`."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class Service:
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
 
@@ -150,7 +148,7 @@ class Service:
         return self._generate(request, principal, errand)
 
     async def _generate(
-        self, request: GenerateRequest, principal: Principal, errand: Errand | None
+        self, request: GenerateRequest, principal: Principal, errand: JobContext | None
     ) -> AsyncGenerator[TextEvent, None]:
         run = await self._accept(request, principal, errand)
         try:
@@ -172,7 +170,7 @@ class Service:
             run.close()
         yield Completed(run.usage)
 
-    async def _accept(self, request: GenerateRequest, principal: Principal, errand: Errand | None) -> Run:
+    async def _accept(self, request: GenerateRequest, principal: Principal, errand: JobContext | None) -> Run:
         try:
             prepared = await self._prepare(request, principal)
             return await self._admitted(Run(prepared, self._admit, self.core.began, errand))
@@ -202,7 +200,7 @@ class Service:
             raise
         return run
 
-    async def _admit(self, ask: Ask) -> Placed:
+    async def _admit(self, ask: RouteRequest) -> Placed:
         route = await self.core.admit(ask)
         return Placed(self._engines[route.decode], self._engines[route.prefill] if route.prefill else None)
 

@@ -1,7 +1,7 @@
 """The durable store behind one narrow interface: SQLite embedded, PostgreSQL beyond one machine."""
 
+from emberline.store.connect import open_store
 from emberline.store.database import Database, Many, Rows, Sql, Statement, Step, Value, Work
-from emberline.store.opening import open_store
 from emberline.store.sqlite import Store
 
 __all__ = ["Database", "Many", "Rows", "Sql", "Statement", "Step", "Store", "Value", "Work", "open_store"]

@@ -6,8 +6,208 @@ from collections.abc import Iterator
 
 from emberline.protocol.errors import Unavailable
 from emberline.store.database import Sql
-from emberline.store.event_tables import EVENT_TABLES
-from emberline.store.queue_tables import QUEUE_DETAILS, QUEUE_TABLES
+
+EVENT_TABLES = (
+    "CREATE TABLE event_heads (account TEXT PRIMARY KEY, last BIGINT NOT NULL)",
+    """
+    CREATE TABLE events (
+        account TEXT NOT NULL,
+        number BIGINT NOT NULL,
+        token TEXT NOT NULL,
+        type TEXT NOT NULL,
+        subject TEXT NOT NULL,
+        model TEXT NOT NULL,
+        data TEXT NOT NULL,
+        created_us BIGINT NOT NULL,
+        PRIMARY KEY (account, number),
+        UNIQUE (account, type, subject)
+    )
+    """,
+    "CREATE INDEX events_by_age ON events (created_us)",
+    """
+    CREATE TABLE webhook_endpoints (
+        id TEXT PRIMARY KEY,
+        account TEXT NOT NULL,
+        form TEXT NOT NULL,
+        name TEXT NOT NULL,
+        url TEXT NOT NULL,
+        model TEXT NOT NULL,
+        types TEXT NOT NULL,
+        enabled BIGINT NOT NULL,
+        disabled_reason TEXT NOT NULL,
+        secret_version BIGINT NOT NULL,
+        previous_until_us BIGINT NOT NULL,
+        failing_since_us BIGINT,
+        created_us BIGINT NOT NULL,
+        modified_us BIGINT NOT NULL
+    )
+    """,
+    "CREATE INDEX webhook_endpoints_by_account ON webhook_endpoints (account, created_us)",
+    """
+    CREATE TABLE deliveries (
+        id TEXT PRIMARY KEY,
+        endpoint_id TEXT NOT NULL,
+        account TEXT NOT NULL,
+        event_number BIGINT NOT NULL,
+        state TEXT NOT NULL,
+        attempts BIGINT NOT NULL,
+        base BIGINT NOT NULL,
+        ready_us BIGINT NOT NULL,
+        created_us BIGINT NOT NULL,
+        finished_us BIGINT,
+        UNIQUE (endpoint_id, event_number)
+    )
+    """,
+    "CREATE INDEX deliveries_ready ON deliveries (ready_us) WHERE state = 'pending'",
+    "CREATE INDEX deliveries_of_endpoint ON deliveries (endpoint_id, ready_us) WHERE state = 'pending'",
+    "CREATE INDEX deliveries_by_age ON deliveries (created_us)",
+    """
+    CREATE TABLE delivery_attempts (
+        delivery_id TEXT NOT NULL,
+        number BIGINT NOT NULL,
+        started_us BIGINT NOT NULL,
+        took_us BIGINT NOT NULL,
+        status BIGINT,
+        problem TEXT NOT NULL,
+        PRIMARY KEY (delivery_id, number)
+    )
+    """,
+)
+
+
+# What a batch's usage says beside the sums, and how long lines ran, for the estimate of a wait.
+QUEUE_DETAILS = (
+    "ALTER TABLE batches ADD COLUMN cached_tokens BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE paces ADD COLUMN busy_us BIGINT NOT NULL DEFAULT 0",
+)
+QUEUE_TABLES = (
+    """
+    CREATE TABLE batches (
+        id TEXT PRIMARY KEY,
+        account TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        model TEXT NOT NULL,
+        status TEXT NOT NULL,
+        ended BIGINT NOT NULL,
+        total BIGINT NOT NULL,
+        n_released BIGINT NOT NULL,
+        completed BIGINT NOT NULL,
+        failed BIGINT NOT NULL,
+        cancelled BIGINT NOT NULL,
+        expired BIGINT NOT NULL,
+        n_bytes BIGINT NOT NULL,
+        input_tokens BIGINT NOT NULL,
+        output_tokens BIGINT NOT NULL,
+        loader TEXT NOT NULL,
+        loader_until_us BIGINT NOT NULL,
+        metadata TEXT NOT NULL,
+        attributes TEXT NOT NULL,
+        errors TEXT NOT NULL,
+        input_file_id TEXT NOT NULL,
+        input_blob TEXT,
+        created_us BIGINT NOT NULL,
+        deadline_us BIGINT NOT NULL,
+        in_progress_us BIGINT,
+        finalizing_us BIGINT,
+        completed_us BIGINT,
+        failed_us BIGINT,
+        expired_us BIGINT,
+        cancelling_us BIGINT,
+        cancelled_us BIGINT,
+        expires_us BIGINT
+    )
+    """,
+    "CREATE INDEX batches_by_account ON batches (account, kind, created_us, id)",
+    "CREATE INDEX batches_open ON batches (deadline_us) WHERE ended = 0",
+    "CREATE INDEX batches_open_by_account ON batches (account, deadline_us) WHERE ended = 0",
+    "CREATE INDEX batches_by_expiry ON batches (expires_us) WHERE expires_us IS NOT NULL",
+    "CREATE INDEX batches_by_blob ON batches (input_blob) WHERE input_blob IS NOT NULL",
+    """
+    CREATE TABLE lines (
+        batch_id TEXT NOT NULL,
+        number BIGINT NOT NULL,
+        account TEXT NOT NULL,
+        custom_id TEXT NOT NULL,
+        model TEXT NOT NULL,
+        state TEXT NOT NULL,
+        epoch BIGINT NOT NULL,
+        owner TEXT NOT NULL,
+        attempts BIGINT NOT NULL,
+        kills BIGINT NOT NULL,
+        stopping BIGINT NOT NULL,
+        ready_us BIGINT NOT NULL,
+        deadline_us BIGINT NOT NULL,
+        prefix BIGINT NOT NULL,
+        cost BIGINT NOT NULL,
+        created_us BIGINT NOT NULL,
+        started_us BIGINT,
+        ended_us BIGINT,
+        PRIMARY KEY (batch_id, number)
+    )
+    """,
+    "CREATE INDEX lines_ready ON lines (model, account, deadline_us, prefix, batch_id, number) WHERE state = 'queued'",
+    "CREATE INDEX lines_suspect ON lines (model) WHERE state = 'queued' AND kills > 0",
+    "CREATE INDEX lines_leased ON lines (owner, batch_id) WHERE state = 'leased'",
+    "CREATE INDEX lines_dead ON lines (batch_id, number) WHERE state = 'dead'",
+    """
+    CREATE TABLE bodies (
+        batch_id TEXT NOT NULL,
+        number BIGINT NOT NULL,
+        kind BIGINT NOT NULL,
+        data BLOB,
+        blob TEXT,
+        PRIMARY KEY (batch_id, number, kind)
+    )
+    """,
+    "CREATE INDEX bodies_by_blob ON bodies (blob) WHERE blob IS NOT NULL",
+    Sql("SELECT 1", postgres="ALTER TABLE bodies ALTER COLUMN data SET STORAGE EXTERNAL"),  # no time on compression
+    """
+    CREATE TABLE lanes (
+        model TEXT NOT NULL,
+        account TEXT NOT NULL,
+        n_queued BIGINT NOT NULL,
+        n_leased BIGINT NOT NULL,
+        queued_cost BIGINT NOT NULL,
+        served BIGINT NOT NULL,
+        PRIMARY KEY (model, account)
+    )
+    """,
+    "CREATE TABLE workers (owner TEXT PRIMARY KEY, until_us BIGINT NOT NULL, started_us BIGINT NOT NULL)",
+    "CREATE TABLE paces (model TEXT NOT NULL, minute BIGINT NOT NULL, n BIGINT NOT NULL, PRIMARY KEY (model, minute))",
+    "CREATE TABLE holdings (account TEXT PRIMARY KEY, n_bytes BIGINT NOT NULL)",
+    """
+    CREATE TABLE files (
+        id TEXT PRIMARY KEY,
+        account TEXT NOT NULL,
+        name TEXT NOT NULL,
+        purpose TEXT NOT NULL,
+        n_bytes BIGINT NOT NULL,
+        blob TEXT NOT NULL,
+        created_us BIGINT NOT NULL,
+        expires_us BIGINT
+    )
+    """,
+    "CREATE INDEX files_by_account ON files (account, created_us, id)",
+    "CREATE INDEX files_by_blob ON files (blob)",
+    "CREATE INDEX files_by_expiry ON files (expires_us) WHERE expires_us IS NOT NULL",
+    """
+    CREATE TABLE idempotency (
+        account TEXT NOT NULL,
+        key TEXT NOT NULL,
+        digest BLOB NOT NULL,
+        fresh_id TEXT NOT NULL,
+        answer BLOB,
+        until_us BIGINT NOT NULL,
+        expires_us BIGINT NOT NULL,
+        PRIMARY KEY (account, key)
+    )
+    """,
+    "CREATE INDEX idempotency_by_expiry ON idempotency (expires_us)",
+)
+
 
 # Step n (1-based) takes a database from version n - 1 to n. One text serves both databases: BLOB becomes BYTEA on
 # PostgreSQL, SERIAL_KEY a key that counts up by itself; `Sql` says it in two ways where that is not enough.

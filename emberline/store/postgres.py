@@ -12,18 +12,43 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
 from emberline.store.database import Many, Rows, Sql, Statement, Step, T, Value, Work, gives_rows, in_order
-from emberline.store.postgres_listener import Listener
-from emberline.store.signals import Signals
-from emberline.store.translate import numbered
+from emberline.store.notifications import Listener, Signals
+
+_PIECE = re.compile(r"'(?:[^']|'')*'|\?(\d*)")
+
+
+def numbered(sql: str) -> str:
+    """The text for PostgreSQL: its own where there is one, and `$1`, `$2` for the `?` that are not in quotes.
+
+    `?3` is the third parameter, as in SQLite; a text has either all of its placeholders numbered or none.
+    """
+    return _numbered(sql.postgres if isinstance(sql, Sql) else sql)
+
+
+@lru_cache(512)
+def _numbered(sql: str) -> str:
+    n = 0
+
+    def piece(match: re.Match[str]) -> str:
+        nonlocal n
+        if not match[0].startswith("?"):
+            return match[0]
+        n += 1
+        return f"${match[1] or n}"
+
+    return _PIECE.sub(piece, sql)
+
 
 try:
     import asyncpg  # type: ignore[import-untyped]

@@ -19,7 +19,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
 from emberline.store.database import Many, Rows, Statement, T, Value, Work, gives_rows, in_order
 from emberline.store.migrations import migrate
-from emberline.store.signals import Signals
+from emberline.store.notifications import Signals
 
 MAX_BATCH = 256
 BUSY_TIMEOUT_S = 5.0

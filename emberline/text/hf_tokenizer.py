@@ -8,9 +8,9 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
-from emberline.text.pretokenizers import KNOWN_REGEXES
+from emberline.text.gguf_tokenizer import KNOWN_REGEXES
 from emberline.text.tokenizer import Parts, PrefixSpace, Spelling
-from emberline.weights.errors import BadCheckpoint
+from emberline.weights.model_config import BadCheckpoint
 
 MAX_JSON_BYTES = 256 << 20
 Json = Mapping[str, Any]

@@ -12,12 +12,12 @@ import msgspec
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message
-from emberline.protocol.tokens import count, unpack
-from emberline.text.digest import TextHash, extend
-from emberline.text.model import Rendered, TextModel
-from emberline.text.tools import thinking
-from emberline.text.tools.form import signed
-from emberline.text.tools.reply import Reply
+from emberline.protocol.token_ids import count, unpack
+from emberline.text.message_digest import TextHash, extend
+from emberline.text.text_model import Rendered, TextModel
+from emberline.text.tool_calls import reasoning as thinking
+from emberline.text.tool_calls.formats import signed
+from emberline.text.tool_calls.parser import Reply
 
 _WINDOW_BYTES = 1024
 

@@ -9,10 +9,10 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.tokens import pack
-from emberline.text import trie
-from emberline.text.words import Words
-from emberline.weights.errors import BadCheckpoint
+from emberline.protocol.token_ids import pack
+from emberline.text import special_tokens as trie
+from emberline.text.word_cache import Words
+from emberline.weights.model_config import BadCheckpoint
 
 MAX_ADDED_CHARS = 256  # of a special token's text; trie.py goes that deep
 OFF_LOOP_BYTES = 16 << 10  # longer text is tokenised off the event loop, by the caller

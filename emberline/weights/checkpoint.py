@@ -7,10 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from emberline.weights import names
-from emberline.weights.config import ModelConfig
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.tensor import Weight
+from emberline.weights import tensors as names
+from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.tensors import Weight
 
 _SAMPLE_BYTES = 256  # read at the start, middle and end of every tensor
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.quants import FORMATS, Bytes
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.quantization import FORMATS, Bytes
 
 # The value of a metadata key. Arrays of strings are lists, arrays of numbers and booleans numpy arrays.
 Value = str | int | float | bool | list[str] | NDArray[np.generic]

@@ -6,14 +6,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights import rope
+from emberline.weights import rope_scaling as rope
 from emberline.weights.checkpoint import Checkpoint
-from emberline.weights.config import MAX_HEAD_DIM, MAX_LAYERS, ModelConfig
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.fields import Fields
 from emberline.weights.gguf import GGUFFile, GGUFTensor
-from emberline.weights.quants import FORMATS
-from emberline.weights.tensor import Place, Weight
+from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig
+from emberline.weights.quantization import FORMATS
+from emberline.weights.tensors import Place, Weight
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # a GGUF of Mistral calls itself llama
 # Control tokens that end a turn, for files that name only one of several as eos.

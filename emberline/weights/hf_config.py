@@ -2,10 +2,8 @@
 
 import msgspec
 
-from emberline.weights import rope
-from emberline.weights.config import MAX_HEAD_DIM, MAX_LAYERS, ModelConfig
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.fields import Fields
+from emberline.weights import rope_scaling as rope
+from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

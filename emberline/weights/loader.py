@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.pages import resident
-from emberline.weights.readahead import ReadAhead
-from emberline.weights.tensor import Weight
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.readahead import ReadAhead, resident
+from emberline.weights.tensors import Weight
 
 PIECE_BYTES = 16 << 20
 N_THREADS = 8

@@ -2,8 +2,7 @@ import asyncio
 
 import msgspec
 
-from emberline.accounts.ledger import Ledger
-from emberline.accounts.usage import UsageRow
+from emberline.accounts.usage_ledger import UsageLedger, UsageRow
 from tests.databases import Place
 
 ROW = UsageRow(
@@ -26,7 +25,7 @@ ROW = UsageRow(
 
 async def test_a_row_comes_back_whole_and_stands(database: Place) -> None:
     store = await database.open()
-    ledger = Ledger(store)
+    ledger = UsageLedger(store)
     bare = UsageRow(id="r2", account="a", model="m", model_version="", status="cancelled", created_us=1, finished_us=2)
     await asyncio.gather(ledger.record(ROW), ledger.record(bare))
     await ledger.record(msgspec.structs.replace(ROW, output_tokens=99))  # the first row of an id stands

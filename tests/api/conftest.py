@@ -4,8 +4,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberline.api.queue_desk import QueueDesk
-from emberline.jobs.desk import EventDesk
+from emberline.api.batches.service import BatchService
+from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
 
 from ..jobs.desks import desk_on
@@ -25,7 +25,7 @@ async def client(service: ScriptedService) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[EventDesk]:
+async def desk(tmp_path: Path) -> AsyncIterator[WebhookService]:
     """Events on a store of their own; nothing is delivered."""
     store = await open_store(tmp_path / "desk.db")
     async with desk_on(store, deliver=False) as desk:
@@ -34,7 +34,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[EventDesk]:
 
 
 @pytest.fixture
-async def batches(service: ScriptedService, tmp_path: Path) -> AsyncIterator[QueueDesk]:
+async def batches(service: ScriptedService, tmp_path: Path) -> AsyncIterator[BatchService]:
     """A queue on a store of its own."""
     store = await open_store(tmp_path / "queue.db")
     async with desk_of(store, service, tmp_path) as desk:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import uvloop
 
-from emberline.api.asgi import ASGIApp
-from emberline.api.server import serve
+from emberline.api.http.asgi import ASGIApp
+from emberline.api.http.server import serve
 
 
 class Loopback:

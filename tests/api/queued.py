@@ -11,15 +11,15 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
-from emberline.api.asgi import ASGIApp, Receive, Scope, Send
-from emberline.api.collect import gather
-from emberline.api.queue_desk import QueueDesk
-from emberline.jobs.limits import Limits
-from emberline.jobs.line import Lease
-from emberline.jobs.queue import Queue, open_queue
+from emberline.api.batches.service import BatchService
+from emberline.api.common.answer import gather
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.http.asgi import ASGIApp, Receive, Scope, Send
+from emberline.jobs.queue.job import Lease
+from emberline.jobs.queue.limits import Limits
+from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.errors import EmberlineError
-from emberline.protocol.principal import Principal
+from emberline.protocol.request import Principal
 from emberline.store import Database, open_store
 
 from .scripted import CARDS, ScriptedService
@@ -28,9 +28,11 @@ OWNER = "test-puller"
 
 
 @asynccontextmanager
-async def desk_of(store: Database, service: ScriptedService, folder: Path, **limits: Any) -> AsyncIterator[QueueDesk]:
+async def desk_of(
+    store: Database, service: ScriptedService, folder: Path, **limits: Any
+) -> AsyncIterator[BatchService]:
     queue = await open_queue(store, folder, Limits(**limits))
-    desk = QueueDesk(queue, service)
+    desk = BatchService(queue, service)
     desk.load()
     try:
         yield desk
@@ -74,7 +76,7 @@ class SelfMade:
 
     async def _open(self) -> ASGIApp:
         queue = await open_queue(await open_store(self._folder / "t.db"), self._folder)
-        desk = QueueDesk(queue, self._service)
+        desk = BatchService(queue, self._service)
         desk.load()
         self._pulling = asyncio.create_task(self._pull(queue))
         return create_app(self._service, ApiSettings(auth=self._auth), batches=desk)

@@ -8,12 +8,13 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
-from emberline.api.asgi import ASGIApp
-from emberline.api.ports import Events
-from emberline.api.queue_desk import QueueDesk
-from emberline.catalog.card import ModelCard, PathSource
-from emberline.jobs.desk import EventDesk
+from emberline.api.batches.service import BatchService
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.http.asgi import ASGIApp
+from emberline.api.http.backend import Events
+from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.jobs.webhooks.service import WebhookService
+from emberline.protocol.answer import Record
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
@@ -26,9 +27,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.principal import Principal
-from emberline.protocol.record import Record
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.health import Health
 from emberline.service.responses import ResponseStore
 
@@ -169,8 +168,8 @@ class ScriptedService:
 def app_of(
     service: ScriptedService,
     key: str | None = None,
-    events: EventDesk | None = None,
-    batches: QueueDesk | None = None,
+    events: WebhookService | None = None,
+    batches: BatchService | None = None,
     **settings: Any,
 ) -> ASGIApp:
     return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events, batches)
@@ -179,8 +178,8 @@ def app_of(
 def client_of(
     service: ScriptedService,
     key: str | None = None,
-    events: EventDesk | None = None,
-    batches: QueueDesk | None = None,
+    events: WebhookService | None = None,
+    batches: BatchService | None = None,
     **settings: Any,
 ) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app_of(service, key, events, batches, **settings))

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.queue_desk import QueueDesk
+from emberline.api.batches.service import BatchService
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import GenerateRequest
 
@@ -16,7 +16,7 @@ BASES = ["/v1", "/client/v4/accounts/acme/ai/v1", "/client/v4/accounts/acme/ai/v
 
 
 @pytest.fixture
-async def client(service: ScriptedService, batches: QueueDesk) -> Any:
+async def client(service: ScriptedService, batches: BatchService) -> Any:
     async with client_of(service, batches=batches) as client:
         yield client
 
@@ -26,7 +26,7 @@ def request(custom_id: str, **params: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "params": asked | params}
 
 
-async def ended(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, path: str) -> dict[str, Any]:
+async def ended(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService, path: str) -> dict[str, Any]:
     async def look() -> dict[str, Any] | None:
         await run_all(desk.queue, service)
         batch = (await client.get(path)).json()
@@ -36,7 +36,7 @@ async def ended(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedSer
 
 
 @pytest.mark.parametrize("base", BASES)
-async def test_a_batch(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, base: str) -> None:
+async def test_a_batch(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, base: str) -> None:
     path = f"{base}/messages/batches"
     service.script = agent
     asked = [
@@ -78,7 +78,7 @@ async def test_a_batch(client: httpx.AsyncClient, batches: QueueDesk, service: S
 
 
 async def test_pretty_json_is_lines_too(
-    client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService
 ) -> None:
     body = b"""{"requests": [
         {"custom_id": "a", "params": {"model": "%s",
@@ -108,7 +108,9 @@ async def test_bad_batches(client: httpx.AsyncClient, requests: list[Any], said:
     assert (await client.get("/v1/messages/batches")).json()["data"] == []
 
 
-async def test_cancel_and_what_breaks(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+async def test_cancel_and_what_breaks(
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService
+) -> None:
     async def breaks(request: GenerateRequest) -> Any:
         if request.messages[0].content == "break":
             raise Unavailable("the engine went away")

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.queue_desk import QueueDesk
-from emberline.protocol.answer import Answer, Choice, Said
+from emberline.api.batches.service import BatchService
+from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
@@ -23,7 +23,7 @@ ASK: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
 
 
 @pytest.fixture
-async def client(service: ScriptedService, batches: QueueDesk) -> Any:
+async def client(service: ScriptedService, batches: BatchService) -> Any:
     async with client_of(service, batches=batches) as client:
         yield client
 
@@ -52,7 +52,9 @@ async def streamed(client: httpx.AsyncClient, response_id: str, **query: Any) ->
 
 
 @pytest.mark.parametrize("base", ["/v1", "/client/v4/accounts/acme/ai/v1"])
-async def test_its_states(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, base: str) -> None:
+async def test_its_states(
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, base: str
+) -> None:
     service.script = agent
     tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
     response = await made(client, base, tools=tools, metadata={"k": "v"})
@@ -80,7 +82,7 @@ async def test_its_states(client: httpx.AsyncClient, batches: QueueDesk, service
 
 
 async def test_streams_resume_at_any_number(
-    client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService
 ) -> None:
     service.script = agent
     response = await made(client)
@@ -100,7 +102,7 @@ async def test_streams_resume_at_any_number(
 
 
 @pytest.mark.parametrize("how", ["create", "retrieve"])
-async def test_a_stream_waits_for_its_end(service: ScriptedService, batches: QueueDesk, how: str) -> None:
+async def test_a_stream_waits_for_its_end(service: ScriptedService, batches: BatchService, how: str) -> None:
     """Left and taken up again, it tells every event once."""
     app = app_of(service, batches=batches)
     async with client_of(service, batches=batches) as client:
@@ -130,7 +132,7 @@ async def test_a_stream_waits_for_its_end(service: ScriptedService, batches: Que
         assert events[-1]["type"] == "response.completed"
 
 
-async def test_cancel(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+async def test_cancel(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService) -> None:
     response = await made(client)
     path = f"/v1/responses/{response['id']}"
     assert (await client.delete(path)).status_code == 409
@@ -154,7 +156,7 @@ async def test_cancel(client: httpx.AsyncClient, batches: QueueDesk, service: Sc
     assert kept["status"] == "completed"
 
 
-async def test_what_fails(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+async def test_what_fails(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService) -> None:
     async def breaks(request: GenerateRequest) -> Any:
         raise Unavailable("the engine went away")
         yield
@@ -169,7 +171,7 @@ async def test_what_fails(client: httpx.AsyncClient, batches: QueueDesk, service
     assert events[-1] == {"type": "response.failed", "response": failed, "sequence_number": 3}
 
 
-async def test_incomplete(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+async def test_incomplete(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService) -> None:
     service.script = says(TextDelta(0, "Once upon"), ChoiceDone(0, "length"))
     response = await made(client)
     await run_all(batches.queue, service)
@@ -187,7 +189,7 @@ async def kept(service: ScriptedService, tmp_path: Path) -> Any:
 
 
 async def test_conversations(
-    client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, kept: Responses
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, kept: Responses
 ) -> None:
     """Background and other turns continue each other; one that is not there yet cannot be continued."""
     first = (await client.post("/v1/responses", json={"model": MODEL, "input": "One"})).json()
@@ -235,7 +237,7 @@ async def test_refused(client: httpx.AsyncClient) -> None:
     assert (await client.post(f"/v1/responses/{sync['id']}/cancel")).status_code == 400
 
 
-async def test_idempotency(client: httpx.AsyncClient, batches: QueueDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idempotency(client: httpx.AsyncClient, batches: BatchService, monkeypatch: pytest.MonkeyPatch) -> None:
     key = {"idempotency-key": "k"}
     submit, ids = batches.queue.submit, []
 
@@ -256,12 +258,12 @@ async def test_idempotency(client: httpx.AsyncClient, batches: QueueDesk, monkey
     assert len(await batches.queue.claim("w", MODEL, 9)) == 1
 
 
-async def test_a_deleted_one_ends_its_streams(service: ScriptedService, batches: QueueDesk) -> None:
+async def test_a_deleted_one_ends_its_streams(service: ScriptedService, batches: BatchService) -> None:
     async with client_of(service, batches=batches) as client:
         response = await made(client)
         watching = asyncio.create_task(streamed(client, response["id"]))
         (lease,) = await batches.queue.claim("w", MODEL, 1)
-        await batches.queue.complete(lease, Answer([Choice([Said("x")])], Usage()))
+        await batches.queue.complete(lease, Answer([AnswerChoice([Said("x")])], Usage()))
         await client.delete(f"/v1/responses/{response['id']}")
         events = await asyncio.wait_for(watching, 5)
         assert events[-1]["type"] in ("response.completed", "response.cancelled")

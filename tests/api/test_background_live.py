@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
-from emberline.api.openai_responses_output import Composer
-from emberline.api.openai_responses_stream import Draft
-from emberline.api.queue_desk import QueueDesk
-from emberline.jobs import scribe as scribe_module
-from emberline.jobs.attempt import Attempt, Why
-from emberline.jobs.line import Lease
-from emberline.jobs.transcript import Part
-from emberline.protocol import tokens
+from emberline.api.batches.service import BatchService
+from emberline.api.openai.responses.output import Composer
+from emberline.api.openai.responses.stream import Draft
+from emberline.jobs.queue import transcript as scribe_module
+from emberline.jobs.queue.attempt import Attempt, Why
+from emberline.jobs.queue.job import Lease
+from emberline.jobs.queue.transcript import Part
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest
-from emberline.service.errand import Errand
+from emberline.protocol.request import GenerateRequest, Principal
+from emberline.service.job_context import JobContext
 from tests.databases import Place
 from tests.jobs.scripted import Places, Seat
 
@@ -43,7 +42,7 @@ class Speaker(ScriptedService):
         self.dies = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         assert errand is not None
         assert errand.heard is not None
@@ -85,7 +84,7 @@ def speaker() -> Speaker:
 
 
 @pytest.fixture
-async def doors(database: Place, speaker: Speaker, tmp_path: Path) -> AsyncIterator[list[QueueDesk]]:
+async def doors(database: Place, speaker: Speaker, tmp_path: Path) -> AsyncIterator[list[BatchService]]:
     """Two, each with a connection of its own to one store."""
     async with AsyncExitStack() as stack:
         desks = []
@@ -96,22 +95,22 @@ async def doors(database: Place, speaker: Speaker, tmp_path: Path) -> AsyncItera
         yield desks
 
 
-async def claimed(desk: QueueDesk, owner: str = "w") -> Lease:
+async def claimed(desk: BatchService, owner: str = "w") -> Lease:
     async with asyncio.timeout(PATIENCE_S):
         while not (found := await desk.queue.claim(owner, MODEL, 1)):
             await asyncio.sleep(0.01)
     return found[0]
 
 
-def attempt_of(desk: QueueDesk, lease: Lease) -> Attempt:
+def attempt_of(desk: BatchService, lease: Lease) -> Attempt:
     return Attempt(desk.queue, lease, Seat(Places()), lambda what, model: None)
 
 
-async def ran(desk: QueueDesk, speaker: Speaker, owner: str = "w") -> None:
+async def ran(desk: BatchService, speaker: Speaker, owner: str = "w") -> None:
     await attempt_of(desk, await claimed(desk, owner)).run(speaker, Principal("local"))
 
 
-async def watched(speaker: Speaker, desk: QueueDesk, response_id: str, until: int, after: int = -1) -> list[Any]:
+async def watched(speaker: Speaker, desk: BatchService, response_id: str, until: int, after: int = -1) -> list[Any]:
     """Events up to one with the number `until`; then the connection is cut."""
     query = f"stream=true&starting_after={after}" if after >= 0 else "stream=true"
     wire = Wire(app_of(speaker, batches=desk), f"/v1/responses/{response_id}", b"", method="GET")
@@ -124,7 +123,7 @@ async def watched(speaker: Speaker, desk: QueueDesk, response_id: str, until: in
     return [event for event in events if event["sequence_number"] <= until]
 
 
-async def test_what_is_said_is_told_at_once_and_at_every_door(doors: list[QueueDesk], speaker: Speaker) -> None:
+async def test_what_is_said_is_told_at_once_and_at_every_door(doors: list[BatchService], speaker: Speaker) -> None:
     """At each moment both doors tell the same events; whoever comes back at any number has them all once."""
     here, there = doors
     async with client_of(speaker, batches=here) as client:
@@ -151,7 +150,7 @@ async def test_what_is_said_is_told_at_once_and_at_every_door(doors: list[QueueD
             assert await streamed(client, response["id"], starting_after=after) == whole[after + 1 :]
 
 
-async def _until_told(desk: QueueDesk, response_id: str, n_said: int) -> int:
+async def _until_told(desk: BatchService, response_id: str, n_said: int) -> int:
     """How many events there are once so many tokens are on disk."""
     draft = Draft({}, Composer("k", {}, summarise=False, sealed=False))
     async with asyncio.timeout(PATIENCE_S):
@@ -163,7 +162,7 @@ async def _until_told(desk: QueueDesk, response_id: str, n_said: int) -> int:
 @pytest.mark.parametrize("death", ["engine", "core"])
 @pytest.mark.parametrize("n_said", [0, 1, 4, len(AGENT) - 1, len(AGENT)])
 async def test_another_attempt_goes_on_behind_the_last_token(
-    doors: list[QueueDesk], speaker: Speaker, death: str, n_said: int, monkeypatch: pytest.MonkeyPatch
+    doors: list[BatchService], speaker: Speaker, death: str, n_said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = doors
     if death == "engine" and n_said == len(AGENT):
@@ -200,7 +199,7 @@ async def test_another_attempt_goes_on_behind_the_last_token(
         assert [event["item"] for event in whole if event["type"] == "response.output_item.done"] == final["output"]
 
 
-async def test_who_lost_its_lease_adds_nothing(doors: list[QueueDesk], speaker: Speaker) -> None:
+async def test_who_lost_its_lease_adds_nothing(doors: list[BatchService], speaker: Speaker) -> None:
     here, there = doors
     async with client_of(speaker, batches=here) as client:
         response = await made(client)
@@ -221,7 +220,7 @@ async def test_who_lost_its_lease_adds_nothing(doors: list[QueueDesk], speaker: 
         assert [part.pieces for part in await said.read(response["id"], 0, after=1)] == [[AGENT[1]]]
 
 
-async def test_a_lost_attempt_stops(doors: list[QueueDesk], speaker: Speaker) -> None:
+async def test_a_lost_attempt_stops(doors: list[BatchService], speaker: Speaker) -> None:
     here, there = doors
     async with client_of(speaker, batches=here) as client:
         response = await made(client)
@@ -234,7 +233,7 @@ async def test_a_lost_attempt_stops(doors: list[QueueDesk], speaker: Speaker) ->
         assert (await here.queue.line(response["id"], 0)).state == "queued"
 
 
-async def test_cancelled_it_shows_what_was_said(doors: list[QueueDesk], speaker: Speaker) -> None:
+async def test_cancelled_it_shows_what_was_said(doors: list[BatchService], speaker: Speaker) -> None:
     here, _ = doors
     async with client_of(speaker, batches=here) as client:
         response = await made(client)
@@ -260,7 +259,7 @@ async def test_cancelled_it_shows_what_was_said(doors: list[QueueDesk], speaker:
 
 
 async def test_a_store_that_is_gone_for_a_moment(
-    doors: list[QueueDesk], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+    doors: list[BatchService], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = doors
     add, n_calls = here.queue.transcripts.add, 0
@@ -287,7 +286,7 @@ async def test_a_store_that_is_gone_for_a_moment(
         assert len(await here.queue.transcripts.read(response["id"], 0)) >= len(AGENT) - 2
 
 
-async def test_a_door_that_stops_ends_its_streams(doors: list[QueueDesk], speaker: Speaker) -> None:
+async def test_a_door_that_stops_ends_its_streams(doors: list[BatchService], speaker: Speaker) -> None:
     here, there = doors
     wire = Wire(app_of(speaker, batches=here), "/v1/responses", json.dumps(ASK | {"stream": True}).encode())
     await wire.until_sent(b"response.queued")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import body as bodies
-from emberline.api.openai_chat import ChatRequest
+from emberline.api.http import body as bodies
+from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
 
 from .scripted import MODEL, ScriptedService, Wire, app_of

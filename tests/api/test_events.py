@@ -12,10 +12,10 @@ import pytest
 from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
-from emberline.api.app import ApiSettings, create_app
-from emberline.api.asgi import ASGIApp
-from emberline.jobs.desk import EventDesk
-from emberline.jobs.events import Event
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.http.asgi import ASGIApp
+from emberline.jobs.webhooks.events import Event
+from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
 
@@ -35,13 +35,13 @@ async def db(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def desk(db: Database) -> AsyncIterator[EventDesk]:
+async def desk(db: Database) -> AsyncIterator[WebhookService]:
     async with desk_on(db) as desk:
         yield desk
 
 
 @pytest.fixture
-def app(desk: EventDesk) -> ASGIApp:
+def app(desk: WebhookService) -> ASGIApp:
     return create_app(ScriptedService(), ApiSettings(auth=Authenticator(SECRET)), desk)
 
 
@@ -240,7 +240,7 @@ async def test_another_process_s_events_are_seen(app: ASGIApp, client: httpx.Asy
 
 
 async def test_stream_and_resume(app: ASGIApp, db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.api.events.HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("emberline.api.admin.events.HEARTBEAT_S", 0.2)
     await happen(db, "batch_0", account="local")  # before: not told to who names no event
     first = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await first.until_sent(b"retry: ")
@@ -261,7 +261,7 @@ async def test_stream_and_resume(app: ASGIApp, db: Database, monkeypatch: pytest
     await again.task
 
 
-async def test_a_stream_ends_with_the_server(app: ASGIApp, desk: EventDesk) -> None:
+async def test_a_stream_ends_with_the_server(app: ASGIApp, desk: WebhookService) -> None:
     wire = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await wire.until_sent(b"retry: ")
     desk.feed.end()
@@ -270,9 +270,9 @@ async def test_a_stream_ends_with_the_server(app: ASGIApp, desk: EventDesk) -> N
 
 
 async def test_a_stream_outlives_trouble_with_the_store(
-    app: ASGIApp, desk: EventDesk, db: Database, monkeypatch: pytest.MonkeyPatch
+    app: ASGIApp, desk: WebhookService, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.api.events._PAUSE_S", 0.05)
+    monkeypatch.setattr("emberline.api.admin.events._PAUSE_S", 0.05)
     wire = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await wire.until_sent(b"retry: ")
 

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import CheckFunction
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 
-from emberline.api.asgi import Receive, Scope, Send
-from emberline.api.queue_desk import QueueDesk
-from emberline.catalog.card import ModelCard
-from emberline.jobs.batch import Batch, NewBatch
-from emberline.jobs.blobs import Blobs
-from emberline.jobs.limits import Limits
-from emberline.jobs.queue import Queue
+from emberline.api.batches.service import BatchService
+from emberline.api.http.asgi import Receive, Scope, Send
+from emberline.catalog.model_card import ModelCard
+from emberline.jobs.batches.batch import Batch, NewBatch
+from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.queue.limits import Limits
+from emberline.jobs.queue.queue import Queue
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
 from emberline.store import open_store
@@ -75,7 +75,7 @@ async def with_queue(scope: Scope, receive: Receive, send: Send) -> None:
         await store.close()
 
 
-class Finished(QueueDesk):
+class Finished(BatchService):
     """Where a response is submitted, it has been cancelled when somebody looks: streams end."""
 
     def __init__(self, queue: Queue, service: ScriptedService) -> None:

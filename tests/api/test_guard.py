@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api.guard import Guard
+from emberline.api.http.guard import Guard
 from emberline.protocol.errors import Forbidden
 
 from .scripted import KEY, MODEL, ScriptedService, Wire, app_of, client_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.api.file_lines import FileLine, lines_of
-from emberline.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, Multipart, boundary_of
+from emberline.api.batches.job_format import FileLine, lines_of
+from emberline.api.http.multipart import MAX_FIELD_BYTES, MAX_PARTS, Multipart, boundary_of
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
 
 Parts = list[tuple[str, str | None, bytes]]
@@ -102,4 +102,6 @@ async def test_lines(lines: list[bytes], size: int) -> None:
     whole = b"\n".join(lines)
     found = [line async for line in lines_of(cut(whole, size), 6)]
     expected = [(at, line if len(line) <= 6 else None) for at, line in enumerate(lines, 1)]
+    if lines and expected[0][1] is not None:  # a byte order mark at the start of a file is no content
+        expected[0] = (1, expected[0][1].removeprefix(b"\xef\xbb\xbf"))
     assert found == [FileLine(at, line and line.strip()) for at, line in expected if line is None or line.strip()]

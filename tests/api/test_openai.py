@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority, Reasoning, SamplingParams, ToolCall

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.batch_loader import reader_of
-from emberline.api.file_lines import FileLine, lines_of
-from emberline.api.openai_batch_lines import OpenAILines
-from emberline.api.queue_desk import QueueDesk
-from emberline.jobs.batch import Batch, NewBatch
-from emberline.jobs.line import NewLine
-from emberline.protocol.answer import Answer, Choice, Said
+from emberline.api.batches.job_format import FileLine, lines_of
+from emberline.api.batches.loader import reader_of
+from emberline.api.batches.service import BatchService
+from emberline.api.openai.batch_jobs import OpenAILines
+from emberline.jobs.batches.batch import Batch, NewBatch
+from emberline.jobs.queue.job import NewJob
+from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Priority
@@ -38,13 +38,13 @@ async def store(database: Place) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def desk(store: Database, service: ScriptedService, tmp_path: Path) -> AsyncIterator[QueueDesk]:
+async def desk(store: Database, service: ScriptedService, tmp_path: Path) -> AsyncIterator[BatchService]:
     async with desk_of(store, service, tmp_path) as desk:
         yield desk
 
 
 @pytest.fixture
-async def client(service: ScriptedService, desk: QueueDesk) -> AsyncIterator[httpx.AsyncClient]:
+async def client(service: ScriptedService, desk: BatchService) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(service, batches=desk) as client:
         yield client
 
@@ -77,7 +77,7 @@ async def submit(
 
 
 async def finish(
-    client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, batch_id: str, base: str = "/v1"
+    client: httpx.AsyncClient, desk: BatchService, service: ScriptedService, batch_id: str, base: str = "/v1"
 ) -> dict[str, Any]:
     """Run all that waits until the batch has ended."""
 
@@ -162,7 +162,7 @@ async def test_uploads_are_bounded(store: Database, service: ScriptedService, tm
 
 
 @pytest.mark.parametrize("base", ["/v1", CF])
-async def test_a_batch(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, base: str) -> None:
+async def test_a_batch(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService, base: str) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b", n=2)]), base=base, metadata={"k": "v"})
     assert made["id"].startswith("batch_")
     assert (made["object"], made["status"], made["metadata"]) == ("batch", "validating", {"k": "v"})
@@ -192,7 +192,7 @@ async def test_a_batch(client: httpx.AsyncClient, desk: QueueDesk, service: Scri
     assert (await client.get(f"{base}/batches/{made['id']}")).json()["error"]["code"] == "batch_not_found"
 
 
-async def test_bad_lines_and_good_ones(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService) -> None:
+async def test_bad_lines_and_good_ones(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService) -> None:
     """The rest of the batch completes, and each bad line says what was wrong."""
     bad: list[tuple[Any, str | None, int, str]] = [
         (b"{not json", None, 400, "line 2: the body is not valid JSON"),
@@ -225,7 +225,7 @@ async def test_bad_lines_and_good_ones(client: httpx.AsyncClient, desk: QueueDes
     assert len(service.requests) == 2
 
 
-async def test_what_fails_as_it_runs(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService) -> None:
+async def test_what_fails_as_it_runs(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService) -> None:
     """The error names things as the caller does."""
 
     async def refuses(request: GenerateRequest) -> Any:
@@ -243,7 +243,7 @@ async def test_what_fails_as_it_runs(client: httpx.AsyncClient, desk: QueueDesk,
     assert error["response"]["body"]["error"]["param"].startswith("response_format")
 
 
-async def test_other_endpoints(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService) -> None:
+async def test_other_endpoints(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService) -> None:
     logprob = TextLogprob("Hey", -0.5, [72, 101, 121])
     service.script = says(ReasoningDelta(0, "Hm."), TextDelta(0, "Hey", [logprob]), ChoiceDone(0, "stop"))
     many = [
@@ -307,7 +307,7 @@ async def test_a_file_for_something_else(client: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_file_id")
 
 
-async def test_a_file_without_lines(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService) -> None:
+async def test_a_file_without_lines(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService) -> None:
     made = await submit(client, b"\n \n\r\n")
     batch = await finish(client, desk, service, made["id"])
     assert batch["status"] == "failed"
@@ -326,7 +326,7 @@ async def test_too_many_lines(store: Database, service: ScriptedService, tmp_pat
 
 
 async def test_a_file_deleted_while_its_batch_runs(
-    client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService
+    client: httpx.AsyncClient, desk: BatchService, service: ScriptedService
 ) -> None:
     made = await submit(client, jsonl([chat("a")]))
     assert (await client.delete(f"/v1/files/{made['input_file_id']}")).status_code == 200
@@ -336,7 +336,7 @@ async def test_a_file_deleted_while_its_batch_runs(
 
 
 async def test_cancel_with_partial_results(
-    client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService
+    client: httpx.AsyncClient, desk: BatchService, service: ScriptedService
 ) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b"), chat("c")]))
 
@@ -347,7 +347,9 @@ async def test_cancel_with_partial_results(
     status = (await client.get(f"/v1/batches/{made['id']}")).json()
     assert (status["status"], status["request_counts"]["total"]) == ("in_progress", 3)
     assert status["queue"]["position"] == 0
-    await desk.queue.complete(lease, Answer([Choice([Said("Done.")])], Usage(prompt_tokens=1, completion_tokens=1)))
+    await desk.queue.complete(
+        lease, Answer([AnswerChoice([Said("Done.")])], Usage(prompt_tokens=1, completion_tokens=1))
+    )
     cancelled = (await client.post(f"/v1/batches/{made['id']}/cancel")).json()
     assert cancelled["status"] in ("cancelling", "cancelled")
     batch = await finish(client, desk, service, made["id"])
@@ -360,7 +362,7 @@ async def test_cancel_with_partial_results(
     assert len(errors) == 2
 
 
-async def test_cancel_one_line(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService) -> None:
+async def test_cancel_one_line(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b"), chat("c")]))
     path = f"/v1/batches/{made['id']}/cancel"
 
@@ -380,7 +382,7 @@ async def test_cancel_one_line(client: httpx.AsyncClient, desk: QueueDesk, servi
 
 
 async def test_cancel_as_the_last_line_is_read(
-    client: httpx.AsyncClient, desk: QueueDesk, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, desk: BatchService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking and acting it has been started: it is cancelled all the same."""
     await desk.close()
@@ -401,7 +403,7 @@ async def test_cancel_as_the_last_line_is_read(
 
 
 async def test_expiry_with_partial_results(
-    client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, store: Database
+    client: httpx.AsyncClient, desk: BatchService, service: ScriptedService, store: Database
 ) -> None:
     made = await submit(client, jsonl([chat("a"), chat("b")]), completion_window="1m")
     assert made["expires_at"] - made["created_at"] == 60
@@ -444,7 +446,7 @@ async def test_any_door_knows_it(database: Place, service: ScriptedService, tmp_
         await store.close()
 
 
-async def test_the_place_in_the_queue(client: httpx.AsyncClient, desk: QueueDesk) -> None:
+async def test_the_place_in_the_queue(client: httpx.AsyncClient, desk: BatchService) -> None:
     made = await submit(client, jsonl(chat(str(i)) for i in range(2000)))
 
     async def loaded() -> bool:
@@ -475,7 +477,7 @@ async def test_lists(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/batches", params={"limit": 0})).status_code == 400
 
 
-async def test_idempotency(client: httpx.AsyncClient, desk: QueueDesk) -> None:
+async def test_idempotency(client: httpx.AsyncClient, desk: BatchService) -> None:
     files = [await upload(client, content, **{"idempotency-key": "f"}) for content in (b"x", b"x")]
     assert files[0] == files[1]
     assert len((await client.get("/v1/files")).json()["data"]) == 1
@@ -494,7 +496,7 @@ async def test_idempotency(client: httpx.AsyncClient, desk: QueueDesk) -> None:
 
 
 async def test_a_submission_that_still_runs_and_one_that_failed(
-    client: httpx.AsyncClient, desk: QueueDesk, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, desk: BatchService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile it is a conflict; after a failure the next try has the same id, and the batch is there once."""
     file = await upload(client, jsonl([chat("a")]))
@@ -549,13 +551,13 @@ async def test_a_loader_that_died(store: Database, service: ScriptedService, tmp
 
 
 async def test_others_have_their_turn_while_a_large_batch_is_read(
-    client: httpx.AsyncClient, desk: QueueDesk, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, desk: BatchService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two turns of anybody else a few dozen lines are read, not all."""
     n_turns, read_at = 0, Counter[int]()
     read = OpenAILines.read
 
-    def counted(self: OpenAILines, line: FileLine) -> NewLine:
+    def counted(self: OpenAILines, line: FileLine) -> NewJob:
         read_at[n_turns] += 1
         return read(self, line)
 

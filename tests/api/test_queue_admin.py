@@ -1,11 +1,11 @@
-from emberline.api.queue_desk import QueueDesk
+from emberline.api.batches.service import BatchService
 from emberline.protocol.errors import ErrorInfo
 
 from ..jobs.queues import MODEL, lines, new
 from .scripted import ScriptedService, client_of
 
 
-async def test_who_waits_for_what(service: ScriptedService, batches: QueueDesk) -> None:
+async def test_who_waits_for_what(service: ScriptedService, batches: BatchService) -> None:
     await batches.queue.submit(new("alice"), lines(5))
     await batches.queue.submit(new("bob"), lines(2))
     await batches.queue.claim("w", MODEL, 3)
@@ -18,7 +18,7 @@ async def test_who_waits_for_what(service: ScriptedService, batches: QueueDesk) 
     assert all(0 <= item["age_s"] < 60 for item in found["waiting"] if item["queued"])
 
 
-async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, batches: QueueDesk) -> None:
+async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, batches: BatchService) -> None:
     queue = batches.queue
     batch = await queue.submit(new(), lines(1))
     for alone in (False, False, True):
@@ -41,6 +41,6 @@ async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, ba
         assert (await client.post("/api/queue/replay", json={})).status_code == 400
 
 
-async def test_the_queue_is_not_for_everybody(service: ScriptedService, batches: QueueDesk) -> None:
+async def test_the_queue_is_not_for_everybody(service: ScriptedService, batches: BatchService) -> None:
     async with client_of(service, key="k" * 20, batches=batches) as client:
         assert (await client.get("/api/queue")).status_code == 401

@@ -11,18 +11,16 @@ import pytest
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
-from emberline.balancer.ask import Ask
-from emberline.balancer.http.kv_feed import KVFeed, key_root
-from emberline.balancer.route import Route
-from emberline.cluster.standin_openai.replies import Prompt
-from emberline.cluster.standin_openai.script import Script
-from emberline.protocol import tokens
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.service.service import Service
+from emberline.testing.standin_openai.replies import Prompt, Script
 from emberline.text.grammar.compiler import GrammarCompiler
-from emberline.text.model import TextModel
 from emberline.text.prompt import build_prompt
+from emberline.text.text_model import TextModel
+from emberline.upstream.kv_events import KVFeed, key_root
 from tests.service.conftest import text_model
 from tests.service.relay.conftest import LONG, Bench, Opener, bench
 
@@ -242,10 +240,10 @@ async def test_with_a_tokenizer_keys_are_those_of_the_servers_own_events(door: D
     """What a KV event says of these token ids is what the balancer is asked for."""
     relay = door.bench.relay
     relay._texts = {"standin": text_model}
-    asks: list[Ask] = []
+    asks: list[RouteRequest] = []
     admit = door.bench.core.admit
 
-    async def spy(ask: Ask) -> Route:
+    async def spy(ask: RouteRequest) -> Route:
         asks.append(ask)
         return await admit(ask)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api.openai_responses_items import seal
+from emberline.api.openai.responses.items import seal
 from emberline.protocol.errors import Overloaded, Unavailable
 from emberline.protocol.events import (
     ChoiceDone,

@@ -10,9 +10,9 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from emberline.protocol.answer import Record
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
-from emberline.protocol.record import Record
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, ToolCall
 from emberline.service.responses import Responses
 from emberline.store import Store

@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api import openai_responses
-from emberline.api.app import ApiSettings, create_app
-from emberline.protocol import tokens
+from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.openai.responses import endpoints as openai_responses
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.answer import Record
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
-from emberline.protocol.record import Record
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
-from emberline.service import open_core_server, open_door
+from emberline.service import open_core_server, open_http_worker
 from emberline.service.responses import Responses
 from emberline.store import Store
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
 from tests.service.conftest import MODEL as REAL_MODEL
 from tests.service.conftest import PATIENCE_S, Opener, engine, offer, open_one, say, text_model
@@ -278,7 +278,7 @@ async def test_through_a_door_process_to_an_engine(
     """Two turns, the second at another door: its prompt begins with the first one's, token for token."""
     core = await open_one(engine)
     server = await open_core_server(core, tmp_path / "core.sock")
-    doors = [await open_door([offer(text_model, engine)], core_socket=tmp_path / "core.sock") for _ in range(2)]
+    doors = [await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock") for _ in range(2)]
     previous = None
     for door in doors:
         assert await door.ready(PATIENCE_S)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.api.openai_responses_text import ArgumentText
+from emberline.api.openai.responses.tools import ArgumentText
 
 
 @given(st.text(), st.lists(st.integers(0, 400)), st.booleans(), st.sampled_from(["", " ", "\n  "]))

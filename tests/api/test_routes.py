@@ -2,11 +2,11 @@
 
 import pytest
 
-from emberline.api.errors import CODES, Dialect
-from emberline.api.queue_desk import QueueDesk
-from emberline.api.route import Policy, Route
+from emberline.api.batches.service import BatchService
+from emberline.api.http.errors import CODES, Dialect
+from emberline.api.http.router import Policy, Route
 from emberline.api.routes import ROUTES
-from emberline.jobs.desk import EventDesk
+from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
 
 from .scripted import KEY, MODEL, ScriptedService, client_of
@@ -24,7 +24,9 @@ def test_what_is_open() -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, batches: QueueDesk, route: Route) -> None:
+async def test_the_policy_holds(
+    service: ScriptedService, desk: WebhookService, batches: BatchService, route: Route
+) -> None:
     async with client_of(service, KEY, desk, batches) as client:
         tries = [
             {},
@@ -42,7 +44,9 @@ async def test_the_policy_holds(service: ScriptedService, desk: EventDesk, batch
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-async def test_other_methods(service: ScriptedService, desk: EventDesk, batches: QueueDesk, route: Route) -> None:
+async def test_other_methods(
+    service: ScriptedService, desk: WebhookService, batches: BatchService, route: Route
+) -> None:
     async with client_of(service, events=desk, batches=batches) as client:
         others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
             r.method for r in ROUTES if r.path == route.path

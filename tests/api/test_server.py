@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from emberline.api import body as bodies
-from emberline.api import server as servers
-from emberline.api.server import MAX_HEAD_BYTES, serve
+from emberline.api.http import body as bodies
+from emberline.api.http import server as servers
+from emberline.api.http.server import MAX_HEAD_BYTES, serve
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
 from emberline.protocol.request import GenerateRequest
 

@@ -7,13 +7,12 @@ import re
 import httpx
 import pytest
 
-from emberline.api.collect import gather
-from emberline.api.fanout import generate_all
-from emberline.api.tools import NO_ARGUMENTS
+from emberline.api.common.answer import gather
+from emberline.api.common.fanout import generate_all
+from emberline.api.common.tools import NO_ARGUMENTS
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, Completed, ToolCallDelta, ToolCallStarted
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, Tool, ToolCall, ToolChoice
+from emberline.protocol.request import GenerateRequest, Message, Principal, Tool, ToolCall, ToolChoice
 
 from .scripted import AGENT, MODEL, ScriptedService, Wire, agent, app_of, says
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.queue_desk import QueueDesk
+from emberline.api.batches.service import BatchService
 from emberline.protocol.events import ChoiceDone, TextDelta
 from emberline.store import open_store
 
@@ -20,7 +20,7 @@ UNIVERSAL = "/client/v4/accounts/acme/ai/run"
 
 
 @pytest.fixture
-async def client(service: ScriptedService, batches: QueueDesk) -> Any:
+async def client(service: ScriptedService, batches: BatchService) -> Any:
     async with client_of(service, batches=batches) as client:
         yield client
 
@@ -42,7 +42,7 @@ async def polled(client: httpx.AsyncClient, request_id: str, url: str = RUN) -> 
     return answer.json()["result"]
 
 
-async def done(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedService, request_id: str) -> Any:
+async def done(client: httpx.AsyncClient, desk: BatchService, service: ScriptedService, request_id: str) -> Any:
     async def look() -> Any:
         await run_all(desk.queue, service)
         result = await polled(client, request_id)
@@ -52,7 +52,7 @@ async def done(client: httpx.AsyncClient, desk: QueueDesk, service: ScriptedServ
 
 
 @pytest.mark.parametrize("query", ["", "?queueRequest=true"])
-async def test_requests(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, query: str) -> None:
+async def test_requests(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, query: str) -> None:
     body = {
         "requests": [
             {"prompt": "Hi", "external_reference": "ref-1"},
@@ -96,7 +96,7 @@ async def test_requests(client: httpx.AsyncClient, batches: QueueDesk, service: 
     assert "external_reference" not in bad[1]
 
 
-async def test_queued_then_running(client: httpx.AsyncClient, batches: QueueDesk) -> None:
+async def test_queued_then_running(client: httpx.AsyncClient, batches: BatchService) -> None:
     made = await submitted(client, {"requests": [{"prompt": "Hi"}]})
     assert (await polled(client, made["request_id"]))["status"] == "queued"
 
@@ -117,14 +117,14 @@ async def test_queued_then_running(client: httpx.AsyncClient, batches: QueueDesk
     ],
 )
 async def test_one_input(
-    client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService, url: str, body: Any
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, url: str, body: Any
 ) -> None:
     made = await submitted(client, body, url)
     (one,) = (await done(client, batches, service, made["request_id"]))["responses"]
     assert (one["id"], one["result"]["response"], one["external_reference"]) == (0, "Hello!", "r")
 
 
-async def test_json_mode(client: httpx.AsyncClient, batches: QueueDesk, service: ScriptedService) -> None:
+async def test_json_mode(client: httpx.AsyncClient, batches: BatchService, service: ScriptedService) -> None:
     """A result is the model's own: parsed where JSON was asked for, an error where that was cut."""
     service.script = says(TextDelta(0, '{"a":1}'), ChoiceDone(0, "stop"))
     asked = {"prompt": "Hi", "response_format": {"type": "json_object"}}
@@ -171,7 +171,7 @@ async def test_idempotency(client: httpx.AsyncClient) -> None:
     assert answer.status_code == 422
 
 
-async def test_cancelled_ones_are_told(client: httpx.AsyncClient, batches: QueueDesk) -> None:
+async def test_cancelled_ones_are_told(client: httpx.AsyncClient, batches: BatchService) -> None:
     made = await submitted(client, {"requests": [{"prompt": "x", "external_reference": "r"}, {"prompt": "y"}]})
     while (await batches.queue.batch("acme", made["request_id"])).status == "validating":
         await asyncio.sleep(0.01)

@@ -4,12 +4,11 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from emberline.balancer.ask import Ask
 from emberline.balancer.balancer import Balancer
+from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.route import Route
-from emberline.balancer.settings import Settings
-from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 MODEL = "m"
 _ids = count()
@@ -38,8 +37,8 @@ def keys(*parts: tuple[str, int]) -> bytes:
     return b"".join(out)
 
 
-def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) -> Ask:
-    return Ask(
+def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) -> RouteRequest:
+    return RouteRequest(
         id=more.pop("id", f"r{next(_ids)}"),
         account=account,
         model=more.pop("model", MODEL),
@@ -51,7 +50,7 @@ def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) ->
     )
 
 
-def send(balancer: Balancer, wanted: Ask, now_s: float = 0.0) -> Route:
+def send(balancer: Balancer, wanted: RouteRequest, now_s: float = 0.0) -> Route:
     """Offer it; it must go at once."""
     ticket = balancer.offer(wanted, now_s)
     assert ticket in balancer.dispatch(now_s)
@@ -59,7 +58,9 @@ def send(balancer: Balancer, wanted: Ask, now_s: float = 0.0) -> Route:
     return ticket.route
 
 
-def serve(balancer: Balancer, wanted: Ask, now_s: float = 0.0, took_s: float = 0.01, output_tokens: int = 10) -> Route:
+def serve(
+    balancer: Balancer, wanted: RouteRequest, now_s: float = 0.0, took_s: float = 0.01, output_tokens: int = 10
+) -> Route:
     """From its offer to its end, with the engine's KV events."""
     route = send(balancer, wanted, now_s)
     balancer.began(wanted.id, now_s + took_s)

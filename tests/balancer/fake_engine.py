@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from emberline.balancer.connection import Link
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.link import Link
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import ErrorInfo, Unauthorized
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
 from emberline.protocol.frames import (

@@ -2,9 +2,8 @@ from collections import Counter
 
 import pytest
 
-from emberline.balancer.admission import LATEST_S, RECHECK_S
+from emberline.balancer.admission_queue import LATEST_S, RECHECK_S, QueuedRequest
 from emberline.balancer.balancer import Balancer
-from emberline.balancer.ticket import Ticket
 from emberline.protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send
@@ -33,7 +32,7 @@ def drain(balancer: Balancer, running: str, now_s: float = 1.0, output_tokens: i
     return order
 
 
-def offer(balancer: Balancer, now_s: float = 0.0, **more: object) -> Ticket:
+def offer(balancer: Balancer, now_s: float = 0.0, **more: object) -> QueuedRequest:
     return balancer.offer(ask(**{"tokens": 10, **more}), now_s)  # type: ignore[arg-type]
 
 

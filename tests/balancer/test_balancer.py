@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from emberline.balancer.balancer import Balancer
-from emberline.balancer.breaker import FAILURES, OPEN_S, SUCCESSES
+from emberline.balancer.circuit_breaker import FAILURES, OPEN_S, SUCCESSES
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 

@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from emberline.balancer.admission_queue import QueuedRequest
 from emberline.balancer.balancer import ORPHAN_RUNNING_S, ORPHAN_S
 from emberline.balancer.endpoint import Capacity
-from emberline.balancer.ticket import Ticket
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left
@@ -31,13 +31,13 @@ class Life(RuleBasedStateMachine):
             *roles, max_running=2, kv_tokens=4000, events=events, policy=policy, max_waiting=3, ahead_s=0.05
         )
         self.now_s = 0.0
-        self.waiting: dict[str, Ticket] = {}
-        self.running: dict[str, Ticket] = {}
-        self.handed_out: set[Ticket] = set()
+        self.waiting: dict[str, QueuedRequest] = {}
+        self.running: dict[str, QueuedRequest] = {}
+        self.handed_out: set[QueuedRequest] = set()
         self.gone: set[str] = set()
         self.n = 0
 
-    def pick(self, number: int, of: dict[str, Ticket]) -> str:
+    def pick(self, number: int, of: dict[str, QueuedRequest]) -> str:
         return list(of)[number % len(of)] if of else "nobody"
 
     def pump(self) -> None:
@@ -125,7 +125,7 @@ class Life(RuleBasedStateMachine):
             route = self.balancer.place(wanted, self.now_s)
         except EmberlineError:
             return
-        ticket = Ticket(wanted, self.balancer._tenants.enter("t0"), 0.0, 0.0)
+        ticket = QueuedRequest(wanted, self.balancer._tenants.enter("t0"), 0.0, 0.0)
         self.balancer._tenants.leave(ticket.tenant)
         ticket.route = route
         self.running[wanted.id] = ticket

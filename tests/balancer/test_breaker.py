@@ -1,8 +1,8 @@
-from emberline.balancer.breaker import FAILURES, OF_LAST, OPEN_S, SUCCESSES, Breaker
+from emberline.balancer.circuit_breaker import FAILURES, OF_LAST, OPEN_S, SUCCESSES, CircuitBreaker
 
 
-def opened(now_s: float = 0.0) -> Breaker:
-    breaker = Breaker()
+def opened(now_s: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker()
     for _ in range(FAILURES):
         assert breaker.allows
         breaker.failed(now_s)
@@ -16,7 +16,7 @@ def test_it_opens_after_so_many_failures_and_not_before() -> None:
 
 
 def test_one_that_fails_every_other_request_is_no_use_either() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(FAILURES - 1):
         breaker.failed(0.0)
         breaker.succeeded()
@@ -26,7 +26,7 @@ def test_one_that_fails_every_other_request_is_no_use_either() -> None:
 
 
 def test_a_failure_now_and_then_is_forgiven() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(100):
         breaker.failed(0.0)
         for _ in range(2 * OF_LAST // FAILURES):

@@ -8,7 +8,7 @@ import pytest
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad, Step, Vocabulary

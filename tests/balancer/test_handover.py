@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.balancer.engine_client import EngineClient
-from emberline.balancer.handover import Prefill, hand_over
-from emberline.balancer.stream import Stream
-from emberline.protocol import tokens
+from emberline.balancer.engine_client import EngineClient, EngineStream
+from emberline.balancer.prefill_handover import Prefill, hand_over
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
 from tests.balancer.fake_engine import FakeEngine
@@ -20,7 +19,7 @@ TOKEN = TokenDelta("r1", tokens.pack([5]))
 
 
 class Halves:
-    def __init__(self, prefill: FakeEngine, decode: FakeEngine, stream: Stream, half: Prefill) -> None:
+    def __init__(self, prefill: FakeEngine, decode: FakeEngine, stream: EngineStream, half: Prefill) -> None:
         self.prefill, self.decode, self.stream, self.half = prefill, decode, stream, half
 
 
@@ -57,7 +56,7 @@ async def test_what_prefill_had_cached_is_what_is_told(halves: Halves) -> None:
 async def test_a_prefill_engine_that_tells_nothing_holds_nobody_up(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.handover.TELL_S", 0.01)
+    monkeypatch.setattr("emberline.balancer.prefill_handover.TELL_S", 0.01)
     halves.decode.step(TOKEN)
     await halves.stream.next()
     async with asyncio.timeout(PATIENCE_S):

@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emberline.balancer import index as index_module
-from emberline.balancer.index import ENTRY_BYTES, FleetIndex, Match
+from emberline.balancer import prefix_index as index_module
+from emberline.balancer.prefix_index import ENTRY_BYTES, FleetPrefixIndex, Match
 from tests.balancer.balancing import keys
 
 CHAINS = [keys(("system", 5), (f"s{i}", 6), *((f"t{i}{j}", 3) for j in range(2))) for i in range(3)]
@@ -21,7 +21,7 @@ class AgainstNaive(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.index = FleetIndex(1 << 20)
+        self.index = FleetPrefixIndex(1 << 20)
         self.now_s = 0.0
         self.slots = [self.index.take_slot() for _ in range(3)]
         self.held: list[set[bytes]] = [set() for _ in self.slots]
@@ -94,7 +94,7 @@ TestAgainstNaive = AgainstNaive.TestCase
 
 
 def test_a_leading_match_of_a_long_prompt_looks_at_few_blocks() -> None:
-    index = FleetIndex(1 << 28)
+    index = FleetPrefixIndex(1 << 28)
     slots = [index.take_slot() for _ in range(64)]
     shared, mine = keys(("system", 900)), keys(("system", 900), ("mine", 5600))
     for slot in slots:
@@ -110,7 +110,7 @@ def test_a_leading_match_of_a_long_prompt_looks_at_few_blocks() -> None:
 
 
 def test_the_bound_on_bytes_holds_and_drops_the_oldest() -> None:
-    index = FleetIndex(4000 * ENTRY_BYTES)
+    index = FleetPrefixIndex(4000 * ENTRY_BYTES)
     slot = index.take_slot()
     chains = [keys((f"c{i}", 500)) for i in range(20)]
     for chain in chains:
@@ -123,7 +123,7 @@ def test_the_bound_on_bytes_holds_and_drops_the_oldest() -> None:
 def test_an_entry_takes_as_many_bytes_as_is_said() -> None:
     chains = [keys((f"c{i}", 1000)) for i in range(90)]
     tracemalloc.start()
-    index = FleetIndex(1 << 30)
+    index = FleetPrefixIndex(1 << 30)
     slots = [index.take_slot() for _ in range(16)]
     for i, chain in enumerate(chains):
         for slot in slots[i % 13 : i % 13 + 3]:
@@ -134,7 +134,7 @@ def test_an_entry_takes_as_many_bytes_as_is_said() -> None:
 
 
 def test_forgetting_costs_nothing_until_many_have_been_forgotten() -> None:
-    index = FleetIndex(1 << 20)
+    index = FleetPrefixIndex(1 << 20)
     chain = keys(("c", 100))
     for _ in range(index_module.MAX_DEAD):
         slot = index.take_slot()

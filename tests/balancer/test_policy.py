@@ -4,12 +4,11 @@ import msgspec
 import pytest
 
 from emberline.balancer.balancer import Balancer
+from emberline.balancer.cost_model import DEFAULTS, SpeedEstimate
 from emberline.balancer.endpoint import Capacity
-from emberline.balancer.pace import Pace
-from emberline.balancer.policy import LOST, LOST_S, Cheapest, Need
-from emberline.balancer.settings import DEFAULTS
+from emberline.balancer.routing_policy import LOST, LOST_S, LowestCost, Need
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import Unavailable
-from emberline.protocol.layout import BLOCK_TOKENS
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 
 SYSTEM = ("system", 900)  # 14,400 tokens that all sessions share
@@ -42,7 +41,7 @@ def test_it_moves_when_waiting_costs_more_than_computing_again(crowd: float, tim
         balancer = fleet("both", "both", ahead_s=1e9, kv_tokens=1_000_000)
         home = serve(balancer, ask(chain)).decode
         for worker in balancer._workers.values():
-            worker.prefill_pace = Pace()
+            worker.prefill_pace = SpeedEstimate()
             worker.recent_tokens, worker.recent_at_s = 1e6 * crowd, 20.0
         again_s = worker.cost.prefill_s(3900 * 16 + 1, 3900 * 16 + 1)
         balancer._workers[home].account.work_us = int(backlog * again_s * 1e6)
@@ -64,7 +63,7 @@ def test_what_another_holds_is_computed_again_only_for_several_times_its_seconds
         balancer = fleet("both", "both", ahead_s=1e9)
         home = serve(balancer, ask(chain)).decode
         for worker in balancer._workers.values():
-            worker.prefill_pace = Pace()
+            worker.prefill_pace = SpeedEstimate()
         balancer._workers[home].account.work_us = int(backlog_s * 1e6)
         return send(balancer, ask(chain), 20.0).decode != home
 
@@ -133,7 +132,7 @@ def test_passing_over_the_cold_changes_nothing(n: int) -> None:
     for i, worker in enumerate(workers):
         balancer.stored(worker.name, chain[: 16 * (900 + (300 * (i % 5 == 2)))], 0.0)
         worker.account.work_us = 97_000 * (i * 7 % 11)
-    policy = Cheapest(2.0)
+    policy = LowestCost(2.0)
     for tokens in (1, 14_401, 15_000, 19_201):
         for backlog_us in (0, 10_000, 1_000_000, 10_000_000):
             workers[2 % n].account.work_us = backlog_us

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.balancer.balancer import Balancer
-from emberline.balancer.witness import DISTRUST_S, MOST_S, SETTLE_S, implausible
+from emberline.balancer.load_reports import DISTRUST_S, MOST_S, SETTLE_S, implausible
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, fleet, keys, send, serve

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.catalog.card import ModelCard, WheelSource
-from emberline.catalog.cards import BUILT_IN, DEFAULT_MODEL, TASKS, authors, built_in, task
+from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, TASKS, ModelCard, WheelSource, authors, built_in, task
 from emberline.weights.checkpoint import open_checkpoint
 
 
@@ -53,6 +52,6 @@ def test_the_default_card_tells_the_truth(smollm2: Path) -> None:
 
 
 def test_the_catalog_is_free_of_torch() -> None:
-    modules = "emberline.catalog.pull, emberline.catalog.cards, emberline.weights.checkpoint"
+    modules = "emberline.catalog.pull, emberline.catalog.model_card, emberline.weights.checkpoint"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

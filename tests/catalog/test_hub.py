@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from emberline.catalog import hub
-from emberline.catalog.card import HubSource
-from emberline.catalog.errors import AccessDenied, HashMismatch, NoNetwork, NoSpace
+from emberline.catalog.download import AccessDenied, HashMismatch, NoNetwork, NoSpace, Progress
 from emberline.catalog.hub import HubFile
-from emberline.catalog.progress import Progress
+from emberline.catalog.model_card import HubSource
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.checkpoint import open_checkpoint
 
@@ -35,11 +34,11 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "home")
+def shelf(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "home")
 
 
-def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: Shelf) -> None:
+def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: ModelStore) -> None:
     seen: list[Progress] = []
     card, path = pull("hf:org/tiny", shelf, seen.append)
     assert card.id == "@hf/org/tiny"
@@ -54,13 +53,13 @@ def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: Shelf) -> None
     assert seen[-1].done_bytes == seen[-1].total_bytes > 0
 
 
-def test_pickles_and_code_are_never_asked_for(server: StandIn, shelf: Shelf) -> None:
+def test_pickles_and_code_are_never_asked_for(server: StandIn, shelf: ModelStore) -> None:
     pull("hf:org/tiny", shelf)
     asked = {path.rsplit("/", 1)[-1] for _, path, _ in server.requests}
     assert not asked & {"pytorch_model.bin", "modeling_tiny.py", "README.md"}
 
 
-def test_a_second_pull_asks_nobody(server: StandIn, shelf: Shelf) -> None:
+def test_a_second_pull_asks_nobody(server: StandIn, shelf: ModelStore) -> None:
     first = pull("hf:org/tiny", shelf)
     server.requests.clear()
     assert pull("hf:org/tiny", shelf) == first
@@ -68,7 +67,7 @@ def test_a_second_pull_asks_nobody(server: StandIn, shelf: Shelf) -> None:
 
 
 def test_a_broken_transfer_resumes_where_it_broke(
-    server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)  # whole chunks are kept
     server.cuts = 1
@@ -78,7 +77,9 @@ def test_a_broken_transfer_resumes_where_it_broke(
     assert int(second.removeprefix("bytes=").removesuffix("-")) > 0
 
 
-def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(server: StandIn, shelf: Shelf) -> None:
+def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(
+    server: StandIn, shelf: ModelStore
+) -> None:
     server.cuts = 1000
     with pytest.raises(NoNetwork, match="pull again"):
         pull("hf:org/tiny", shelf)
@@ -90,7 +91,7 @@ def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(se
     assert len(server.fetched("model.safetensors")) == 1
 
 
-def test_a_gated_repository_wants_a_token(server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_repository_wants_a_token(server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     server.gated = True
     with pytest.raises(AccessDenied, match="HF_TOKEN"):
         pull("hf:org/tiny", shelf)
@@ -98,12 +99,12 @@ def test_a_gated_repository_wants_a_token(server: StandIn, shelf: Shelf, monkeyp
     assert pull("hf:org/tiny", shelf).card.id == "@hf/org/tiny"
 
 
-def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, shelf: Shelf) -> None:
+def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, shelf: ModelStore) -> None:
     with pytest.raises(AccessDenied, match="the hub has no org/other"):
         pull("hf:org/other", shelf)
 
 
-def test_one_gguf_of_several(server: StandIn, shelf: Shelf, tmp_path: Path) -> None:
+def test_one_gguf_of_several(server: StandIn, shelf: ModelStore, tmp_path: Path) -> None:
     server.files = {"tiny-Q8_0.gguf": gguf_bytes(tmp_path, 1), "sub/tiny-Q4_0.gguf": gguf_bytes(tmp_path, 2)}
     chosen = pull("hf:org/tiny/sub/tiny-Q4_0.gguf", shelf)
     assert chosen.card.id == "@hf/org/tiny-q4_0"
@@ -114,7 +115,7 @@ def test_one_gguf_of_several(server: StandIn, shelf: Shelf, tmp_path: Path) -> N
         pull("hf:org/tiny/none.gguf", shelf)
 
 
-def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, shelf: Shelf) -> None:
+def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, shelf: ModelStore) -> None:
     server.files["config.json"] = json.dumps(CONFIG | {"model_type": "gpt2"}).encode()
     with pytest.raises(BadInput, match="gpt2"):
         pull("hf:org/tiny", shelf)
@@ -123,7 +124,7 @@ def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn
 
 
 def test_a_file_that_is_not_what_the_hub_lists_is_refused(
-    server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         Handler,
@@ -135,14 +136,14 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(
     assert shelf.entries() == []
 
 
-def test_no_disk_space_is_said_up_front(server: StandIn, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_disk_space_is_said_up_front(server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
         pull("hf:org/tiny", shelf)
     assert server.fetched("model.safetensors") == []
 
 
-def test_no_network(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("time.sleep", lambda _: None)
@@ -198,7 +199,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
+from emberline.catalog.model_store import Shelf
 print(pull("hf:org/tiny", Shelf(Path(sys.argv[1]))).path)
 """
 

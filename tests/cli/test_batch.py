@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from emberline.cli.batch_progress import Pace, line_of, seconds
+from emberline.cli.batch import Pace, line_of, seconds
 from tests.cli.console import emberline
 
 RESULTS = b'{"custom_id":"c0"}\n{"custom_id":"c1"}\n'

@@ -9,9 +9,9 @@ import pytest
 from emberline.cli import checks
 from emberline.cli.checks import Check
 from emberline.cli.main import main
-from emberline.cluster import machine
 from emberline.config import Config, resolve
 from emberline.kernels.cpu import build
+from emberline.supervisor import machine
 
 
 def config(home: Path, **flags: object) -> Config:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from emberline import __version__
-from emberline.catalog.describe import describe_path
-from emberline.catalog.shelf import Entry
+from emberline.catalog.model_card import describe_path
+from emberline.catalog.model_store import Entry
 from emberline.cli import checks
-from emberline.cli.door import load_models
+from emberline.cli.http_worker import load_models
 from emberline.cli.main import COMMANDS
 from emberline.config import resolve
 from emberline.protocol.errors import BadInput

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import Entry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Entry, Shelf
-from emberline.cli import checks, client
-from emberline.cli.client import Address, Timing
+from emberline.cli import checks
+from emberline.cli import http_client as client
+from emberline.cli.http_client import Address, Timing
 from emberline.cli.listen import bound
 from emberline.cli.serve import serve
-from emberline.cluster import local
-from emberline.cluster.child import ChildSpec
 from emberline.config import EngineConfig, resolve
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor.process import ChildSpec
 from tests.cli.console import emberline
 
 
@@ -31,7 +32,7 @@ def home(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / "models").mkdir()
     (folder / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
-    assert Shelf(folder).find(DEFAULT_MODEL) is not None
+    assert ModelStore(folder).find(DEFAULT_MODEL) is not None
     return folder
 
 
@@ -121,11 +122,11 @@ async def test_several_doors_answer_on_one_port(smollm2: Path, home: Path, monke
     def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
         arguments = ("--socket", str(socket), "--name", plan.model)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
     monkeypatch.setattr(local, "worker_spec", standin)
     config = resolve({"server.port": 0, "server.doors": 2, "server.drain_s": 2}, {}, home)
-    entry = pull(DEFAULT_MODEL, Shelf(home))
+    entry = pull(DEFAULT_MODEL, ModelStore(home))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:

@@ -10,17 +10,17 @@ import httpx
 import pytest
 from standardwebhooks import Webhook
 
-from emberline.catalog.cards import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import Entry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.catalog.shelf import Entry, Shelf
-from emberline.cli.client import Address
+from emberline.cli.http_client import Address
 from emberline.cli.listen import bound
 from emberline.cli.serve import serve
-from emberline.cluster import local
-from emberline.cluster.child import ChildSpec
 from emberline.config import EngineConfig, resolve
 from emberline.service.open import DATABASE
 from emberline.store import open_store
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor.process import ChildSpec
 from tests.jobs.desks import happen
 from tests.jobs.receiver import receiving
 
@@ -31,7 +31,7 @@ N_STREAMS = 8  # over two doors: each has some
 def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
     arguments = ("--socket", str(socket), "--name", plan.model)
     env = {"EMBERLINE_WORKER_TOKEN": token}
-    return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+    return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
 
 async def read_stream(url: str, heard: "asyncio.Queue[str]") -> None:
@@ -58,7 +58,7 @@ async def test_told_at_every_door(smollm2: Path, tmp_path: Path, monkeypatch: py
         ready.set_result(address.url)
 
     with bound(config.server) as listener:
-        entry = pull(DEFAULT_MODEL, Shelf(tmp_path))
+        entry = pull(DEFAULT_MODEL, ModelStore(tmp_path))
         serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
         await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         url, heard = ready.result(), asyncio.Queue[str]()

@@ -13,7 +13,8 @@ SMALL = ["--trace", "agents", "--workers", "2", "--load", "0.004", "--warm", "20
 
 @pytest.fixture(autouse=True)
 def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from emberline.cluster.simulator import generator, traces
+    from emberline.simulator import generator
+    from emberline.simulator import trace_files as traces
 
     monkeypatch.setitem(traces.MADE_UP, "agents", lambda seed, context: generator.agents(seed, context, n_sessions=20))
 
@@ -29,7 +30,7 @@ def test_a_table_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    from emberline.cluster.simulator.plan import POLICIES
+    from emberline.simulator.plan import POLICIES
 
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])

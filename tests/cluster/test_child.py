@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from emberline.cluster import child as child_module
-from emberline.cluster.child import Child, ChildFailed, ChildSpec
+from emberline.supervisor import process as child_module
+from emberline.supervisor.process import Child, ChildFailed, ChildSpec
 
 READY = 'print(\'{"ready": true, "pid": %d}\' % os.getpid(), flush=True)'
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from emberline.balancer.engine_client import EngineClient
-from emberline.cluster import child as child_module
-from emberline.cluster import machine
-from emberline.cluster.child import ChildFailed, ChildSpec
-from emberline.cluster.local import LocalCluster, WorkerPlan, plan_workers, runtime_folder, worker_spec
 from emberline.config import EngineConfig
 from emberline.engine import memory
 from emberline.protocol.errors import BadInput
+from emberline.supervisor import machine
+from emberline.supervisor import process as child_module
+from emberline.supervisor.engine_workers import EngineWorkers, WorkerPlan, plan_workers, runtime_folder, worker_spec
+from emberline.supervisor.process import ChildFailed, ChildSpec
 
 MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.gguf")}
 
@@ -24,7 +24,7 @@ MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.
 def standin_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
     return ChildSpec(
         name=plan.name,
-        module="emberline.engine.standin",
+        module="emberline.testing.standin_engine",
         arguments=("--socket", str(socket), "--name", plan.model),
         env={"EMBERLINE_WORKER_TOKEN": token},
     )
@@ -120,7 +120,7 @@ def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("cpu")
 async def test_workers_serve_come_back_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "FIRST_RETRY_S", 0.01)
-    cluster = LocalCluster(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_spec)
+    cluster = EngineWorkers(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_spec)
     await cluster.start()
     await asyncio.wait_for(cluster.wait_ready(), 20)
     (endpoint,) = cluster.endpoints["@cf/a/one"]
@@ -150,7 +150,7 @@ async def test_workers_serve_come_back_and_end(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("cpu")
 async def test_a_worker_without_weights_says_so(tmp_path: Path) -> None:
     plans = plan_workers(EngineConfig(), {"m": tmp_path / "missing.gguf"})
-    cluster = LocalCluster(plans, EngineConfig())
+    cluster = EngineWorkers(plans, EngineConfig())
     await cluster.start()
     with pytest.raises(ChildFailed, match=r"m-0 ended with status 1: .*missing\.gguf"):
         await asyncio.wait_for(cluster.wait_ready(), 60)

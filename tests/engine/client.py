@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from emberline.protocol import frames
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
-from emberline.protocol.tokens import unpack
+from emberline.protocol.token_ids import unpack
 
 
 class Client:

@@ -5,14 +5,14 @@ Paging, prefix cache, windows and preemption that are wrong in any way show as w
 
 from dataclasses import dataclass, field
 
-from emberline.engine.limits import Limits
-from emberline.engine.plan import StepPlan
-from emberline.engine.scheduler import Scheduler
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
-from emberline.kv.pool import NULL_BLOCK
-from emberline.protocol.layout import KVGroup
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import EngineRequest, SamplingParams
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 
 FULL = KVGroup("full", (0,), 1, 1, "float32")
 EOS = 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from emberline.kernels import inputs
+from emberline.kernels import decode_inputs as inputs
 from emberline.kernels.sampling import sample
 
 

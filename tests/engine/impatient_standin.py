@@ -5,8 +5,9 @@ With SILENT "mute" it gives no signs of life while it computes.
 
 import sys
 
-from emberline.engine import arrivals, standin
+from emberline.engine.transfer import incoming as arrivals
 from emberline.kv.transfer import sender
+from emberline.testing import standin_engine as standin
 
 arrivals.LEASE_S, arrivals.DOUBT_S = 0.6, 0.2
 sender.ALIVE_S = 0.1

@@ -4,10 +4,10 @@ from math import inf
 
 import pytest
 
-from emberline.engine import scheduler as module
-from emberline.engine.loop import StepLoop
-from emberline.engine.pace import Pace, Work
-from emberline.engine.scheduler import PAUSED_STEPS, POLITE_S
+from emberline.engine.scheduler import scheduler as module
+from emberline.engine.scheduler.prefill_budget import PrefillBudget, Work
+from emberline.engine.scheduler.scheduler import PAUSED_STEPS, POLITE_S
+from emberline.engine.step_loop import StepLoop
 from emberline.protocol.request import Priority
 
 from .fakes import FakeRunner, request, scheduler_of
@@ -95,7 +95,7 @@ def test_the_load_tells_queued_work_from_the_rest(places, classes, told):
 
 
 def paced(seconds_per_token: float):
-    pace = Pace(target_s=inf)
+    pace = PrefillBudget(target_s=inf)
     for _ in range(20):
         pace.observe(Work(0, 200, 0), 200 * seconds_per_token)
     scheduler, cache = scheduler_of(token_budget=512, n_blocks=128, context_len=1024)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
-from emberline.engine.scheduler import Scheduler
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
-from emberline.weights.config import ModelConfig
+from emberline.weights.model_config import ModelConfig
 
 from .fakes import request
 from .test_runner import tokens
@@ -72,7 +72,7 @@ class Source:
 
 
 def engine_of(deterministic=False, graphs=True, n_blocks=600, steps_in_flight=2):
-    from emberline.engine.gpu_engine import GpuEngine
+    from emberline.engine.gpu.engine import GpuEngine
     from emberline.kernels.gpu.backend import TritonBackend
     from emberline.models.decoder import Decoder
     from emberline.models.qwen import QWEN3

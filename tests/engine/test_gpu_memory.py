@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from emberline.engine.gpu_memory import GIB, RESERVE_BYTES, budget, state_bytes
-from emberline.engine.limits import Limits
+from emberline.engine.gpu.memory import GIB, RESERVE_BYTES, budget, state_bytes
+from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 
 from .test_gpu_runner import FULL, WINDOW, Padded, runner_of

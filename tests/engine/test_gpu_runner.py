@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from emberline.engine import shared_prefix
-from emberline.engine.gpu_batch import Batch, MixedShape
-from emberline.engine.gpu_graphs import Graphs
-from emberline.engine.gpu_runner import GpuRunner
-from emberline.engine.gpu_shapes import decode_rows as bucket
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
-from emberline.engine.plan import Admission, DeviceLost, Masks, Row, StepPlan
-from emberline.engine.scheduler import Scheduler
-from emberline.kernels import inputs
-from emberline.kernels.inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
+from emberline.engine.gpu.batch import Batch, MixedShape
+from emberline.engine.gpu.graphs import Graphs
+from emberline.engine.gpu.runner import GpuRunner
+from emberline.engine.gpu.shapes import decode_rows as bucket
+from emberline.engine.scheduler import shared_prefix
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Admission, DeviceLost, Masks, Row, StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.kernels import decode_inputs as inputs
+from emberline.kernels.decode_inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
-from emberline.models.step import StepInputs
-from emberline.protocol.tokens import pack
+from emberline.models.decoder import StepInputs
+from emberline.protocol.token_ids import pack
 
 from .fakes import VOCAB, expected, request
 from .host_sampler import HostKernels, HostTable, as_int32

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
-from emberline.protocol.tokens import unpack
-from emberline.text.model import TextModel
+from emberline.protocol.token_ids import unpack
+from emberline.text.text_model import TextModel
 
 from .client import Client, engine
 from .grammar.test_real_model import request as structured

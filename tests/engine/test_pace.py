@@ -2,8 +2,8 @@ from math import inf
 
 import pytest
 
-from emberline.engine.gpu_shapes import MAX_CAPTURED_TOKENS, TILE
-from emberline.engine.pace import SHARE, TARGET_S, Pace, Work
+from emberline.engine.gpu.shapes import MAX_CAPTURED_TOKENS, TILE
+from emberline.engine.scheduler.prefill_budget import SHARE, TARGET_S, PrefillBudget, Work
 
 
 def flat(work):
@@ -43,7 +43,7 @@ def streams(pace, cost, n_decodes, n=30):
 
 @pytest.mark.parametrize("start", ["nothing known", "believed slow", "far too long a chunk"])
 def test_chunks_settle_at_the_target_from_either_side(start):
-    pace = Pace()
+    pace = PrefillBudget()
     streams(pace, flat, 32)
     for context in () if start == "nothing known" else (500, 3000, 9000):
         odd = Work(32)
@@ -58,7 +58,7 @@ def test_chunks_settle_at_the_target_from_either_side(start):
 
 
 def test_where_context_alone_takes_longer_than_the_target_chunks_stay_efficient():
-    pace = Pace()
+    pace = PrefillBudget()
     streams(pace, flat, 32)
     for _ in range(3):
         longer = serve(pace, flat, 32, 65_536)
@@ -74,7 +74,7 @@ def flat_least(context):
 
 
 def test_a_slow_card_shares_its_time_between_streams_and_prompts():
-    pace = Pace()
+    pace = PrefillBudget()
     streams(pace, steep, 32)
     for _ in range(4):
         serve(pace, steep, 32, 8192)
@@ -86,7 +86,7 @@ def test_a_slow_card_shares_its_time_between_streams_and_prompts():
 
 def test_one_odd_step_is_forgotten():
     """A kernel was compiled in the middle of it."""
-    pace = Pace()
+    pace = PrefillBudget()
     streams(pace, flat, 32)
     for _ in range(3):
         usual = serve(pace, flat, 32, 8192)
@@ -98,17 +98,17 @@ def test_one_odd_step_is_forgotten():
 
 
 def test_without_streams_a_prompt_takes_all():
-    assert Pace().chunk(Work(0), 0, 8192) == 8192
+    assert PrefillBudget().chunk(Work(0), 0, 8192) == 8192
 
 
 @pytest.mark.parametrize("n_decodes", [1, 32, 33, 100, 300])
 def test_steps_fill_whole_tiles_of_what_is_captured(n_decodes):
-    n = Pace().chunk(Work(n_decodes), 0, 8192)
+    n = PrefillBudget().chunk(Work(n_decodes), 0, 8192)
     assert (n_decodes + n) % 128 == 0
 
 
 def test_prompts_come_forward_even_when_streams_take_all_the_time():
-    pace = Pace()
+    pace = PrefillBudget()
     for _ in range(30):
         busy = Work(512)
         busy.add(256, 256)
@@ -118,7 +118,7 @@ def test_prompts_come_forward_even_when_streams_take_all_the_time():
 
 
 def test_a_step_of_prompts_alone_can_be_held_to_a_time():
-    pace = Pace()
+    pace = PrefillBudget()
     whole = Work(0)
     whole.add(8192, 8192)
     pace.observe(whole, 0.2)
@@ -131,7 +131,7 @@ def test_a_step_of_prompts_alone_can_be_held_to_a_time():
 
 
 def test_without_a_target_only_queued_work_is_held_to_a_time():
-    pace = Pace(target_s=inf)
+    pace = PrefillBudget(target_s=inf)
     for n_decodes in (0, 3, 64):
         assert pace.chunk(Work(n_decodes), 100, 511) == 511
     step = Work(3)
@@ -143,7 +143,7 @@ def test_without_a_target_only_queued_work_is_held_to_a_time():
 
 
 def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
-    pace = Pace()
+    pace = PrefillBudget()
     for _ in range(30):
         pace.observe(Work(8), 0.001)
         quick = Work(8)
@@ -154,7 +154,7 @@ def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
 
 
 def test_a_long_queue_lengthens_steps():
-    pace = Pace()
+    pace = PrefillBudget()
     streams(pace, flat, 32)
     for _ in range(6):
         serve(pace, flat, 32, 8192)
@@ -162,7 +162,7 @@ def test_a_long_queue_lengthens_steps():
 
 
 def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
-    pace = Pace()
+    pace = PrefillBudget()
     alone = Work(0)
     alone.add(4096, 4096)
     pace.observe(alone, 0.08)
@@ -174,20 +174,20 @@ def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
 
 
 def test_steps_that_nobody_waits_for_are_large_or_captured():
-    pace = Pace()
+    pace = PrefillBudget()
     assert pace.room(5000, 4096) == pace.room(4096, 4096) == 4096
     assert pace.room(4000, 4096) == MAX_CAPTURED_TOKENS
     assert pace.room(4000, 512) == 512
     assert pace.room(2048, 2048) == 2048
     assert pace.room(5000, 8192) == 8192
-    assert Pace(inf).room(4000, 4096) == 4096
+    assert PrefillBudget(inf).room(4000, 4096) == 4096
 
 
 def test_long_prompts_are_cut_at_round_places():
-    pace = Pace()
+    pace = PrefillBudget()
     assert pace.cut(Work(0), 4112, 8192) == 8192 - 4112
     assert pace.cut(Work(0), 4112, 1024) == 1024
     assert pace.cut(Work(0), 8192, 8192) == 8192
     assert pace.cut(Work(0), 0, 4096) == 4096
     assert pace.cut(Work(3), 4112, 8192) == 8192
-    assert Pace(inf).cut(Work(0), 4112, 8192) == 8192
+    assert PrefillBudget(inf).cut(Work(0), 4112, 8192) == 8192

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.loop import StepLoop
-from emberline.protocol import blockhash
+from emberline.engine.step_loop import StepLoop
+from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message
-from emberline.protocol.tokens import pack, unpack
-from emberline.text.model import TextModel
+from emberline.protocol.token_ids import pack, unpack
+from emberline.text.text_model import TextModel
 
 from .client import Client, engine
 from .fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group

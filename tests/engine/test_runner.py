@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
-from emberline.engine.runner import TorchRunner, allocate_pool
-from emberline.engine.scheduler import Scheduler
-from emberline.kv import pages as pages_module
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.engine.torch_runner import TorchRunner, allocate_pool
+from emberline.kv import host_memory as pages_module
 from emberline.kv.cache import KVCache
-from emberline.protocol.layout import KVGroup
-from emberline.protocol.tokens import unpack
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.token_ids import unpack
 
 from .fakes import VOCAB, expected, mix, next_token, request
 
@@ -142,7 +142,7 @@ def test_sampling_parameters_reach_the_sampler(monkeypatch):
         seen.extend((r.seed, r.position, r.banned, r.prompt_ids, r.output_ids, r.logit_bias) for r in rows)
         return sampling.sample(logits, rows)
 
-    monkeypatch.setattr("emberline.engine.runner.sample", sample)
+    monkeypatch.setattr("emberline.engine.torch_runner.sample", sample)
     loop = loop_of(TorchFake(), n_blocks=5, context_len=64)  # too few blocks for both: one is preempted
     a = request("a", [1, 2, 3], max_tokens=40, presence_penalty=0.001, seed=5, logit_bias={4: 0.5})
     b = request("b", [3, 2, 1], max_tokens=40, repetition_penalty=1.001, seed=6, min_tokens=60, stop_ids=(6,))

@@ -3,17 +3,17 @@ from math import inf
 import msgspec
 import pytest
 
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
-from emberline.engine.pace import OVERLOAD, Pace
-from emberline.engine.plan import DeviceLost, StepPlan
-from emberline.engine.scheduler import KEYS_AT_ONCE, Scheduler
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import DeviceLost, StepPlan
+from emberline.engine.scheduler.prefill_budget import OVERLOAD, PrefillBudget
+from emberline.engine.scheduler.scheduler import KEYS_AT_ONCE, Scheduler
+from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
-from emberline.protocol import blockhash
+from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Priority, ThinkingLimit
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 
 from .fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
 
@@ -423,7 +423,7 @@ def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
 
 @pytest.mark.parametrize("keys_at_once", [1, 16])
 def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later(monkeypatch, keys_at_once):
-    monkeypatch.setattr("emberline.engine.scheduler.KEYS_AT_ONCE", keys_at_once)
+    monkeypatch.setattr("emberline.engine.scheduler.scheduler.KEYS_AT_ONCE", keys_at_once)
     scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
     loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
     prompt = [n % 5 for n in range(96)]
@@ -456,7 +456,7 @@ def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
 
 
 def test_chunks_beside_streams_are_what_the_pace_allows():
-    class Strict(Pace):
+    class Strict(PrefillBudget):
         def chunk(self, work, context, most, slack):
             assert slack == (1.0 if work.n_decodes else inf)
             return min(most, 5 - work.n_tokens) if work.n_decodes else most
@@ -476,7 +476,7 @@ def test_chunks_beside_streams_are_what_the_pace_allows():
     assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"
 
 
-class Impatient(Pace):
+class Impatient(PrefillBudget):
     """Beside streams, five tokens of prompts in a step."""
 
     def chunk(self, work, context, most, slack=1.0):
@@ -552,7 +552,7 @@ def test_a_stream_that_sits_a_step_out_is_not_forgotten():
 
 def test_prompts_come_forward_beside_more_streams_than_a_captured_step_holds():
     cache = KVCache((FULL,), [5000], chunk=2048)
-    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 1200, 2048), "fake", pace=Pace())
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 1200, 2048), "fake", pace=PrefillBudget())
     loop = StepLoop(scheduler, FakeRunner(cache))
     for n in range(1100):
         loop.submit(request(f"r{n}", [n % 7, n % 5, n % 3, 1], max_tokens=40), 0.0)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.loop import StepLoop
-from emberline.kv.pool import NULL_BLOCK
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.block_pool import NULL_BLOCK
 from emberline.protocol.errors import ContextExceeded, Internal
-from emberline.protocol.tokens import unpack
+from emberline.protocol.token_ids import unpack
 
 from .fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
 
@@ -20,7 +20,7 @@ MAX_STEPS = 3000
 @pytest.fixture(scope="module", autouse=True)
 def prompts_are_hashed_block_by_block():
     with pytest.MonkeyPatch.context() as patch:  # they are too short for more than one look otherwise
-        patch.setattr("emberline.engine.scheduler.KEYS_AT_ONCE", 1)
+        patch.setattr("emberline.engine.scheduler.scheduler.KEYS_AT_ONCE", 1)
         yield
 
 

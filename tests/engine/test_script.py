@@ -1,8 +1,8 @@
 import pytest
 
-from emberline.engine.script import Script, countable, of_request, parse
 from emberline.protocol.errors import BadInput
-from emberline.protocol.tokens import pack
+from emberline.protocol.token_ids import pack
+from emberline.testing.engine_script import Script, countable, of_request, parse
 
 from .fakes import request
 

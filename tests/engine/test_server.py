@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from emberline.engine import connection as connection_module
-from emberline.engine import server as server_module
-from emberline.engine.loop import StepLoop
-from emberline.engine.plan import StepPlan
+from emberline.engine import client_connection as connection_module
+from emberline.engine import socket_server as server_module
 from emberline.engine.process import join_token, listening
-from emberline.engine.server import Server
+from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.socket_server import Server
+from emberline.engine.step_loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Submit, Welcome

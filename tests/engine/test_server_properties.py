@@ -9,11 +9,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine import standin
 from emberline.engine.process import listening
-from emberline.engine.server import Server
+from emberline.engine.socket_server import Server
 from emberline.protocol import frames
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
+from emberline.testing import standin_engine as standin
 
 from .fakes import request
 

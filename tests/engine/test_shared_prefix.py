@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.engine.shared_prefix import find
+from emberline.engine.scheduler.shared_prefix import find
 
 
 def rows_of(*rows, width=12):

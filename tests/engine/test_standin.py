@@ -14,7 +14,7 @@ from emberline.protocol.frames import Drain
 from .client import Client, engine, start, wait_until
 from .fakes import request
 
-STANDIN = "emberline.engine.standin"
+STANDIN = "emberline.testing.standin_engine"
 
 
 @pytest.fixture(scope="module")

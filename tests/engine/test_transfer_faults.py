@@ -18,7 +18,7 @@ from .client import Client, engine, wait_until
 from .fakes import request
 from .test_handover import halves
 
-STANDIN = "emberline.engine.standin"
+STANDIN = "emberline.testing.standin_engine"
 SIZES = ("--head-dim", 256, "--token-budget", 64, "--kv-tokens", 4096, "--context-len", 2048, "--max-running", 16)
 
 

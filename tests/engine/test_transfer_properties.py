@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine import arrivals, pushes
-from emberline.kv.pool import NULL_BLOCK
+from emberline.engine.transfer import incoming as arrivals
+from emberline.engine.transfer import outgoing as pushes
+from emberline.kv.block_pool import NULL_BLOCK
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 
 from .fakes import FULL, VOCAB, expected, request, window_group
 from .wire import Wire

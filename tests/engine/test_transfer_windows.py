@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
 from emberline.engine.process import listening
-from emberline.engine.runner import TorchRunner
-from emberline.engine.scheduler import Scheduler
-from emberline.engine.server import Server
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.socket_server import Server
+from emberline.engine.step_loop import StepLoop
+from emberline.engine.torch_runner import TorchRunner
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.host import host_hub
+from emberline.kv.transfer.manager import host_hub
 from emberline.protocol.frames import Drain, EngineInfo
 
 from .client import Client

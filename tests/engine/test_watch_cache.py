@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from emberline.engine import connection as connection_module
+from emberline.engine import client_connection as connection_module
 from emberline.kv import events
-from emberline.protocol.blockhash import DIGEST_BYTES
+from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.frames import KVEvents, Step, WatchKV
 
 from .client import Client, wait_until

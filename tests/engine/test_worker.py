@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emberline.protocol.tokens import unpack
-from emberline.text.model import TextModel
+from emberline.protocol.token_ids import unpack
+from emberline.text.text_model import TextModel
 
 from .client import Client, engine, start
 from .fakes import request

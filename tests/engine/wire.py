@@ -6,7 +6,7 @@ and what it writes into a block before it is done is garbage.
 
 from collections import deque
 
-from emberline.engine.loop import StepLoop
+from emberline.engine.step_loop import StepLoop
 from emberline.kv.transfer.messages import Offer
 from emberline.kv.transfer.notices import (
     Arrived,

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from emberline.accounts.secret import Secret
-from emberline.jobs.deliveries import Logged
-from emberline.jobs.desk import DeskSettings, EventDesk
-from emberline.jobs.endpoints import Changes, Endpoint
-from emberline.jobs.events import CHANNEL, batch_event, event_statements
-from emberline.jobs.reach import Resolve
+from emberline.jobs.webhooks.deliveries import Logged
+from emberline.jobs.webhooks.egress_policy import Resolve
+from emberline.jobs.webhooks.endpoints import Changes, Endpoint
+from emberline.jobs.webhooks.events import CHANNEL, batch_event, event_statements
+from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.store import Database
 
 SECRET = Secret("7" * 64)
@@ -41,9 +41,9 @@ class Moved:
 @asynccontextmanager
 async def desk_on(
     db: Database, *, deliver: bool = True, resolve: Resolve | None = None, **settings: Any
-) -> AsyncIterator[EventDesk]:
+) -> AsyncIterator[WebhookService]:
     settings = {"allow": LOOPBACK, "poll_s": 0.1, "timeout_s": 1.0} | settings
-    desk = EventDesk(db, SECRET, DeskSettings(**settings), resolve)
+    desk = WebhookService(db, SECRET, WebhookSettings(**settings), resolve)
     if deliver:
         desk.deliver()
     try:
@@ -52,7 +52,7 @@ async def desk_on(
         await desk.close()
 
 
-async def endpoint_at(desk: EventDesk, url: str, types: Sequence[str] = ("*",), account: str = "acme") -> Endpoint:
+async def endpoint_at(desk: WebhookService, url: str, types: Sequence[str] = ("*",), account: str = "acme") -> Endpoint:
     return await desk.endpoints.create(account, "standard", Changes(url=url, types=types))
 
 
@@ -65,12 +65,12 @@ async def happen(db: Database, batch_id: str, status: str = "completed", account
     await db.notify(CHANNEL)
 
 
-async def log_of(desk: EventDesk, endpoint: Endpoint) -> list[Logged]:
+async def log_of(desk: WebhookService, endpoint: Endpoint) -> list[Logged]:
     """Oldest first."""
     return (await desk.deliveries.log(endpoint, None, None, 100))[::-1]
 
 
-async def log_when(desk: EventDesk, endpoint: Endpoint, ready: Callable[[list[Logged]], bool]) -> list[Logged]:
+async def log_when(desk: WebhookService, endpoint: Endpoint, ready: Callable[[list[Logged]], bool]) -> list[Logged]:
     """The log as soon as it says something."""
     async with asyncio.timeout(10):
         while not ready(found := await log_of(desk, endpoint)):

@@ -3,13 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
-from emberline.accounts.usage import UsageRow
-from emberline.jobs.batch import NewBatch
-from emberline.jobs.blobs import Blobs
-from emberline.jobs.limits import Limits
-from emberline.jobs.line import Lease, NewLine
-from emberline.jobs.queue import Queue
-from emberline.protocol.answer import Answer, Called, Choice, Said, Thought
+from emberline.accounts.usage_ledger import UsageRow
+from emberline.jobs.batches.batch import NewBatch
+from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.queue.job import Lease, NewJob
+from emberline.jobs.queue.limits import Limits
+from emberline.jobs.queue.queue import Queue
+from emberline.protocol.answer import Answer, AnswerChoice, Called, Said, Thought
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams
 from emberline.store import Database
@@ -36,14 +36,14 @@ def make_queue(store: Database, folder: Path, **limits: object) -> Queue:
     return Queue(store, Blobs(folder / "blobs"), Limits(**limits))  # type: ignore[arg-type]
 
 
-def line(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewLine:
+def line(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewJob:
     request = GenerateRequest(
         id="", model=model, messages=(Message("user", text or f"question {i}"),), sampling=SamplingParams(max_tokens=8)
     )
-    return NewLine(f"c{i}", request, prefix=prefix)
+    return NewJob(f"c{i}", request, prefix=prefix)
 
 
-def lines(n: int, model: str = MODEL) -> list[NewLine]:
+def lines(n: int, model: str = MODEL) -> list[NewJob]:
     return [line(i, model) for i in range(n)]
 
 
@@ -53,7 +53,7 @@ def new(account: str = "a", **fields: object) -> NewBatch:
 
 def answer(text: str = "yes", n_in: int = 5, n_out: int = 7) -> Answer:
     parts = [Thought("hm"), Said(text), Called("call_1", "f", "{}")]
-    return Answer([Choice(parts)], Usage(prompt_tokens=n_in, completion_tokens=n_out))
+    return Answer([AnswerChoice(parts)], Usage(prompt_tokens=n_in, completion_tokens=n_out))
 
 
 def usage(lease: Lease) -> UsageRow:

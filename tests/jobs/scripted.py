@@ -5,12 +5,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from emberline.accounts.usage import Status, UsageRow
+from emberline.accounts.usage_ledger import Status, UsageRow
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Priority
-from emberline.service.errand import Errand
+from emberline.protocol.request import GenerateRequest, Principal, Priority
+from emberline.service.job_context import JobContext
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "bad": lambda: BadInput("not like this"),
@@ -33,7 +32,7 @@ class ScriptedService:
         self.hold = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: Errand | None = None
+        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         assert errand is not None
         assert request.priority is Priority.BATCH

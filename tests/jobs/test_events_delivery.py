@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
-from emberline.jobs.deliverer import MAX_PER_ENDPOINT
-from emberline.jobs.deliveries import LEASE_S, Logged
-from emberline.jobs.endpoints import Changes
-from emberline.jobs.schedule import DELAYS_S, next_delay_s
+from emberline.jobs.webhooks.deliverer import DELAYS_S, MAX_PER_ENDPOINT, next_delay_s
+from emberline.jobs.webhooks.deliveries import LEASE_S, Logged
+from emberline.jobs.webhooks.endpoints import Changes
 from emberline.protocol.errors import BadInput
 from emberline.store import open_store
 

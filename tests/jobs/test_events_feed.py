@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.bell import Watch
-from emberline.jobs.events import as_object, batch_event, cursor_number, event_statements
+from emberline.jobs.webhooks.event_feed import Watch
+from emberline.jobs.webhooks.events import as_object, batch_event, cursor_number, event_statements
 from emberline.protocol.errors import BadInput, ErrorInfo
-from emberline.store.signals import Signals
+from emberline.store.notifications import Signals
 
 from ..databases import KINDS, Place, a_place, postgres_server
 from .desks import desk_on, endpoint_at, happen, log_of

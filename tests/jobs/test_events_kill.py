@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.deliveries import LEASE_S
+from emberline.jobs.webhooks.deliveries import LEASE_S
 
 from ..databases import KINDS, a_place, postgres_server
 from .desks import Moved, desk_on, endpoint_at, happen, log_when

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.jobs.reach import Reach, is_public
-from emberline.jobs.target import Target, parse_target
+from emberline.jobs.webhooks.egress_policy import EgressPolicy, Target, is_public, parse_target
 from emberline.protocol.errors import BadInput
 
 INSIDE = [
@@ -59,11 +58,11 @@ INSIDE = [
 OUTSIDE = ["8.8.8.8", "1.1.1.1", "172.32.0.1", "100.128.0.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
 
 
-def to(*addresses: str, allow: Sequence[str] = ()) -> Reach:
+def to(*addresses: str, allow: Sequence[str] = ()) -> EgressPolicy:
     async def resolve(host: str, port: int) -> Sequence[str]:
         return addresses
 
-    return Reach(allow, resolve)
+    return EgressPolicy(allow, resolve)
 
 
 @pytest.mark.parametrize("address", INSIDE)
@@ -101,13 +100,13 @@ async def test_what_the_operator_lists() -> None:
     with pytest.raises(BadInput, match="inside the network"):
         await to("192.168.0.1", allow=["10.0.0.0/8"]).addresses(parse_target("https://inside.example/"))
     with pytest.raises(BadInput, match=r"10\.0\.0\.1/8"):
-        Reach(["10.0.0.1/8"])
+        EgressPolicy(["10.0.0.1/8"])
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "0x7f.1", "2130706433", "127.1", "0177.0.0.1"])
 async def test_the_system_s_resolver_is_no_way_in(host: str) -> None:
     with pytest.raises(BadInput, match=r"inside the network|cannot be resolved"):
-        await Reach().addresses(parse_target(f"https://{host}/hook"))
+        await EgressPolicy().addresses(parse_target(f"https://{host}/hook"))
 
 
 @pytest.mark.parametrize(

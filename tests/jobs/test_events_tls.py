@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs import post as post_module
-from emberline.jobs.post import Answer, PostFailed, post
-from emberline.jobs.target import parse_target
+from emberline.jobs.webhooks import http_post as post_module
+from emberline.jobs.webhooks.egress_policy import parse_target
+from emberline.jobs.webhooks.http_post import Answer, PostFailed, post
 
 from .receiver import Receiver
 

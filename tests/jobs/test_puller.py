@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from emberline.jobs import puller as puller_module
-from emberline.jobs.batch import Batch
-from emberline.jobs.line import Line
-from emberline.jobs.owner import Owner
-from emberline.jobs.puller import Puller
+from emberline.jobs.batches.batch import Batch
+from emberline.jobs.queue import puller as puller_module
+from emberline.jobs.queue.job import Job
+from emberline.jobs.queue.lease_owner import Owner
+from emberline.jobs.queue.puller import Puller
 from emberline.protocol.errors import Unavailable
-from emberline.protocol.principal import Principal
+from emberline.protocol.request import Principal
 from emberline.store import Database
 from tests.databases import Place
 from tests.jobs.queues import MODEL, Time, audit, line, lines, make_queue, new
@@ -83,7 +83,7 @@ async def bench(store: Database, tmp_path: Path) -> AsyncIterator[Bench]:
     await bench.close()
 
 
-def states(found: list[Line]) -> list[str]:
+def states(found: list[Job]) -> list[str]:
     return [item.state for item in found]
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from emberline.accounts.ledger import Ledger
-from emberline.jobs.limits import CHUNK
-from emberline.jobs.line import Lease, NewLine
-from emberline.jobs.queue import Queue
-from emberline.protocol.answer import Answer, Choice, Said
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.jobs.queue.job import Lease, NewJob
+from emberline.jobs.queue.limits import CHUNK
+from emberline.jobs.queue.queue import Queue
+from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
 from emberline.protocol.events import Usage
 from emberline.store import Database
@@ -79,7 +79,7 @@ async def test_from_submission_to_results(queue: Queue, store: Database) -> None
         (i, f"c{i}", "succeeded") for i in range(5)
     ]
     assert found[3].answer == answer("said 3")
-    row = await Ledger(store).find(f"{batch.id}-3")
+    row = await UsageLedger(store).find(f"{batch.id}-3")
     assert row is not None
     assert row.output_tokens == 7
     assert await store.read("SELECT COUNT(*) FROM usage") == [(5,)]
@@ -89,7 +89,7 @@ async def test_from_submission_to_results(queue: Queue, store: Database) -> None
 async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, store: Database) -> None:
     seen: list[int] = []
 
-    async def slowly() -> AsyncIterator[NewLine]:
+    async def slowly() -> AsyncIterator[NewJob]:
         for i in range(2 * CHUNK + 10):
             if i == CHUNK + 5:
                 seen.append(len(await queue.claim("early", MODEL, 10)))
@@ -108,7 +108,7 @@ async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, sto
 
 
 async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, store: Database, time: Time) -> None:
-    def broken() -> "list[NewLine]":
+    def broken() -> "list[NewJob]":
         yield from lines(CHUNK + 3)  # type: ignore[misc]
         raise BadInput("the body ended early")
 
@@ -118,7 +118,7 @@ async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, stor
 
     stuck = asyncio.Event()
 
-    async def hanging() -> AsyncIterator[NewLine]:
+    async def hanging() -> AsyncIterator[NewJob]:
         for item in lines(CHUNK + 3):
             yield item
         stuck.set()
@@ -149,7 +149,7 @@ async def test_the_same_id_is_the_same_batch(queue: Queue) -> None:
 
 
 async def test_bad_lines_fail_and_the_rest_goes_on(queue: Queue, store: Database) -> None:
-    bad = NewLine("bad\0", None, ErrorInfo("bad_input", "line 2 is not JSON"))
+    bad = NewJob("bad\0", None, ErrorInfo("bad_input", "line 2 is not JSON"))
     batch = await queue.submit(new(), [line(0), bad, line(2)])
     assert batch.counts.failed == 1
     assert len(await finish_all(queue)) == 2
@@ -223,7 +223,7 @@ async def test_a_file_that_cannot_be_used(queue: Queue, store: Database, time: T
         await queue.create(new(input_file_id=file.id, window_s=100))
         batch = await queue.take_validating("door")
         assert batch is not None
-        await queue.append(batch, [line(0), NewLine("x", None)])
+        await queue.append(batch, [line(0), NewJob("x", None)])
         if end == "reject":
             ended = await queue.reject(batch, [ErrorInfo("bad_input", "no")])
             assert (ended.status, ended.errors) == ("failed", [ErrorInfo("bad_input", "no")])
@@ -417,7 +417,7 @@ async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
     assert await queue.claim("w", MODEL, 9) == []
     found = await queue.lines(batch.id, states=["cancelled"])
     assert all(item.error is not None and item.error.kind == "cancelled" and item.ended_us for item in found)
-    assert await Ledger(store).find(leases[2].request_id) is not None
+    assert await UsageLedger(store).find(leases[2].request_id) is not None
     assert await types_of(store) == ["batch.cancelled"]
     with pytest.raises(NotFound):
         await queue.cancel("someone else", batch.id)
@@ -536,7 +536,7 @@ async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
     assert len(blobs()) == 2  # the ids in them differ
     leases = await queue.claim("w", MODEL, 5)
     assert max(len(lease.request.messages[0].content) for lease in leases if lease.request.messages) == len(big)
-    reply = Answer([Choice([Said(big)])], Usage())
+    reply = Answer([AnswerChoice([Said(big)])], Usage())
     for lease in leases:
         assert await queue.complete(lease, reply)
     assert len(blobs()) == 3  # three times the same answer

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.blobs import Blobs
-from emberline.jobs.files import Files
-from emberline.jobs.limits import Limits
+from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.files import Files
+from emberline.jobs.queue.limits import Limits
 from emberline.protocol.errors import NotFound, TooLarge, Unavailable
 from emberline.store import Database
 from tests.databases import Place

@@ -3,8 +3,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from emberline.jobs.keys import Fresh, IdempotencyKeys, Replay
-from emberline.jobs.limits import Limits
+from emberline.jobs.batches.idempotency import Fresh, IdempotencyKeys, Replay
+from emberline.jobs.queue.limits import Limits
 from emberline.protocol.errors import BadInput, Conflict, IdempotencyMismatch
 from emberline.store import Database
 from tests.databases import Place

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.queue import Queue
+from emberline.jobs.queue.queue import Queue
 from tests.databases import Place
 from tests.jobs.queues import MODEL, Time, answer, audit, make_queue, usage
 

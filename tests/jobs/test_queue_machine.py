@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from emberline.jobs.line import Lease, NewLine
-from emberline.jobs.queue import Queue
+from emberline.jobs.queue.job import Lease, NewJob
+from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database
 from tests.databases import Place, drop_schema, make_schema
@@ -68,7 +68,7 @@ class QueueMachine(RuleBasedStateMachine):
     def submit(self, account: str, n: int, bad: bool, window_s: float) -> None:
         lines = [line(i) for i in range(n)]
         if bad:
-            lines[0] = NewLine("bad", None, ErrorInfo("bad_input", "bad"))
+            lines[0] = NewJob("bad", None, ErrorInfo("bad_input", "bad"))
         batch = self.do(self.queue.submit(new(account, window_s=window_s), lines))
         self.account_of[batch.id] = account
         self.total[batch.id] = n

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from emberline.jobs.batch import Batch
-from emberline.jobs.line import Outcome
-from emberline.jobs.loading import add, encode, release, start
-from emberline.jobs.queue import Queue
-from emberline.jobs.settling import settle
+from emberline.jobs.batches.batch import Batch
+from emberline.jobs.queue.completion import settle
+from emberline.jobs.queue.enqueue import add, encode, release, start
+from emberline.jobs.queue.job import Outcome
+from emberline.jobs.queue.queue import Queue
 from emberline.store import Database, Work
 from tests.databases import Place
 from tests.jobs.queues import MODEL, audit, line, lines, make_queue, new
@@ -164,7 +164,7 @@ async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: An
 
 @pytest.mark.parametrize("whole", [True, False])
 async def test_cancelled_while_a_line_is_claimed(queue: Queue, connection: Any, whole: bool) -> None:
-    from emberline.jobs.claiming import claim
+    from emberline.jobs.queue.claims import claim
 
     batch = await queue.submit(new(), [line(0)])
     async with Paused(connection, claim("w", MODEL, 1, False, queue.now_us(), queue.limits)):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from emberline.jobs import attempt as attempt_module
-from emberline.jobs import puller as puller_module
+from emberline.jobs.queue import attempt as attempt_module
+from emberline.jobs.queue import puller as puller_module
 from emberline.protocol.errors import Unavailable
 from emberline.store import open_store
 from tests.databases import OwnPostgres

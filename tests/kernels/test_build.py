@@ -40,5 +40,5 @@ def test_serving_goes_on_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smo
     def refuse(target: str | None = None) -> None:
         raise build.BuildError("no C compiler found")
 
-    monkeypatch.setattr("emberline.kernels.cpu.native.load_library", refuse)
+    monkeypatch.setattr("emberline.kernels.cpu.backend.load_library", refuse)
     assert models._backend(open_checkpoint(smollm2), "cpu", False, None).name == "torch"

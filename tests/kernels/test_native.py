@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Rope
-from emberline.kernels.cpu.native import NativeBackend
+from emberline.kernels.cpu.backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
-from emberline.protocol.layout import BLOCK_TOKENS, KVGroup
-from emberline.weights.tensor import Affine
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+from emberline.weights.tensors import Affine
 
 ACTIVATION_ERROR = 1.5e-2  # relative: 8-bit activations in groups of 32, on noise (the worst case)
 TOKENS = [0, 1, 2, 3, 5, 8, 9, 17]

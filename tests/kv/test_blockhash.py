@@ -3,8 +3,8 @@ from itertools import pairwise
 
 import pytest
 
-from emberline.protocol import blockhash
-from emberline.protocol.tokens import pack
+from emberline.protocol import block_hash as blockhash
+from emberline.protocol.token_ids import pack
 
 
 @pytest.mark.parametrize("n_tokens", [0, 15, 16, 1023, 1024, 1025, 1040, 5000])

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.budget import UNBOUNDED, blocks_of, capacity, peak_blocks, split_bytes
-from emberline.kv.prefix import first_visible
+from emberline.kv.block_pool import UNBOUNDED, blocks_of, capacity, peak_blocks, split_bytes
+from emberline.kv.prefix_index import first_visible
+from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
-from emberline.protocol.layout import KVGroup
 
 FULL = KVGroup("full", (0, 1), kv_heads=2, head_dim=8, dtype="float16")
 WINDOW = KVGroup("window", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=40)

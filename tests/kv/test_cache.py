@@ -1,12 +1,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emberline.kv.block_pool import NULL_BLOCK
 from emberline.kv.cache import KVCache
-from emberline.kv.pool import NULL_BLOCK
-from emberline.kv.prefix import first_visible
-from emberline.protocol import blockhash
-from emberline.protocol.layout import KVGroup
-from emberline.protocol.tokens import pack
+from emberline.kv.prefix_index import first_visible
+from emberline.protocol import block_hash as blockhash
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.token_ids import pack
 
 FULL = KVGroup("full", (0,), 1, 1, "float16")
 WINDOW = KVGroup("window", (1,), 1, 1, "float16", window=24)

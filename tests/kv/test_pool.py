@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.pool import NULL_BLOCK, BlockPool
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool
 
 
 def test_hands_out_every_block_but_the_null_block():

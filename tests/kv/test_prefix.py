@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.prefix import PrefixIndex, first_visible
+from emberline.kv.prefix_index import PrefixIndex, first_visible
 
 KEYS = [bytes([n]) * 16 for n in range(20)]
 

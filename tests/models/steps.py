@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from emberline.models.decoder import Decoder
-from emberline.models.step import StepInputs
-from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.models.decoder import Decoder, StepInputs
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 def pools(model: Decoder, n_blocks: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from emberline.kernels.cpu.native import NativeBackend
+from emberline.kernels.cpu.backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.models import ARCHITECTURES
 from emberline.models.decoder import Decoder

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from emberline.kernels.reference import TorchBackend
-from emberline.models.decoder import Decoder, LayerTable
-from emberline.models.step import StepInputs
-from emberline.weights.config import ModelConfig
+from emberline.models.decoder import Decoder, LayerTable, StepInputs
+from emberline.weights.model_config import ModelConfig
 from tests.models.steps import pools, step
 
 pytestmark = pytest.mark.gpu

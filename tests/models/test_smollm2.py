@@ -9,7 +9,7 @@ import torch
 from emberline import models
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.models.steps import all_logits, pools, step
 

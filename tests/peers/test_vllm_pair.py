@@ -7,27 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from emberline.accounts.ledger import Ledger
-from emberline.balancer.ask import Ask
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.fleet import Fleet
-from emberline.balancer.gate import Gate
 from emberline.balancer.grants import Grants
-from emberline.balancer.http.server import Server
-from emberline.balancer.http.upstream import Upstream
-from emberline.balancer.route import Route
+from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.events import TextDelta
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
+from emberline.service.answer import gather
 from emberline.service.core import LocalCore
-from emberline.service.gathering import gather
-from emberline.service.relay.open import open_relay
-from emberline.service.relay.relay import Relay
 from emberline.service.responses import Responses
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
+from emberline.upstream.client import Upstream
+from emberline.upstream.config import UpstreamConfig
+from emberline.upstream.relay import Relay, open_relay
 from tests.peers.vllm import MODEL, Vllm
 
 pytestmark = pytest.mark.timeout(1200)
@@ -43,10 +40,10 @@ PROMPTS = [
 ]
 
 
-class Pairs(Gate):
+class Pairs(AdmissionController):
     """Prefill and decode apart while both are there; the prefill server alone when decode is not."""
 
-    async def admit(self, ask: Ask) -> Route:
+    async def admit(self, ask: RouteRequest) -> Route:
         await super().admit(ask)
         if "decode" in ask.lost:
             return Route(decode="spare")
@@ -75,12 +72,12 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
         Endpoint(name="decode", address=pair["decode"].url, role="decode", kind="vllm", models=(MODEL,)),
         Endpoint(name="spare", address=pair["prefill"].url, role="both", kind="vllm", models=(MODEL,)),
     ]
-    upstreams = [Upstream(Server(endpoint=endpoint)) for endpoint in endpoints]
+    upstreams = [Upstream(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
     store = await open_store(tmp_path / "db")
     fleet, gate = Fleet({MODEL: upstreams}), Pairs(Balancer())
     for upstream in upstreams:
         gate.watch(upstream, [MODEL])
-    core = LocalCore(fleet, gate, Ledger(store), Sessions(), Responses(store, 30), Grants(fleet, 0.5))
+    core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), Responses(store, 30), Grants(fleet, 0.5))
     relay = open_relay(core, upstreams)
     relay.start(watch=True)
     for upstream in upstreams:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from emberline.catalog.card import ModelCard, PathSource
-from emberline.protocol import tokens
-from emberline.protocol.principal import Principal
+from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.request import Principal
 from emberline.service import Served, Service, open_service
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 
 MODEL = "@cf/test/bytes"

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import ChoiceDone, Completed, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Message, Tool, ToolCall, ToolChoice
 from emberline.service import Served, Service, open_service
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.engine.client import engine
 from tests.service.conftest import offer
 from tests.service.test_service import ask, events_of, text_of
@@ -168,7 +168,7 @@ async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Pa
     written = text.tool_form.write([ToolCall("", "get_weather", '{"city":"Oslo","unit":"celsius"}')])
     said = tokens.unpack(text.encode(("I look.</think>" if name == "kimi" else "") + written, special=True))
     flags = ("--vocab-size", text.vocab_size, "--eos-ids", end_id, "--context-len", 8192)
-    with engine("emberline.engine.standin", "--socket", tmp_path / "a.sock", *flags) as (_, address):
+    with engine("emberline.testing.standin_engine", "--socket", tmp_path / "a.sock", *flags) as (_, address):
         served = Served(offer(text).card, text, (Endpoint(name="e0", address=address, token=TOKEN),))
         service = await open_service([served], data_dir=tmp_path)
         assert await service.ready(START_S)

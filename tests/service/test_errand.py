@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from emberline.accounts.ledger import Ledger
-from emberline.accounts.usage import UsageRow
-from emberline.protocol import tokens
+from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, TextDelta, TokenDelta
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
+from emberline.service.answer import gather
 from emberline.service.core import LocalCore
-from emberline.service.errand import Errand
-from emberline.service.gathering import gather
-from emberline.text.model import TextModel
+from emberline.service.job_context import JobContext
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 
 from .conftest import ALICE, MODEL, Opener
@@ -26,14 +25,14 @@ def queued(name: str = "b-0") -> GenerateRequest:
     return GenerateRequest(id=name, model=MODEL, messages=(Message("user", "Hi"),), priority=Priority.BATCH)
 
 
-def ledger_of(service: Service) -> Ledger:
+def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
     return service.core._ledger
 
 
 async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) -> None:
     rows: list[UsageRow] = []
-    answer = await gather(service.generate(queued(), ALICE, Errand("e0", rows.append)))
+    answer = await gather(service.generate(queued(), ALICE, JobContext("e0", rows.append)))
     assert answer.choices[0].text == "Hello!"
     assert [(row.id, row.status, row.priority, row.output_tokens) for row in rows] == [("b-0", "finished", "batch", 7)]
     assert await ledger_of(service).find("b-0") is None
@@ -43,18 +42,18 @@ async def test_it_runs_where_it_was_granted(tmp_path: Path, say: Callable[..., S
     engines = [await FakeEngine(tmp_path / f"{n}.sock", say("Hi"), name=n).start() for n in ("e0", "e1")]
     service = await open_one(*engines)
     for n in range(4):
-        await gather(service.generate(queued(f"b-{n}"), ALICE, Errand("e1", lambda row: None)))
+        await gather(service.generate(queued(f"b-{n}"), ALICE, JobContext("e1", lambda row: None)))
     assert (len(engines[0].submitted), len(engines[1].submitted)) == (0, 4)
     await engines[1].die()
     with pytest.raises(Unavailable):
-        await gather(service.generate(queued("b-9"), ALICE, Errand("e1", lambda row: None)))
+        await gather(service.generate(queued("b-9"), ALICE, JobContext("e1", lambda row: None)))
     await engines[0].die()
 
 
 async def test_an_engine_that_dies_under_it_is_told_at_once(engine: FakeEngine, service: Service) -> None:
     engine.script = None
     rows: list[UsageRow] = []
-    events = service.generate(queued(), ALICE, Errand("e0", rows.append))
+    events = service.generate(queued(), ALICE, JobContext("e0", rows.append))
     first = events.__anext__()
 
     waiting = asyncio.ensure_future(first)
@@ -70,7 +69,7 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
 
     engine.script = None
     runs = [
-        asyncio.ensure_future(gather(service.generate(queued(f"b-{n}"), ALICE, Errand("e0", lambda row: None))))
+        asyncio.ensure_future(gather(service.generate(queued(f"b-{n}"), ALICE, JobContext("e0", lambda row: None))))
         for n in range(8)
     ]
     await engine.submission(8)
@@ -97,7 +96,7 @@ async def test_a_reply_goes_on_behind_what_was_said(
         heard: list[TokenDelta] = []
         name = f"b-{n_said}"
         so_far = TokenDelta(name, tokens.pack(ids[:n_said]))
-        events = service.generate(queued(name), ALICE, Errand("e0", lambda row: None, so_far, heard.append))
+        events = service.generate(queued(name), ALICE, JobContext("e0", lambda row: None, so_far, heard.append))
         told = [event async for event in events]
         assert "".join(event.text for event in told if isinstance(event, TextDelta)) == "Hello!"[n_said:]
         assert b"".join(delta.token_ids for delta in heard) == tokens.pack([*ids[n_said:], EOS])
@@ -112,7 +111,7 @@ async def test_a_reply_that_was_all_said_needs_no_engine(
     ids = [*tokens.unpack(text_model.encode("Hello!", special=False)), EOS]
     rows: list[UsageRow] = []
     so_far = TokenDelta("b-0", tokens.pack(ids), "stop")
-    told = [event async for event in service.generate(queued(), ALICE, Errand("e0", rows.append, so_far))]
+    told = [event async for event in service.generate(queued(), ALICE, JobContext("e0", rows.append, so_far))]
     assert [type(event) for event in told] == [Completed]
     assert [(row.status, row.output_tokens) for row in rows] == [("finished", len(ids))]
     assert engine.submitted == []

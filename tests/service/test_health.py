@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import TokenDelta
 from emberline.service import Service
 from tests.balancer.fake_engine import EOS, FakeEngine

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
 from emberline.service import Service
-from emberline.service.histogram import Histogram
+from emberline.service.metrics import Histogram
 from tests.balancer.fake_engine import FakeEngine
 from tests.service.test_service import ask, events_of
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from emberline.balancer.route import Route
-from emberline.protocol import tokens
+from emberline.balancer.route_request import Route
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
-from emberline.service import Service, open_core_server, open_door, remote_core
+from emberline.service import Service, open_core_server, open_http_worker, remote_core
 from emberline.service.core_server import CoreServer
 from emberline.service.remote_core import RemoteCore
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
@@ -35,7 +35,7 @@ async def server(service: Service, tmp_path: Path) -> AsyncIterator[CoreServer]:
 
 @pytest.fixture
 async def door(server: CoreServer, engine: FakeEngine, text_model: TextModel, tmp_path: Path) -> AsyncIterator[Service]:
-    door = await open_door([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    door = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     assert await door.ready(PATIENCE_S)
     yield door
     await door.close()

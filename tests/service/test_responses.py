@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emberline.protocol.answer import Record
 from emberline.protocol.errors import TooLarge, Unavailable
-from emberline.protocol.record import Record
-from emberline.service import Service, open_core_server, open_door, responses
+from emberline.service import Service, open_core_server, open_http_worker, responses
 from emberline.service.responses import Responses
 from emberline.store import Database, Store
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
 from tests.databases import Place
 from tests.service.conftest import PATIENCE_S, Opener, offer
@@ -239,7 +239,7 @@ async def test_from_a_door(
 ) -> None:
     service: Service = await open_one(engine)
     server = await open_core_server(service, tmp_path / "core.sock")
-    door = await open_door([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    door = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     assert await door.ready(PATIENCE_S)
     far_us = 4_000_000_000_000_000
     assert await door.responses.keep(record(0, far_us))

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.accounts.ledger import Ledger
-from emberline.accounts.usage import UsageRow
-from emberline.protocol import tokens
+from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
     ContextExceeded,
@@ -25,12 +24,11 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TokenDelta, Usage
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, Priority, SamplingParams
+from emberline.protocol.request import GenerateRequest, Message, Principal, Priority, SamplingParams
 from emberline.service import Service, run
 from emberline.service.core import LocalCore
 from emberline.service.run import MOST_MOVES
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
 
@@ -53,7 +51,7 @@ def text_of(events: list[TextEvent], index: int = 0) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta) and event.index == index)
 
 
-def ledger_of(service: Service) -> Ledger:
+def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
     return service.core._ledger
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from emberline.protocol.tokens import pack
+from emberline.protocol.token_ids import pack
 from emberline.service.sessions import BLOCK_BYTES, ENTRY_BYTES, Sessions
 
 BLOCK_IDS = BLOCK_BYTES // 4

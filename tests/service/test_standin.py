@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Internal, Overloaded, Unavailable
 from emberline.protocol.events import Completed, TextDelta
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import Message
+from emberline.protocol.request import Message, Principal
 from emberline.service import Served, Service, open_service
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
 
@@ -32,7 +31,7 @@ class Standin:
     def start(self) -> None:
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "emberline.engine.standin", "--socket", self.endpoint.address),
+                *(sys.executable, "-m", "emberline.testing.standin_engine", "--socket", self.endpoint.address),
                 *("--vocab-size", "259", "--eos-ids", "2", "--context-len", "4096"),
             ],
             env={**os.environ, "EMBERLINE_WORKER_TOKEN": TOKEN},

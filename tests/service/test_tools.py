@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from emberline.protocol import grammar, tokens
+from emberline.protocol import grammar
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, ErrorInfo
 from emberline.protocol.events import (
     ChoiceDone,
@@ -241,7 +242,7 @@ async def test_the_grammar_binds_the_reply(tell: Tell) -> None:
     service, engine = await tell("qwen", "yes")
     await events_of(service, ask(output=OutputFormat("choice", ["yes", "no"]), reasoning=Reasoning(enabled=False)))
     assert grammar.decode(engine.submitted[0].grammar) == grammar.Grammar(
-        (grammar.Choice((grammar.Text("yes"), grammar.Text("no"))),)
+        (grammar.OneOf((grammar.Text("yes"), grammar.Text("no"))),)
     )
     await events_of(service, ask())
     assert engine.submitted[1].grammar == b""

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams
-from emberline.service.validate import validate, validate_sampling
+from emberline.service.validation import validate, validate_sampling
 
 VOCAB = 100
 NAN, INF = float("nan"), float("inf")

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from emberline.cli import serve
 from emberline.cli.main import main
-from emberline.cluster import child, local
-from emberline.cluster.child import ChildSpec
-from emberline.cluster.doors import Doors
 from emberline.config import EngineConfig
-from emberline.jobs import queue
-from emberline.jobs.limits import Limits
+from emberline.jobs.queue import queue
+from emberline.jobs.queue.limits import Limits
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor import process as child
+from emberline.supervisor.http_workers import HttpWorkers
+from emberline.supervisor.process import ChildSpec
 
 
 def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
@@ -23,7 +24,7 @@ def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
         arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
         arguments += ("--journal", journal, "--max-running", n_running)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
     if script != "real":
         local.worker_spec = standin
@@ -33,8 +34,8 @@ def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
     return main(["serve", *flags])
 
 
-def _doors(n: int, listener: socket.socket, module: str, arguments: list[str]) -> Doors:
-    return Doors(n, listener, "tests.soak.door", arguments)
+def _doors(n: int, listener: socket.socket, module: str, arguments: list[str]) -> HttpWorkers:
+    return HttpWorkers(n, listener, "tests.soak.door", arguments)
 
 
 if __name__ == "__main__":

@@ -124,11 +124,11 @@ def _line(custom_id: str, text: str) -> dict[str, Any]:
 
 def _link_model(home: Path) -> None:
     """The default model, pulled once per machine: its tokenizer is real even where the engine is not."""
+    from emberline.catalog.model_store import ModelStore
     from emberline.catalog.pull import pull
-    from emberline.catalog.shelf import Shelf
 
     cache = os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests"
-    path = pull("smollm2", Shelf(Path(cache).expanduser())).path
+    path = pull("smollm2", ModelStore(Path(cache).expanduser())).path
     (home / "models").mkdir(parents=True)
     (home / "models" / path.parent.name).symlink_to(path.parent)
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emberline.protocol import tokens
-from emberline.text.model import TextModel
+from emberline.protocol import token_ids as tokens
+from emberline.text.text_model import TextModel
 from tests.soak.soak import _link_model
 from tests.soak.streams_audit import check_books, check_rest, judge
 from tests.soak.streams_client import Told, stream

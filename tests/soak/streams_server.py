@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from emberline.cli.main import main
-from emberline.cluster import child, local
-from emberline.cluster.child import ChildSpec
 from emberline.config import EngineConfig
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor import process as child
+from emberline.supervisor.process import ChildSpec
 from tests.soak import door  # noqa: F401  builds no grammars ahead, since nothing asks for any
 
 SIZES = ("--max-running", "16", "--token-budget", "256", "--kv-tokens", "65536", "--head-dim", "16")
@@ -20,7 +21,7 @@ def run(script: str, flags: list[str]) -> int:
         arguments = ("--name", plan.model, "--socket", str(socket), "--script", script, *SIZES)
         arguments += ("--role", plan.role, "--id", plan.name)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.engine.standin", arguments=arguments, env=env)
+        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
     if script != "real":
         local.worker_spec = standin

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 START_S = 300.0  # on a machine that has other things to do
-ENGINES = ("emberline.engine.standin", "emberline.engine.worker")
+ENGINES = ("emberline.testing.standin_engine", "emberline.engine.worker")
 DOORS = ("tests.soak.door",)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.store import Database, Many, Step, Work, open_store
-from emberline.store.translate import numbered
+from emberline.store.postgres import numbered
 from tests.databases import Place
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from emberline.text.chat_template import ChatTemplate
 from emberline.text.gguf_tokenizer import gguf_parts
-from emberline.text.model import TextModel
-from emberline.text.template import ChatTemplate
+from emberline.text.text_model import TextModel
 from emberline.text.tokenizer import Tokenizer
 from tests.text.vocab import byte_level, sentencepiece
 

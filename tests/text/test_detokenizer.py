@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 from emberline.text.detokenizer import Detokenizer
 from tests.text.chats import FAMILIES, family
 from tests.text.strategies import snippets

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
-from emberline.protocol.tokens import unpack
-from emberline.text.guard import MARKS, Guard
+from emberline.protocol.token_ids import unpack
 from emberline.text.prompt import build_prompt
+from emberline.text.special_tokens import MARKS, Guard
 from tests.text.chats import family, text_model
 from tests.text.strategies import snippets
 from tests.text.vocab import byte_level

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from emberline.protocol.request import Message
-from emberline.protocol.tokens import unpack
-from emberline.text.model import TextModel
-from emberline.weights.errors import BadCheckpoint
+from emberline.protocol.token_ids import unpack
+from emberline.text.text_model import TextModel
+from emberline.weights.model_config import BadCheckpoint
 from tests.text import folders
 from tests.text.chats import LLAMA3
 from tests.text.strategies import snippets

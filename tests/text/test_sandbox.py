@@ -3,9 +3,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from emberline.protocol.errors import BadInput
-from emberline.text import sandbox
-from emberline.text.template import ChatTemplate
-from emberline.weights.errors import BadCheckpoint
+from emberline.text import template_sandbox as sandbox
+from emberline.text.chat_template import ChatTemplate
+from emberline.weights.model_config import BadCheckpoint
 
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
 

@@ -2,7 +2,7 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message, ToolCall
-from emberline.text.template import ChatTemplate
+from emberline.text.chat_template import ChatTemplate
 from tests.text.chats import CHATML, GEMMA, LLAMA2, LLAMA3, family
 
 SYSTEM, USER, REPLY = Message("system", "Be brief."), Message("user", "hi"), Message("assistant", "hello")

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.tokens import unpack
+from emberline.protocol.token_ids import unpack
 from emberline.text.gguf_tokenizer import gguf_parts
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from emberline.text.tokenizer import OFF_LOOP_BYTES, WORDS_CHARS, Tokenizer
-from emberline.weights.errors import BadCheckpoint
 from emberline.weights.gguf import GGUFFile
+from emberline.weights.model_config import BadCheckpoint
 from tests.text.chats import FAMILIES, family
 from tests.text.strategies import snippets
 from tests.text.vocab import byte_level, sentencepiece

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.weights.checkpoint import open_checkpoint
-from emberline.weights.errors import BadCheckpoint
 from emberline.weights.gguf import GGUFFile
+from emberline.weights.model_config import BadCheckpoint
 
 from .tiny import tiny_gguf
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from emberline.weights.checkpoint import open_checkpoint
-from emberline.weights.errors import BadCheckpoint
+from emberline.weights.model_config import BadCheckpoint
 
 from .tiny import tiny_gguf, tiny_tensors
 

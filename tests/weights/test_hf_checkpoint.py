@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emberline.weights.checkpoint import open_checkpoint
-from emberline.weights.errors import BadCheckpoint
 from emberline.weights.hf_config import read_config
+from emberline.weights.model_config import BadCheckpoint
 
 SIZES = {
     "vocab_size": 64,

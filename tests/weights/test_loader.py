@@ -8,9 +8,9 @@ import torch
 
 from emberline.weights import loader as loader_module
 from emberline.weights import readahead
-from emberline.weights.errors import BadCheckpoint
 from emberline.weights.loader import Deferred, Loader
-from emberline.weights.tensor import Place, Weight
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.tensors import Place, Weight
 
 
 def weight_of(path, offset, values, kind, **more):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.weights.quants import FORMATS, floats
-from emberline.weights.tensor import GROUP, Weight
+from emberline.weights.quantization import FORMATS, floats
+from emberline.weights.tensors import GROUP, Weight
 
 HALVES = {  # where a block keeps its half-precision numbers
     "q4_0": (0,),
@@ -93,7 +93,7 @@ def test_float_kinds_have_no_affine_form(kind: str) -> None:
 def test_tensor_is_the_dense_form_in_another_dtype(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.weights.tensor._CHUNK_WEIGHTS", 512)  # several chunks, the last one short
+    monkeypatch.setattr("emberline.weights.tensors._CHUNK_WEIGHTS", 512)  # several chunks, the last one short
     w = weight(kind, 7, 2)
     w = Weight(w.name, w.shape, w.kind, w.raw, order=np.arange(7)[::-1])
     assert torch.equal(w.tensor(dtype, "cpu"), torch.from_numpy(w.dense()).to(dtype))

@@ -7,9 +7,8 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from emberline.weights import rope
-from emberline.weights.errors import BadCheckpoint
-from emberline.weights.fields import Fields
+from emberline.weights import rope_scaling as rope
+from emberline.weights.model_config import BadCheckpoint, Fields
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},

@@ -262,7 +262,7 @@ class Automaton:
                 for item in reversed(expression.items):
                     state = self._then(self._build(item), state)
                 return state
-            case ir.Choice():
+            case ir.OneOf():
                 return self._choice([self._build(option) for option in expression.options])
             case ir.Repeat():
                 return self._repeat(self._build(expression.item), expression.least, expression.most)

@@ -49,7 +49,7 @@ def parts(expression: ir.Expression) -> tuple[ir.Expression, ...]:
     match expression:
         case ir.Sequence():
             return expression.items
-        case ir.Choice():
+        case ir.OneOf():
             return expression.options
         case ir.Repeat():
             return (expression.item,)
@@ -103,7 +103,7 @@ def _cost(expression: ir.Expression, rules: Sequence[int]) -> int:
             return 0
         case ir.Sequence():
             return min(NEVER, sum(_cost(item, rules) for item in expression.items))
-        case ir.Choice():
+        case ir.OneOf():
             return min((_cost(option, rules) for option in expression.options), default=NEVER)
         case ir.Repeat():
             return min(NEVER, expression.least * _cost(expression.item, rules)) if expression.least else 0
@@ -179,7 +179,7 @@ def _leading(expression: ir.Expression, rules: Sequence[int]) -> Iterator[int]:
                 yield from _leading(item, rules)
                 if _cost(item, rules):
                     return
-        case ir.Choice() | ir.Repeat():
+        case ir.OneOf() | ir.Repeat():
             for part in parts(expression):
                 yield from _leading(part, rules)
 

@@ -116,7 +116,7 @@ class _Translator:
                 return self._called(number)
             case ir.Sequence(items):
                 return self._joined([self._small(item) for item in items])
-            case ir.Choice(options):
+            case ir.OneOf(options):
                 return self._choice([self._shape(option) for option in options])
             case ir.Repeat(item, least, most):
                 return self._repeat(item, least, most)

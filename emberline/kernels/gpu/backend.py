@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
-from emberline.kernels.gpu import cascade, dense_attention, embedding, plan
+from emberline.kernels.gpu import attention_plan as plan
+from emberline.kernels.gpu import cascade_attention as cascade
+from emberline.kernels.gpu import cudnn_attention as dense_attention
+from emberline.kernels.gpu import elementwise as embedding
 from emberline.kernels.gpu.decode_attention import decode
+from emberline.kernels.gpu.elementwise import add_norm
 from emberline.kernels.gpu.launch import INTERPRETED, dependent
 from emberline.kernels.gpu.matmul import GATES, Job, Matrix, Multiplier
-from emberline.kernels.gpu.norms import add_norm
 from emberline.kernels.gpu.prefill_attention import chunks, split
-from emberline.kernels.gpu.quantised import QuantisedMatrix, pack, quantised_rows
+from emberline.kernels.gpu.quantized_weights import QuantisedMatrix, pack, quantised_rows
 from emberline.kernels.gpu.rope import rope_write
-from emberline.kernels.gpu.split_keys import Items
-from emberline.kernels.gpu.step import Chunk, StepShape
-from emberline.kernels.gpu.workspace import Sizes, Workspace, mlp_tokens
-from emberline.protocol.layout import KVGroup
+from emberline.kernels.gpu.split_kv import Items
+from emberline.kernels.gpu.workspace import Chunk, Sizes, StepShape, Workspace, mlp_tokens
+from emberline.protocol.block_hash import KVGroup
 
 
 @dataclass(frozen=True, slots=True)

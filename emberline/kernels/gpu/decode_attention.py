@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
+from emberline.kernels.gpu.attention_plan import Pieces
 from emberline.kernels.gpu.launch import await_inputs, options, power_of_two, release_next
-from emberline.kernels.gpu.plan import Pieces
 from emberline.kernels.gpu.rope import turned
 
 LOG2_E = 1.4426950408889634

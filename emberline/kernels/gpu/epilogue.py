@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from emberline.kernels.gpu.activation import activated
+from emberline.kernels.gpu.elementwise import activated
 
 
 @triton.jit

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import quantised
-from emberline.kernels.gpu.activation import gate as apply_gate
-from emberline.kernels.gpu.fixed import fixed
+from emberline.kernels.gpu import quantized_weights as quantised
+from emberline.kernels.gpu.elementwise import add_norm
+from emberline.kernels.gpu.elementwise import gate as apply_gate
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, power_of_two
-from emberline.kernels.gpu.norms import add_norm
-from emberline.kernels.gpu.quantised import QuantisedMatrix
-from emberline.kernels.gpu.quantised_matmul import MAX_WORDS, QuantisedTile, VectorTile, multiply, vector
-from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
+from emberline.kernels.gpu.quantized_gemm import MAX_WORDS, QuantisedTile, VectorTile, multiply, vector
+from emberline.kernels.gpu.quantized_weights import QuantisedMatrix
+from emberline.kernels.gpu.skinny_gemm import SkinnyTile, fixed, partial_floats, skinny
 from emberline.kernels.gpu.workspace import DEQUANTISED, MLP_TOKENS, Workspace
 
 GATES = ("", "silu", "gelu_tanh")

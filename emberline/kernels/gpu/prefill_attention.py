@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import split_keys
+from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
-from emberline.kernels.gpu.split_keys import Items, join, put
+from emberline.kernels.gpu.split_kv import Items, join, put
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu.launch import await_inputs, options, power_of_two, release_next
 from emberline.kernels.reference import rms_norm, rotate
-from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 @triton.jit

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import cascade, dense_attention, plan, prefill_attention, split_keys
+from emberline.kernels.gpu import attention_plan as plan
+from emberline.kernels.gpu import cascade_attention as cascade
+from emberline.kernels.gpu import cudnn_attention as dense_attention
+from emberline.kernels.gpu import prefill_attention
+from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.launch import cdiv
 
 MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
@@ -134,3 +138,28 @@ class Workspace:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The beginning of a place as a tensor."""
         return self.flat(name, dtype or self._dtype)[: prod(shape)].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one sequence, more than one of them or a prompt's last."""
+
+    row: int
+    start: int  # index of its first token in the step
+    n: int
+    context: int  # its length, the new tokens included
+
+
+@dataclass(slots=True)
+class StepShape:
+    """Rows that add one token come first: row r of them is token r. Chunks follow.
+
+    A captured graph is replayed with other contexts: only `decode_rows` and `max_query` are baked into it. The last of
+    the decode rows may be nobody's: their context is 0, and beside chunks they have no token.
+    """
+
+    decode_rows: int
+    max_query: int = 0  # longest chunk; 0: there is none
+    shared: Tensor | None = None  # int32 [2]: a row whose table starts with the shared prefix, and its tokens
+    shares: Tensor | None = None  # int32 [rows]: tokens of that prefix each row has, all of it or 0
+    chunks: list[Chunk] | None = None  # None: chunks may be anything, as in a captured graph

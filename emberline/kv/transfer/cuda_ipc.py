@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from emberline.kv.transfer.messages import Opened
-from emberline.kv.transfer.ways import WayClosed, host_name
+from emberline.kv.transfer.transport import TransportClosed, host_name
 
 NAME = "cuda_ipc"
 LINGER_S = 2.0  # a killed process's last copies may run until the driver has torn its context down
@@ -24,14 +24,14 @@ def _driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise WayClosed(f"no CUDA driver: {error}") from None
+        raise TransportClosed(f"no CUDA driver: {error}") from None
 
 
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise WayClosed(f"{what}: {(text.value or b'').decode() or code}")
+        raise TransportClosed(f"{what}: {(text.value or b'').decode() or code}")
 
 
 def allocate(n_bytes: int) -> int:
@@ -55,7 +55,7 @@ def export(pointer: int) -> bytes:
 def open_handle(raw: bytes) -> int:
     """Another process's allocation, in our address space."""
     if len(raw) != _HANDLE_BYTES:
-        raise WayClosed(f"a handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
+        raise TransportClosed(f"a handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
     pointer = ctypes.c_uint64()
     code = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), _Handle.from_buffer_copy(raw), 1)
     _check(code, "the other engine's memory cannot be opened here")
@@ -90,9 +90,9 @@ class CudaInlet:
 def opened_pools(opened: Opened, n_groups: int) -> list[tuple[int, int]]:
     """Pointer and bytes of each of the other's pools."""
     if len(opened.handles) != n_groups + 1:
-        raise WayClosed(f"{len(opened.handles) - 1} pools are exported, {n_groups} are needed")
+        raise TransportClosed(f"{len(opened.handles) - 1} pools are exported, {n_groups} are needed")
     if opened.handles[0].decode(errors="replace") != host_name():
-        raise WayClosed("the other engine is on another machine")
+        raise TransportClosed("the other engine is on another machine")
     pools = []
     for raw in opened.handles[1:]:
         handle, size = raw[:_HANDLE_BYTES], int.from_bytes(raw[_HANDLE_BYTES:], "little")

@@ -5,9 +5,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from emberline.kv.transfer.memory import HostMemory
+from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer.messages import Opened
-from emberline.kv.transfer.ways import Move, WayClosed
+from emberline.kv.transfer.transport import Move, TransportClosed
 
 NAME = "mooncake"
 _ADDRESS_BYTES = 8
@@ -24,21 +24,21 @@ class Engine:
         try:
             library = importlib.import_module("mooncake.engine")
         except (ImportError, OSError) as error:
-            raise WayClosed(f"Mooncake's Transfer Engine cannot be loaded: {error}") from None
+            raise TransportClosed(f"Mooncake's Transfer Engine cannot be loaded: {error}") from None
         protocol, _, device = how.partition(":")
         self._engine: Any = library.TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device):
-            raise WayClosed(f"Mooncake's Transfer Engine does not start on {host} with {how}")
+            raise TransportClosed(f"Mooncake's Transfer Engine does not start on {host} with {how}")
         self.memory = memory
         self.name = f"{host}:{self._engine.get_rpc_port()}"
         self.pools = [(_address(pool), len(pool)) for pool in memory.pools]
         for pointer, n_bytes in self.pools:
             if self._engine.register_memory(pointer, n_bytes):
-                raise WayClosed("Mooncake's Transfer Engine does not take our memory")
+                raise TransportClosed("Mooncake's Transfer Engine does not take our memory")
 
     def write(self, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> None:
         if self._engine.batch_transfer_sync_write(to, sources, targets, sizes):
-            raise WayClosed(f"Mooncake's Transfer Engine did not reach {to}")
+            raise TransportClosed(f"Mooncake's Transfer Engine did not reach {to}")
 
 
 class MooncakeInlet:
@@ -59,7 +59,7 @@ class MooncakeOutlet:
         self._engine = engine
         name, *pools = opened.handles or [b""]
         if len(pools) != len(engine.pools) or any(len(raw) != _ADDRESS_BYTES for raw in pools):
-            raise WayClosed(f"{len(pools)} pools can be reached, {len(engine.pools)} are needed")
+            raise TransportClosed(f"{len(pools)} pools can be reached, {len(engine.pools)} are needed")
         self._name = name.decode(errors="replace")
         self._targets = [int.from_bytes(raw, "little") for raw in pools]
 

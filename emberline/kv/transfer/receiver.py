@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from emberline.kv.transfer import messages, tcp
-from emberline.kv.transfer.link import Link, LinkLost
+from emberline.kv.transfer import messages
+from emberline.kv.transfer import transport as tcp
+from emberline.kv.transfer.connection import Link, LinkLost
 from emberline.kv.transfer.messages import (
     Alive,
     Data,
@@ -27,7 +28,7 @@ from emberline.kv.transfer.messages import (
     Revoked,
 )
 from emberline.kv.transfer.notices import Arrived, GivenUp, Notice, Offered, PeerLost, Released, Renewed
-from emberline.kv.transfer.ways import Inlet, Memory
+from emberline.kv.transfer.transport import Memory, ReceiveTransport
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Receiver:
         name: str,
         link: Link,
         memory: Memory | None,
-        inlets: Sequence[Inlet],
+        inlets: Sequence[ReceiveTransport],
         tell: Callable[[Notice], None],
     ) -> None:
         self.number = number
@@ -56,7 +57,7 @@ class Receiver:
         self._link = link
         self._memory = memory
         self._inlets = {inlet.name: inlet for inlet in inlets}
-        self._inlet: Inlet | None = None
+        self._inlet: ReceiveTransport | None = None
         self._tell = tell
         self._live: dict[int, _Epoch] = {}
         self._revoking: set[int] = set()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from emberline.kv.transfer import messages
-from emberline.kv.transfer.link import Link, LinkLost
+from emberline.kv.transfer.connection import Link, LinkLost
 from emberline.kv.transfer.messages import (
     Alive,
     Denied,
@@ -27,7 +27,7 @@ from emberline.kv.transfer.messages import (
     Revoked,
 )
 from emberline.kv.transfer.notices import Delivered, Granted, Notice, Rejected, Sent
-from emberline.kv.transfer.ways import Move, Outlet, WayClosed, host_name
+from emberline.kv.transfer.transport import Move, SendTransport, TransportClosed, host_name
 from emberline.protocol import frames
 from emberline.protocol.frames import EngineInfo, Hello, Refused, Welcome
 from emberline.protocol.request import Push
@@ -38,7 +38,7 @@ ALIVE_S = 2.0  # between two signs of life; a chunk may take far longer to compu
 _log = logging.getLogger(__name__)
 
 # Chooses a way to the engine that `EngineInfo` describes; raises WayClosed. The link is there to ask over.
-OpenOutlet = Callable[[str, Opened, Link], Outlet]
+OpenOutlet = Callable[[str, Opened, Link], SendTransport]
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Sender:
         self._ways, self._open_outlet, self._block_bytes = ways, open_outlet, block_bytes
         self._tell = tell
         self._link: Link | None = None
-        self._outlet: Outlet | None = None
+        self._outlet: SendTransport | None = None
         self._by_number: dict[int, _Transfer] = {}
         self._by_name: dict[str, _Transfer] = {}
         self._orders: deque[_Transfer | _Parcel | _Cancelled] = deque()
@@ -126,7 +126,7 @@ class Sender:
         why = "the sending thread failed"
         try:
             self._serve(self._dial())
-        except (LinkLost, WayClosed, OSError, msgspec.DecodeError) as error:
+        except (LinkLost, TransportClosed, OSError, msgspec.DecodeError) as error:
             why = str(error) or type(error).__name__
         except Exception:
             _log.exception("a transfer's thread failed", extra={"address": self._push.address})
@@ -183,7 +183,7 @@ class Sender:
         self._outlet = self._open(link, greeting.info)
         return link
 
-    def _open(self, link: Link, info: EngineInfo) -> Outlet:
+    def _open(self, link: Link, info: EngineInfo) -> SendTransport:
         """The best way that both sides know."""
         common = [way for way in info.transfers if way in self._ways]
         why = f"it takes KV by {', '.join(info.transfers) or 'no way'}, we send by {', '.join(self._ways) or 'none'}"
@@ -198,7 +198,7 @@ class Sender:
             outlet = self._open_outlet(way, answer, link)
             _log.info("pushing KV to %s by %s", self._push.address, way)
             return outlet
-        raise WayClosed(why)
+        raise TransportClosed(why)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

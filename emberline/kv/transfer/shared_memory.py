@@ -7,8 +7,8 @@ of the other process is in our address space.
 import os
 from collections.abc import Sequence
 
-from emberline.kv.transfer.memory import HostMemory
-from emberline.kv.transfer.ways import Move, WayClosed, host_name
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.transfer.transport import Move, TransportClosed, host_name
 
 NAME = "shm"
 
@@ -32,7 +32,7 @@ class SharedOutlet:
         if len(descriptors) != len(memory.block_bytes):
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise WayClosed(f"{len(descriptors)} pools are shared, {len(memory.block_bytes)} are needed")
+            raise TransportClosed(f"{len(descriptors)} pools are shared, {len(memory.block_bytes)} are needed")
         self._memory = memory
         self._descriptors = list(descriptors)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Rule, Sequence, Text
+from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Rule, Sequence, Text
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
 from emberline.text.grammar.ranges import ANY, Ranges, union
 from emberline.text.grammar.regex import lengths
@@ -128,7 +128,7 @@ class _Net:
                 for item in items:
                     start = self.add(item, start)
                 return start
-            case Choice(options):
+            case OneOf(options):
                 end = self.node()
                 for option in options:
                     first = self.node()
@@ -419,7 +419,7 @@ def tidy(
 
 def _loops_over_nothing(expression: Expression) -> bool:
     match expression:
-        case Sequence(items) | Choice(items):
+        case Sequence(items) | OneOf(items):
             return any(map(_loops_over_nothing, items))
         case Repeat(item, _, most):
             return ((most is None or most > 1) and lengths(item)[0] == 0) or _loops_over_nothing(item)

@@ -10,7 +10,7 @@ from emberline.text.grammar.ebnf import grammar_expression
 from emberline.text.grammar.regex import regex_expression
 from emberline.text.grammar.schema import object_expression, schema_expression
 from emberline.text.grammar.spec import GrammarSpec
-from emberline.text.tools.grammar import reply_expression
+from emberline.text.tool_calls.grammar import reply_expression
 
 MAX_CHOICES = 10_000
 MAX_CHOICE_CHARACTERS = 256 << 10

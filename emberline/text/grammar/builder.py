@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Choice, Expression, Grammar, Repeat, Rule, Sequence, Text, encode
+from emberline.protocol.grammar import Chars, Expression, Grammar, OneOf, Repeat, Rule, Sequence, Text, encode
 
 MAX_RULES = 20_000
 MAX_BYTES = 1 << 20
@@ -13,7 +13,7 @@ MAX_LEAST = 100_000
 MAX_MOST = 1 << 20
 
 EMPTY = Text("")
-NEVER = Choice(())  # matches nothing at all; `finish` leaves none behind
+NEVER = OneOf(())  # matches nothing at all; `finish` leaves none behind
 
 
 def sequence(*items: Expression) -> Expression:
@@ -36,11 +36,11 @@ def choice(options: Iterable[Expression]) -> Expression:
     """One of these: flat, without repetition."""
     flat: dict[Expression, None] = {}
     for option in options:
-        for part in option.options if isinstance(option, Choice) else (option,):
+        for part in option.options if isinstance(option, OneOf) else (option,):
             flat.setdefault(part)
     if len(flat) == 1:
         return next(iter(flat))
-    return Choice(tuple(flat))
+    return OneOf(tuple(flat))
 
 
 def optional(item: Expression) -> Expression:
@@ -153,7 +153,7 @@ def rules_of(expression: Expression) -> Iterable[int]:
                 yield number
             case Sequence(items):
                 stack.extend(items)
-            case Choice(options):
+            case OneOf(options):
                 stack.extend(options)
             case Repeat(inner, _, most):
                 if most != 0:
@@ -166,7 +166,7 @@ def _matches_something(expression: Expression, productive: set[int]) -> bool:
             return number in productive
         case Sequence(items):
             return all(_matches_something(item, productive) for item in items)
-        case Choice(options):
+        case OneOf(options):
             return any(_matches_something(option, productive) for option in options)
         case Repeat(item, least, _):
             return least == 0 or _matches_something(item, productive)
@@ -205,7 +205,7 @@ def _prune(expression: Expression, productive: set[int]) -> Expression:
             return expression if number in productive else NEVER
         case Sequence(items):
             return sequence(*(_prune(item, productive) for item in items))
-        case Choice(options):
+        case OneOf(options):
             return choice(_prune(option, productive) for option in options)
         case Repeat(item, least, most):
             return repeat(_prune(item, productive), least, most)
@@ -239,8 +239,8 @@ def _reachable(rules: list[Expression], start: int) -> tuple[Expression, ...]:
                 return Rule(order[target(number)])
             case Sequence(items):
                 return Sequence(tuple(renumber(item) for item in items))
-            case Choice(options):
-                return Choice(tuple(renumber(option) for option in options))
+            case OneOf(options):
+                return OneOf(tuple(renumber(option) for option in options))
             case Repeat(item, _, _):
                 return msgspec.structs.replace(expression, item=renumber(item))
             case _:

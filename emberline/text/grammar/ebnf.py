@@ -3,7 +3,7 @@
 from typing import Any
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Rule, Sequence, Text
+from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Rule, Sequence, Text
 from emberline.text.grammar.automaton import tidy
 from emberline.text.grammar.blame import blaming
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
@@ -101,7 +101,7 @@ def _may_be_empty(expression: Expression, nullable: set[int]) -> bool:
             return number in nullable
         case Sequence(items):
             return all(_may_be_empty(item, nullable) for item in items)
-        case Choice(options):
+        case OneOf(options):
             return any(_may_be_empty(option, nullable) for option in options)
         case Repeat(item, least, _):
             return least == 0 or _may_be_empty(item, nullable)
@@ -111,7 +111,7 @@ def _may_be_empty(expression: Expression, nullable: set[int]) -> bool:
 
 def _unrolled(number: int, body: Expression, nullable: set[int]) -> Expression:
     """a ::= a x | y becomes a ::= y x*."""
-    options = body.options if isinstance(body, Choice) else (body,)
+    options = body.options if isinstance(body, OneOf) else (body,)
     tails: list[Expression] = []
     others: list[Expression] = []
     for option in options:
@@ -129,7 +129,7 @@ def _lefts(expression: Expression, nullable: set[int]) -> set[int]:
     match expression:
         case Rule(number):
             return {number}
-        case Choice(options):
+        case OneOf(options):
             return set().union(*(_lefts(option, nullable) for option in options))
         case Repeat(item, _, _):
             return _lefts(item, nullable)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Sequence, Text
+from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Sequence, Text
 from emberline.text.grammar import unicode
 from emberline.text.grammar.blame import blaming
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
@@ -85,7 +85,7 @@ def expanded(expression: Expression) -> int:
     match expression:
         case Sequence(items):
             return sum(map(expanded, items))
-        case Choice(options):
+        case OneOf(options):
             return sum(map(expanded, options))
         case Repeat(item, least, most):
             return max(1, least, most or 0) * expanded(item)
@@ -98,7 +98,7 @@ def expanded(expression: Expression) -> int:
 def lengths(expression: Expression) -> tuple[int, int | None]:
     """Fewest and most characters (None: no limit) of what a rule-free expression matches."""
     match expression:
-        case Sequence(items) | Choice(items) if items:
+        case Sequence(items) | OneOf(items) if items:
             pairs = [lengths(item) for item in items]
             total = sum if isinstance(expression, Sequence) else None
             least = sum(low for low, _ in pairs) if total else min(low for low, _ in pairs)
@@ -122,7 +122,7 @@ def _has_anchor(tree: Tree) -> bool:
     match tree:
         case Anchor(_):
             return True
-        case Sequence(items) | Choice(items):
+        case Sequence(items) | OneOf(items):
             return any(map(_has_anchor, items))
         case Repeat(item, _, _):
             return _has_anchor(item)
@@ -134,7 +134,7 @@ def _settle(tree: Tree, parser: "_Parser") -> list[tuple[bool, Expression, bool]
     """The alternatives without anchors: (tied to the beginning, body, tied to the end)."""
     if not _has_anchor(tree):
         return [(False, tree, False)]
-    if isinstance(tree, Choice):
+    if isinstance(tree, OneOf):
         return [each for option in tree.options for each in _settle(option, parser)]
     items = list(tree.items) if isinstance(tree, Sequence) else [tree]
     begins = ends = False
@@ -188,7 +188,7 @@ class _Parser:
         options = [self._terms(depth)]
         while self._take("|"):
             options.append(self._terms(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(dict.fromkeys(options)))
+        return options[0] if len(options) == 1 else OneOf(tuple(dict.fromkeys(options)))
 
     def _terms(self, depth: int) -> Tree:
         items: list[Tree] = []

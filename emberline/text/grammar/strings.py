@@ -4,7 +4,7 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from emberline.protocol.grammar import Chars, Choice, Expression, Repeat, Sequence, Text
+from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Sequence, Text
 from emberline.text.grammar import automaton
 from emberline.text.grammar.automaton import Automaton
 from emberline.text.grammar.builder import NEVER, Builder, choice, repeat, sequence
@@ -56,7 +56,7 @@ def in_json(expression: Expression) -> Expression:
             return _escaped(ranges)
         case Sequence(items):
             return sequence(*map(in_json, items))
-        case Choice(options):
+        case OneOf(options):
             return choice(map(in_json, options))
         case Repeat(item, least, most):
             return repeat(in_json(item), least, most)

@@ -3,12 +3,16 @@
 import msgspec
 import pytest
 
-from emberline.balancer.adapters.adapter import BadAnswer, Peer, encode
-from emberline.balancer.adapters.mooncake import Mooncake
-from emberline.balancer.adapters.nixl import NixlPull
-from emberline.balancer.adapters.sglang import SGLang
-from emberline.balancer.adapters.store import SharedStore
-from emberline.balancer.adapters.table import adapter_for
+from emberline.upstream.disaggregation import (
+    BadAnswer,
+    Mooncake,
+    NixlPull,
+    Peer,
+    SGLang,
+    SharedStore,
+    adapter_for,
+    encode,
+)
 
 P, D = Peer("p", "10.0.0.1", "10.0.0.1:8998"), Peer("d", "10.0.0.2", "10.0.0.2:8998")
 BODY = {

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.balancer.adapters.sse import MAX_LINE_BYTES, StreamEditor, StreamError, TooLong
-from emberline.balancer.adapters.usage import cached_of, read_usage, usage_objects, write_cached
+from emberline.upstream.sse import (
+    MAX_LINE_BYTES,
+    StreamEditor,
+    StreamError,
+    TooLong,
+    cached_of,
+    read_usage,
+    usage_objects,
+    write_cached,
+)
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "total_tokens": 103}
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.balancer.adapters.nixl import NixlPull
-from emberline.balancer.http.configured import servers_of
 from emberline.config import ConfigError, resolve
+from emberline.upstream.config import servers_of
+from emberline.upstream.disaggregation import NixlPull
 
 
 def endpoints(folder: Path, text: str, **environ: str):  # type: ignore[no-untyped-def]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.balancer.http.kv_feed import BadEvents, KVFeed, chain_keys, key_root
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
+from emberline.upstream.kv_events import BadEvents, KVFeed, chain_keys, key_root
 
 ROOT = key_root("vllm", "m")
 IDS = list(range(100, 260))

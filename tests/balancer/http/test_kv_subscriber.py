@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from emberline.balancer.http.kv_feed import chain_keys, key_root
-from emberline.balancer.http.kv_subscriber import END, KVSubscriber
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.frames import KVEvents
+from emberline.upstream.kv_events import END, KVSubscriber, chain_keys, key_root
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")

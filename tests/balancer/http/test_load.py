@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.balancer.http.load import NoLoad, sglang_load, vllm_load
+from emberline.upstream.client import NoLoad, sglang_load, vllm_load
 
 METRICS = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.

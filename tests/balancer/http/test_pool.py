@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvloop
 
-from emberline.balancer.http.address import Address, parse
-from emberline.balancer.http.exchange import Broken
-from emberline.balancer.http.pool import Pool
+from emberline.upstream.http_client import Address, Broken, Pool, parse
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.cluster.simulator.cache import Cache
+from emberline.simulator.kv_memory import Cache
 
 LENGTHS = {0: 3, 1: 2, 2: 4, 3: 1, 4: 5}  # a tree: 0 is everybody's, then 1 -> 2 and 3 -> 4
 PATHS = ((0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4))

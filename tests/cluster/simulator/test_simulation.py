@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_fields
 
-from emberline.cluster.simulator.chunking import Fixed
-from emberline.cluster.simulator.coefficients import Coefficients, load, names
-from emberline.cluster.simulator.outcome import Outcome
-from emberline.cluster.simulator.plan import POLICIES, Plan
-from emberline.cluster.simulator.search import load_at_busy
-from emberline.cluster.simulator.simulation import simulate
-from emberline.cluster.simulator.trace import Session, Trace, Turn
 from emberline.protocol.errors import BadInput
+from emberline.simulator.coefficients import Coefficients, Fixed, load, names
+from emberline.simulator.outcome import Outcome
+from emberline.simulator.plan import POLICIES, Plan
+from emberline.simulator.search import load_at_busy
+from emberline.simulator.simulation import simulate
+from emberline.simulator.trace import Session, Trace, Turn
 
 MODEL = with_fields(load("h200-llama-8b"), context_len=20_000, kv_tokens=60_000)
 
@@ -75,7 +74,7 @@ def test_prefill_and_decode_apart() -> None:
 
 
 def _never_local() -> object:
-    from emberline.balancer.settings import Settings
+    from emberline.balancer.cost_model import Settings
 
     return Settings(local_tokens=0)
 

@@ -7,10 +7,10 @@ from statistics import median
 
 import pytest
 
-from emberline.cluster.simulator import generator
-from emberline.cluster.simulator.trace import Segments, Trace, Turn, runs_of
-from emberline.cluster.simulator.traces import open_trace
 from emberline.protocol.errors import BadInput
+from emberline.simulator import generator
+from emberline.simulator.trace import Segments, Trace, Turn, runs_of
+from emberline.simulator.trace_files import open_trace
 
 CHATS = [
     {"timestamp": 0, "input_length": 1500, "output_length": 10, "hash_ids": [0, 1, 2]},

@@ -3,13 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from emberline.cluster.simulator.chunking import Timed
-from emberline.cluster.simulator.clock import Clock
-from emberline.cluster.simulator.coefficients import load
-from emberline.cluster.simulator.fleet import Fleet
-from emberline.cluster.simulator.job import Job
-from emberline.cluster.simulator.plain import Plain
-from emberline.cluster.simulator.transfer import Wire
+from emberline.simulator.baselines import Plain
+from emberline.simulator.coefficients import Timed, load
+from emberline.simulator.fleet import Fleet
+from emberline.simulator.job import Job
+from emberline.simulator.transfer import Wire
+from emberline.simulator.virtual_clock import Clock
 
 MODEL = replace(load("h200-llama-8b"), context_len=60_000, kv_tokens=100_000)
 

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.cluster.simulator.chunking import Chunking, Fixed, Timed
-from emberline.cluster.simulator.clock import Clock
-from emberline.cluster.simulator.coefficients import Coefficients
-from emberline.cluster.simulator.job import Job, Seq
-from emberline.cluster.simulator.worker import Worker
+from emberline.simulator.coefficients import Chunking, Coefficients, Fixed, Timed
+from emberline.simulator.job import Job, Seq
+from emberline.simulator.virtual_clock import Clock
+from emberline.simulator.worker import Worker
 
 MODEL = Coefficients(
     name="test",

@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emberline.engine import script, standin
 from emberline.engine.grammar.compiler import Grammars
-from emberline.engine.limits import Limits
-from emberline.engine.scheduler import Scheduler
-from emberline.engine.script import Script
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.kv.cache import KVCache
-from emberline.protocol import tokens
+from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import EngineRequest
-from emberline.text.model import TextModel
+from emberline.testing import engine_script as script
+from emberline.testing import standin_engine as standin
+from emberline.testing.engine_script import Script
+from emberline.text.text_model import TextModel
 from tests.e2e.clients.play import Play
 
 PACE_MS = 3.0  # a token: at full speed a reply would be there at once, and nobody would see it streamed

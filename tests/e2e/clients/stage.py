@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from emberline.cli.main import main
-from emberline.cluster import local
-from emberline.cluster.child import ChildSpec
 from emberline.config import EngineConfig
+from emberline.supervisor import engine_workers as local
+from emberline.supervisor.process import ChildSpec
 from tests.e2e.clients.play import Play
 
 CONTEXT_LEN = 131_072  # agents' prompts are long

@@ -7,13 +7,13 @@ import numpy as np
 
 from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.compiler import Grammars
-from emberline.engine.limits import Limits
-from emberline.engine.loop import StepLoop
-from emberline.engine.scheduler import Scheduler
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
-from emberline.protocol.tokens import pack, unpack
+from emberline.protocol.token_ids import pack, unpack
 
 from ..fakes import FULL
 from .samples import ALL, END_ID, WORDS, frame

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from emberline.protocol.frames import Vocabulary as Frame
-from emberline.protocol.grammar import Chars, Choice, Free, Grammar, Repeat, Rule, Sequence, Text, Token
+from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token
 
 SPECIAL = 300
 END_ID = 301
@@ -16,7 +16,7 @@ def seq(*items):
 
 
 def choice(*options):
-    return Choice(options)
+    return OneOf(options)
 
 
 DIGIT = Chars(((48, 57),))
@@ -115,7 +115,7 @@ def matches(expression, rules, most):
             words = {()}
             for item in items:
                 words = joined(words, matches(item, rules, most), most)
-        case Choice(options):
+        case OneOf(options):
             words = set().union(*(matches(option, rules, most) for option in options))
         case Repeat(item, least, limit):
             words = repeated(matches(item, rules, most), least, limit, most)
@@ -156,7 +156,7 @@ def expressions(n_rules):
         leaves,
         lambda inner: st.one_of(
             st.lists(inner, max_size=3).map(lambda items: Sequence(tuple(items))),
-            st.lists(inner, min_size=1, max_size=3).map(lambda items: Choice(tuple(items))),
+            st.lists(inner, min_size=1, max_size=3).map(lambda items: OneOf(tuple(items))),
             st.tuples(inner, counts).map(lambda drawn: Repeat(drawn[0], *drawn[1])),
         ),
         max_leaves=6,

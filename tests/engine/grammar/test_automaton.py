@@ -11,7 +11,7 @@ from emberline.engine.grammar.bounds import MAX_DEPTH, check, read
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Choice, Free, Grammar, Repeat, Rule, Sequence, Text, Token, encode
+from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
 
 from .samples import ALL, CALLS, JSON, LINKED, PERSON, SPECIAL, STRING, choice, frame, grammars, language, seq
 
@@ -115,7 +115,7 @@ def test_every_character_and_no_surrogate():
 
 def test_counts_are_not_unrolled():
     automaton = Automaton(
-        Grammar((seq(Text("["), Repeat(Choice((Text("x"), Text("yy"))), 500_000, 1_000_000), Text("]")),))
+        Grammar((seq(Text("["), Repeat(OneOf((Text("x"), Text("yy"))), 500_000, 1_000_000), Text("]")),))
     )
     began = time.perf_counter()
     state = automaton.feed(automaton.start, b"[" + b"x" * 20_000)
@@ -124,7 +124,7 @@ def test_counts_are_not_unrolled():
 
 
 def test_memory_is_bounded_and_old_states_stay_valid():
-    automaton = Automaton(Grammar((Repeat(Choice((Text("x"), Text("yy"))), 0, 200_000),)))
+    automaton = Automaton(Grammar((Repeat(OneOf((Text("x"), Text("yy"))), 0, 200_000),)))
     states = [automaton.start]
     for _ in range(60_000):
         states.append(automaton.step(states[-1], ord("x")))
@@ -142,7 +142,7 @@ def test_deep_nesting():
 
 def test_many_options_share_their_beginnings():
     options = tuple(Text(f'"item-{n:05}"') for n in range(5000))
-    automaton = Automaton(Grammar((Choice(options),)))
+    automaton = Automaton(Grammar((OneOf(options),)))
     state = automaton.feed(automaton.start, b'"item-012')
     assert state.cost == len('34"')
     assert automaton.feed(state, b'34"') is END
@@ -162,7 +162,7 @@ def test_a_text_of_endless_readings_is_given_up():
         (Grammar((Rule(1),)), "does not exist"),
         (Grammar((seq(Repeat(Text("a")), Rule(0)),)), "begins with itself"),
         (Grammar((seq(Text("a"), Rule(0)),)), "no text"),
-        (Grammar((Choice(()),)), "no text"),
+        (Grammar((OneOf(()),)), "no text"),
         (Grammar((Token(-1),)), "token id"),
         (Grammar((Repeat(Text("a"), 3, 2),)), "repeating"),
         (Grammar((Repeat(Text("a"), 0, 1 << 40),)), "repeating"),

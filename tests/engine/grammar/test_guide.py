@@ -17,7 +17,7 @@ from emberline.engine.grammar.lark import recursive_rules
 from emberline.engine.grammar.matcher import MatcherFailed
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Overloaded
-from emberline.protocol.grammar import Chars, Choice, Free, Grammar, Repeat, Rule, Sequence, Text, Token, encode
+from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
 
 from .samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
 
@@ -279,7 +279,7 @@ def test_recursion_is_found_however_rules_call(calls):
 
 def bomb(depth):
     """(((a{1,9}){1,9}){1,9}…: few expressions, endless counts."""
-    nested = Choice((Text("a"), Text("b"), Chars(((97, 122),))))
+    nested = OneOf((Text("a"), Text("b"), Chars(((97, 122),))))
     for _ in range(depth):
         nested = Repeat(nested, 1, 9)
     return Grammar((seq(nested, Text("!")),))

@@ -3,7 +3,7 @@
 import pytest
 
 from emberline.engine.grammar.compiler import Grammars
-from emberline.engine.loop import StepLoop
+from emberline.engine.step_loop import StepLoop
 
 from .bench import TASTES, VOCAB, Bench
 from .samples import ALL, WORDS, frame

@@ -7,7 +7,7 @@ import pytest
 from emberline.protocol.frames import Vocabulary
 from emberline.protocol.grammar import Grammar, Text, encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 
 from ..client import Client, engine
 from .samples import JSON, LINKED, NUMBERS, PERSON

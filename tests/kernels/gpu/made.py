@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
 from emberline.kernels.gpu.launch import INTERPRETED
-from emberline.protocol.layout import BLOCK_TOKENS
+from emberline.protocol.block_hash import BLOCK_TOKENS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16

@@ -7,7 +7,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import cascade, dense_attention, plan
+from emberline.kernels.gpu import attention_plan as plan
+from emberline.kernels.gpu import cascade_attention as cascade
+from emberline.kernels.gpu import cudnn_attention as dense_attention
 from emberline.kernels.gpu.decode_attention import decode
 from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks
 from emberline.kernels.gpu.rope import rope_write_reference

@@ -8,19 +8,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu import backend, prefill_attention, split_keys
+from emberline.kernels.gpu import backend, prefill_attention
+from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.backend import TritonBackend
-from emberline.kernels.gpu.quantised import dequantise_reference, pack
-from emberline.kernels.gpu.step import Chunk, StepShape
-from emberline.kernels.gpu.workspace import Sizes, Workspace, _layout
+from emberline.kernels.gpu.quantized_weights import dequantise_reference, pack
+from emberline.kernels.gpu.workspace import Chunk, Sizes, StepShape, Workspace, _layout
 from emberline.kernels.reference import TorchBackend
-from emberline.models.decoder import Decoder, LayerTable
+from emberline.models.decoder import Decoder, LayerTable, StepInputs
 from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2
-from emberline.models.step import StepInputs
-from emberline.weights.config import ModelConfig
-from emberline.weights.tensor import Affine
+from emberline.weights.model_config import ModelConfig
+from emberline.weights.tensors import Affine
 from tests.kernels.gpu.made import DEVICE, DTYPE, error
 from tests.models.steps import step
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from emberline.kernels.gpu.copy_blocks import copy_blocks, copy_blocks_plain  # noqa: E402
+from emberline.kernels.gpu.elementwise import copy_blocks, copy_blocks_plain  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from emberline.kernels import inputs as plain
-from emberline.kernels.inputs import FOLLOWS, NONE, PADDING, DecodeInputs, SlotState
+from emberline.kernels import decode_inputs as plain
+from emberline.kernels.decode_inputs import FOLLOWS, NONE, PADDING, DecodeInputs, SlotState
 
 triton = pytest.importorskip("triton")
-from emberline.kernels.gpu import inputs as fast  # noqa: E402
+from emberline.kernels.gpu import decode_inputs as fast  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N_SLOTS = 7

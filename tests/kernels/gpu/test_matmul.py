@@ -7,17 +7,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.activation import gate_reference
+from emberline.kernels.gpu.elementwise import gate_reference
 from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
 from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
-from emberline.kernels.gpu.quantised import QuantisedMatrix, pack
-from emberline.kernels.gpu.quantised_matmul import QuantisedTile, VectorTile
-from emberline.kernels.gpu.quantised_matmul import multiply as multiply_few
-from emberline.kernels.gpu.quantised_matmul import vector as multiply_one
-from emberline.kernels.gpu.skinny import SkinnyTile, partial_floats, skinny
+from emberline.kernels.gpu.quantized_gemm import QuantisedTile, VectorTile
+from emberline.kernels.gpu.quantized_gemm import multiply as multiply_few
+from emberline.kernels.gpu.quantized_gemm import vector as multiply_one
+from emberline.kernels.gpu.quantized_weights import QuantisedMatrix, pack
+from emberline.kernels.gpu.skinny_gemm import SkinnyTile, partial_floats, skinny
 from emberline.kernels.gpu.workspace import Sizes, Workspace
 from emberline.kernels.reference import rms_norm
-from emberline.weights.tensor import Affine
+from emberline.weights.tensors import Affine
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, error, noise
 
 GATES = ["", "silu", "gelu_tanh"]

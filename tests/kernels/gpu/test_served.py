@@ -5,19 +5,19 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from emberline.engine.gpu_runner import GpuRunner  # noqa: E402
-from emberline.engine.gpu_shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
-from emberline.engine.limits import Limits  # noqa: E402
-from emberline.engine.loop import StepLoop  # noqa: E402
-from emberline.engine.runner import TorchRunner  # noqa: E402
-from emberline.engine.scheduler import Scheduler  # noqa: E402
+from emberline.engine.gpu.runner import GpuRunner  # noqa: E402
+from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
+from emberline.engine.scheduler.limits import Limits  # noqa: E402
+from emberline.engine.scheduler.scheduler import Scheduler  # noqa: E402
+from emberline.engine.step_loop import StepLoop  # noqa: E402
+from emberline.engine.torch_runner import TorchRunner  # noqa: E402
 from emberline.kernels.gpu.backend import TritonBackend  # noqa: E402
 from emberline.kernels.gpu.workspace import Sizes  # noqa: E402
 from emberline.kernels.reference import TorchBackend  # noqa: E402
 from emberline.kv.cache import KVCache  # noqa: E402
 from emberline.models.decoder import Decoder  # noqa: E402
 from emberline.models.llama import LLAMA  # noqa: E402
-from emberline.weights.config import ModelConfig  # noqa: E402
+from emberline.weights.model_config import ModelConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
 from tests.engine.host_sampler import HostKernels, HostTable  # noqa: E402
 from tests.engine.test_runner import tokens  # noqa: E402

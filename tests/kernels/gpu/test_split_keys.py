@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import split_keys
+from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks, split
-from emberline.kernels.gpu.split_keys import Scratch
+from emberline.kernels.gpu.split_kv import Scratch
 from emberline.kernels.reference import attend
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, Batch, attention, batch, error, noise
 

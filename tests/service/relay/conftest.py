@@ -9,27 +9,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.accounts.ledger import Ledger
-from emberline.accounts.usage import UsageRow
-from emberline.balancer.ask import Ask
+from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.fleet import Fleet
-from emberline.balancer.gate import Gate
 from emberline.balancer.grants import Grants
-from emberline.balancer.http.server import Server
-from emberline.balancer.http.upstream import Upstream
-from emberline.balancer.route import Route
-from emberline.cluster.standin_openai.script import Script
-from emberline.cluster.standin_openai.server import Kind, Standin
-from emberline.protocol.principal import Principal
-from emberline.protocol.request import GenerateRequest, Message, SamplingParams
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
-from emberline.service.relay.open import open_relay
-from emberline.service.relay.relay import Relay
 from emberline.service.responses import Responses
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
+from emberline.testing.standin_openai.replies import Script
+from emberline.testing.standin_openai.server import Kind, Standin
+from emberline.upstream.client import Upstream
+from emberline.upstream.config import UpstreamConfig
+from emberline.upstream.relay import Relay, open_relay
 
 MODEL = "standin"
 PRINCIPAL = Principal("tenant", salt=b"s" * 16)
@@ -72,10 +68,10 @@ class Bench:
         return False
 
 
-class PairGate(Gate):
+class PairGate(AdmissionController):
     """Splits every request that it can: whether that pays is the balancer's business, and tested there."""
 
-    async def admit(self, ask: Ask) -> Route:
+    async def admit(self, ask: RouteRequest) -> Route:
         route = await super().admit(ask)
         pool = [name for name, role in self.roles.items() if role == "prefill"]
         pool = [name for name in pool if name not in ask.avoid] or pool
@@ -100,7 +96,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
             standins[name] = await Standin(kind, MODEL, scripts.get(name), apart).start()
         upstreams = [
             Upstream(
-                Server(
+                UpstreamConfig(
                     endpoint=Endpoint(
                         name=name,
                         address=standins[name].url,
@@ -118,13 +114,13 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         store = await open_store(tmp_path / "db")
         responses = Responses(store, 30)
         fleet = Fleet({MODEL: upstreams})
-        gate = Gate(Balancer())
+        gate = AdmissionController(Balancer())
         if paired:
             gate = PairGate(Balancer())
             gate.roles = {name: role for name, _, role in servers}
         for upstream in upstreams:
             gate.watch(upstream, [MODEL])
-        core = LocalCore(fleet, gate, Ledger(store), Sessions(), responses, Grants(fleet, 0.5))
+        core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), responses, Grants(fleet, 0.5))
         relay = open_relay(core, upstreams)
         relay.start(watch=True)
         for upstream in upstreams:

@@ -6,15 +6,14 @@ from contextlib import aclosing
 
 import pytest
 
-from emberline.accounts.usage import UsageRow
-from emberline.cluster.standin_openai.replies import Prompt
-from emberline.cluster.standin_openai.script import Script
+from emberline.accounts.usage_ledger import UsageRow
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Priority
-from emberline.service.errand import Errand
-from emberline.service.gathering import gather
+from emberline.service.answer import gather
+from emberline.service.job_context import JobContext
+from emberline.testing.standin_openai.replies import Prompt, Script
 from tests.service.relay.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
@@ -213,8 +212,8 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
 async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
     bench: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.http.upstream.PROBE_S", 0.05)
-    monkeypatch.setattr("emberline.balancer.http.upstream.ANSWER_S", 0.1)
+    monkeypatch.setattr("emberline.upstream.client.PROBE_S", 0.05)
+    monkeypatch.setattr("emberline.upstream.client.ANSWER_S", 0.1)
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(hang=True), b=Script(hang=True))
     task = asyncio.create_task(answer(made, request()))
     servers = made.relay._servers
@@ -248,7 +247,7 @@ async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
 async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
-    errand = Errand("b", booked.append)
+    errand = JobContext("b", booked.append)
     found = await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, errand))
     assert found.choices[0].text == expected()
     assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
@@ -261,7 +260,7 @@ async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: O
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=Script(status=500))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
-        await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, Errand("b", booked.append)))
+        await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
     assert made.standins["a"].requests == []
     assert [row.status for row in booked] == ["failed"]
     assert await made.idle()

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from emberline.cluster.standin_openai.script import Script
 from emberline.protocol.errors import EmberlineError
-from emberline.service.gathering import gather
+from emberline.service.answer import gather
+from emberline.testing.standin_openai.replies import Script
 from tests.service.relay.conftest import PRINCIPAL, Bench, Opener, request
 from tests.service.relay.test_relay import expected
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
-from emberline.protocol.grammar import Chars, Choice, Expression, Grammar, Repeat, Rule, Sequence, Text
+from emberline.protocol.grammar import Chars, Expression, Grammar, OneOf, Repeat, Rule, Sequence, Text
 
 ENDLESS = 10**9
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ class Sampler:
                 return self._costs[number]
             case Sequence(items):
                 return min(ENDLESS, sum(map(self._cost, items)))
-            case Choice(options):
+            case OneOf(options):
                 return min(map(self._cost, options), default=ENDLESS)
             case Repeat(item, least, _):
                 return min(ENDLESS, least * self._cost(item)) if least else 0
@@ -82,7 +82,7 @@ class Sampler:
             case Sequence(items):
                 for item in items:
                     self._write(item)
-            case Choice(options):
+            case OneOf(options):
                 self._write(self._option(options))
             case Repeat(item, least, most):
                 n = 0
@@ -127,7 +127,7 @@ def matches(grammar: Grammar, text: str) -> bool:
                 for item in items:
                     places = frozenset().union(*(ends(item, place) for place in places))
                 return places
-            case Choice(options):
+            case OneOf(options):
                 return frozenset().union(*(ends(option, start) for option in options))
             case Repeat(item, least, most):
                 places, found, n = frozenset((start,)), frozenset((start,)) if least == 0 else frozenset(), 0

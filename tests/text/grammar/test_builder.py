@@ -1,4 +1,4 @@
-from emberline.protocol.grammar import Chars, Choice, Repeat, Rule, Sequence, Text, decode, encode
+from emberline.protocol.grammar import Chars, OneOf, Repeat, Rule, Sequence, Text, decode, encode
 from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, optional, repeat, separated, sequence
 from tests.text.grammar.reference import matches
 
@@ -7,7 +7,7 @@ def test_what_is_written_together_is_one() -> None:
     assert sequence(Text("a"), EMPTY, Sequence((Text("b"), Chars(((48, 57),))))) == Sequence(
         (Text("ab"), Chars(((48, 57),)))
     )
-    assert choice([Text("a"), choice([Text("b"), Text("a")])]) == Choice((Text("a"), Text("b")))
+    assert choice([Text("a"), choice([Text("b"), Text("a")])]) == OneOf((Text("a"), Text("b")))
     assert sequence(Text("a"), NEVER) == NEVER
     assert optional(NEVER) == EMPTY
     assert repeat(NEVER, 1) == NEVER

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from emberline.text.model import TextModel
+from emberline.text.text_model import TextModel
 from tests.text.chats import CHATML, text_model
 from tests.text.vocab import byte_level, sentencepiece
 

@@ -3,8 +3,8 @@
 import re
 from functools import cache
 
-from emberline.protocol.grammar import Chars, Choice, Expression, Free, Grammar, Repeat, Rule, Sequence, Text, Token
-from emberline.text.model import TextModel
+from emberline.protocol.grammar import Chars, Expression, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token
+from emberline.text.text_model import TextModel
 
 _FIRST = 0x100000  # a private plane: special tokens as characters
 
@@ -27,11 +27,11 @@ def plain(expression: Expression, free: tuple[str, ...]) -> Expression:
         case Token(token_id):
             return Text(chr(_FIRST + token_id))
         case Free(without):
-            return Choice(tuple(Text(text) for text in free if not any(mark in text for mark in without)))
+            return OneOf(tuple(Text(text) for text in free if not any(mark in text for mark in without)))
         case Sequence(items):
             return Sequence(tuple(plain(item, free) for item in items))
-        case Choice(options):
-            return Choice(tuple(plain(option, free) for option in options))
+        case OneOf(options):
+            return OneOf(tuple(plain(option, free) for option in options))
         case Repeat(item, least, most):
             return Repeat(plain(item, free), least, most)
         case _:
@@ -89,7 +89,7 @@ def matches(grammar: Grammar, text: str) -> bool:
                 return rule_ends(number, start)
             case Sequence(items):
                 return one_after_another(items, start)
-            case Choice(options):
+            case OneOf(options):
                 return frozenset(end for option in options for end in ends(option, start))
             case Repeat(item, least, most):
                 return repeat_ends(item, least, most, start)

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.request import Tool, ToolCall
-from emberline.protocol.tokens import unpack
-from emberline.text.tools.pieces import Argued, CallBegun, CallEnded, Piece, Said, Thought
-from emberline.text.tools.reply import Call, Reply
+from emberline.protocol.token_ids import unpack
+from emberline.text.tool_calls.parser import Argued, Call, CallBegun, CallEnded, Piece, Reply, Said, Thought
 from tests.text.tools.models import CALLERS, model
 
 TOOLS = (Tool("get_weather"), Tool("add.numbers-2"))

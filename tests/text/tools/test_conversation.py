@@ -7,12 +7,12 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, Reasoning, Tool, ToolCall
-from emberline.protocol.tokens import pack, unpack
-from emberline.text.digest import chain_digests, extend
-from emberline.text.model import TextModel
+from emberline.protocol.token_ids import pack, unpack
+from emberline.text.message_digest import chain_digests, extend
 from emberline.text.prompt import Cut, Known, build_prompt, reply_entry, thinking_begun
-from emberline.text.tools.reply import Reply
-from emberline.text.tools.teach import system_text
+from emberline.text.text_model import TextModel
+from emberline.text.tool_calls.parser import Reply
+from emberline.text.tool_calls.prompt import system_text
 from tests.text.tools.models import CALLERS, model
 
 WEATHER = Tool("get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})

@@ -8,10 +8,10 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
 from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
-from emberline.protocol.tokens import unpack
+from emberline.protocol.token_ids import unpack
 from emberline.text.grammar.build import build
-from emberline.text.tools.reply import Reply
-from emberline.text.tools.spec import grammar_spec
+from emberline.text.tool_calls.grammar import grammar_spec
+from emberline.text.tool_calls.parser import Reply
 from tests.text.grammar.reference import Sampler
 from tests.text.tools.models import CALLERS, model
 from tests.text.tools.recognise import as_characters, as_text, matches, plain_grammar

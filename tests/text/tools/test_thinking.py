@@ -2,9 +2,9 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Reasoning, Tool
-from emberline.protocol.tokens import unpack
-from emberline.text.tools.limit import thinking_limit
-from emberline.text.tools.thinking import budget, template_kwargs
+from emberline.protocol.token_ids import unpack
+from emberline.text.tool_calls.grammar import thinking_limit
+from emberline.text.tool_calls.reasoning import budget, template_kwargs
 from tests.text.chats import FAMILIES, family
 from tests.text.tools.models import model
 

@@ -1,0 +1,86 @@
+"""For whoever runs the server: health, metrics, what runs, the page at /."""
+
+import hashlib
+from base64 import b64encode
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, Template
+
+from emberline import __version__
+from emberline.api.http.call import Call
+from emberline.api.http.reply import HeaderList, Reply, json_reply
+
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+NO_STORE: HeaderList = [(b"cache-control", b"no-store")]
+
+
+async def health(call: Call) -> Reply:
+    """Whether tokens can move. What exactly is wrong is for those who hold the key, where there is one."""
+    found = await call.service.health()
+    body: dict[str, Any] = {"status": "ok" if found.ok else "unavailable", "version": __version__}
+    if call.trusted:
+        body["detail"] = found.detail
+    retry: HeaderList = [] if found.ok else [(b"retry-after", b"1")]
+    return json_reply(body, 200 if found.ok else 503, NO_STORE + retry)
+
+
+async def metrics(call: Call) -> Reply:
+    return Reply(200, await call.service.metrics(), METRICS_TYPE, NO_STORE)
+
+
+async def ps(call: Call) -> Reply:
+    return json_reply(await _running(call), headers=NO_STORE)
+
+
+async def favicon(call: Call) -> Reply:
+    return Reply(204, b"", headers=[(b"cache-control", b"max-age=86400")])
+
+
+async def page(call: Call) -> Reply:
+    template, policy = _page()
+    running = await _running(call) if call.trusted else None
+    models = call.service.models() if call.trusted else []
+    html = template.render(
+        version=__version__,
+        running=running,
+        model=models[0].id if models else "MODEL",
+        base=f"{call.scope.get('scheme', 'http')}://{call.headers['host']}",
+        needs_key=call.auth.needs_key,
+    )
+    headers: HeaderList = [
+        *NO_STORE,
+        (b"content-security-policy", policy),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+    ]
+    return Reply(200, html.encode(), b"text/html; charset=utf-8", headers)
+
+
+async def _running(call: Call) -> dict[str, Any]:
+    found = await call.service.health()
+    models = [
+        {
+            "id": card.id,
+            "aliases": card.aliases,
+            "context_window": card.context_window,
+            "architecture": card.architecture,
+            "weight_bytes": card.weight_bytes,
+        }
+        for card in call.service.models()
+    ]
+    return {"version": __version__, "ok": found.ok, "models": models, **found.detail}
+
+
+@cache
+def _page() -> tuple[Template, bytes]:
+    """The page, and the policy that lets its own script and style run and nothing else."""
+    source = files("emberline.api.admin").joinpath("page.html").read_text(encoding="utf-8")
+    script = source.partition("<script>")[2].partition("</script>")[0]
+    digest = b64encode(hashlib.sha256(script.encode()).digest())
+    policy = (
+        b"default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'; script-src 'sha256-" + digest + b"'"
+    )
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source), policy

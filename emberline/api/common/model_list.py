@@ -1,0 +1,61 @@
+"""Model cards as rows: Cloudflare's, OpenAI's, OpenRouter's."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from emberline.catalog.model_card import TASKS, ModelCard, task
+
+_SOURCES = {"@cf": 1, "@hf": 2}
+_LOCAL_SOURCE = 3
+_EVERY = {"async_queue": "true"}  # what every model has
+
+
+def source(card: ModelCard) -> int:
+    return _SOURCES.get(card.id.partition("/")[0], _LOCAL_SOURCE)
+
+
+def cloudflare_model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.uuid,
+        "source": source(card),
+        "name": card.id,
+        "description": card.description,
+        "task": (task(card.task) or TASKS[0])._asdict(),
+        "created_at": card.created_at,
+        "tags": [],
+        "properties": [{"property_id": name, "value": value} for name, value in (card.properties | _EVERY).items()],
+    }
+
+
+def openai_model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": _unix(card),
+        "owned_by": card.author,
+        "context_window": card.context_window,
+    }
+
+
+def openrouter_model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "name": card.id,
+        "created": _unix(card),
+        "description": card.description,
+        "input_modalities": ["text"],
+        "output_modalities": ["text"],
+        "context_length": card.context_window,
+        "max_output_length": card.context_window,
+        "pricing": {"prompt": "0", "completion": "0", "input_cache_read": "0", "request": "0", "image": "0"},
+        "supported_sampling_parameters": [
+            *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
+            *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
+        ],
+        "supported_features": [],
+    }
+
+
+def _unix(card: ModelCard) -> int:
+    """`created_at` is UTC, with or without a fraction."""
+    return int(datetime.fromisoformat(card.created_at).replace(tzinfo=UTC).timestamp())

@@ -1,0 +1,111 @@
+"""Reading a request's body: bounded, as JSON whatever its content type says, into a typed struct."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from emberline.api.http.asgi import Message
+from emberline.api.http.call import Call
+from emberline.api.http.disconnect import ClientLeft
+from emberline.api.http.errors import NoBody
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 << 20
+IDLE_S = 30.0  # a body may pause this long between two pieces
+_NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `([^`]+)`")
+
+
+async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
+    return decode(await read_body(call), decoder)
+
+
+async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
+    """A body that is JSON, as it was sent."""
+    content_type = call.headers.get("content-type", "").lower()
+    if content_type.startswith(_NOT_JSON):
+        raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
+    if call.headers.get("content-encoding", "identity").lower() != "identity":
+        raise BadInput("compressed request bodies are not accepted", param="content-encoding")
+    return b"".join([piece async for piece in pieces(call, max_bytes or MAX_BODY_BYTES)])
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """`body` as the decoder's type; whatever is wrong with it is a BadInput that names the field."""
+    if not body:
+        raise NoBody("the request has no body; send a JSON object")
+    try:
+        if not body.isascii():
+            str(body, "utf-8")  # holds the fields we skip to it too
+        return _decode(body, decoder)
+    except msgspec.ValidationError as bad:
+        raise BadInput(str(bad), param=_param(str(bad))) from None
+    except UnicodeDecodeError as bad:
+        raise BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}") from None
+    except msgspec.DecodeError as bad:
+        raise BadInput(f"the body is not valid JSON: {bad}") from None
+    except RecursionError:
+        raise BadInput("the JSON is nested too deeply") from None
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as bad:
+        if "got `float`" not in str(bad):
+            raise
+    return msgspec.convert(_whole(msgspec.json.decode(body)), decoder.type)
+
+
+def _whole(value: Any) -> Any:
+    """The value with 1.0 written as 1: some languages know only one kind of number."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value
+
+
+def _param(message: str) -> str | None:
+    """The field a validation message is about: its path, and the name of one that is missing there."""
+    parts = [found[1] for found in (_WHERE.search(message), _MISSING.search(message)) if found and found[1]]
+    return ".".join(parts) or None
+
+
+async def pieces(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body as it arrives."""
+    announced = call.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    size, more = 0, True
+    while more:
+        message = await _piece(call)
+        piece: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        yield piece
+
+
+async def _piece(call: Call) -> Message:
+    try:
+        async with asyncio.timeout(IDLE_S):
+            message = await call.receive()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request body stopped arriving for {IDLE_S:.0f} s") from None
+    if message["type"] == "http.disconnect":
+        raise ClientLeft
+    return message
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")

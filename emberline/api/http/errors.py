@@ -1,0 +1,160 @@
+"""Errors in each dialect: the one table from an error's kind to statuses, codes and types."""
+
+import math
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from emberline.api.http.reply import HeaderList, Reply
+from emberline.protocol.errors import BadInput, EmberlineError, NotFound
+
+
+class Dialect(Enum):
+    """How a route's caller wants its errors. The enveloped forms carry Cloudflare's `errors` beside their own."""
+
+    NATIVE = "native"
+    OPENAI = "openai"
+    OPENAI_ENVELOPED = "openai+envelope"
+    ANTHROPIC = "anthropic"
+    ANTHROPIC_ENVELOPED = "anthropic+envelope"
+
+
+class MethodNotAllowed(EmberlineError):
+    kind = "method_not_allowed"
+
+    def __init__(self, method: str, allowed: str) -> None:
+        super().__init__(f"Method {method} not available for that URI.")
+        self.allowed = allowed
+
+
+class NoBody(BadInput):
+    kind = "no_body"
+
+
+class JsonModeFailed(EmberlineError):
+    """The reply should have been JSON, and the token limit came first."""
+
+    kind = "json_mode_failed"
+
+
+class NoSuchResponse(NotFound):
+    kind = "response_not_found"
+
+
+class NoPreviousResponse(NotFound):
+    kind = "previous_response_not_found"
+
+
+class NoSuchBatch(NotFound):
+    kind = "batch_not_found"
+
+
+class NoSuchFile(NotFound):
+    kind = "file_not_found"
+
+
+class Codes(NamedTuple):
+    """One kind of error: its HTTP status (and where the native dialect differs, that one), and its names."""
+
+    status: int
+    native_status: int
+    native_code: int
+    openai_type: str
+    openai_code: str | None
+    anthropic_type: str
+
+
+_INVALID = "invalid_request_error"
+
+CODES: dict[str, Codes] = {
+    "internal": Codes(500, 500, 5001, "server_error", "internal_error", "api_error"),
+    "bad_input": Codes(400, 400, 5006, _INVALID, None, _INVALID),
+    "no_body": Codes(400, 400, 3003, _INVALID, None, _INVALID),
+    "unsupported": Codes(400, 400, 5006, _INVALID, "unsupported_parameter", _INVALID),
+    "json_mode_failed": Codes(400, 400, 5024, _INVALID, "json_mode_failed", _INVALID),
+    "too_large": Codes(413, 413, 3006, _INVALID, "request_too_large", "request_too_large"),
+    "context_exceeded": Codes(400, 413, 5021, _INVALID, "context_length_exceeded", _INVALID),
+    "model_not_found": Codes(404, 400, 5007, _INVALID, "model_not_found", "not_found_error"),
+    "malformed_model_id": Codes(404, 404, 3042, _INVALID, "model_not_found", "not_found_error"),
+    "unauthorized": Codes(401, 401, 10000, _INVALID, "invalid_api_key", "authentication_error"),
+    "forbidden": Codes(403, 403, 10000, "permission_error", "forbidden", "permission_error"),
+    "not_found": Codes(404, 404, 7000, _INVALID, "unknown_url", "not_found_error"),
+    "response_not_found": Codes(404, 404, 7000, _INVALID, "response_not_found", "not_found_error"),
+    "previous_response_not_found": Codes(404, 404, 7000, _INVALID, "previous_response_not_found", "not_found_error"),
+    "webhook_not_found": Codes(404, 404, 7000, _INVALID, "webhook_not_found", "not_found_error"),
+    "batch_not_found": Codes(404, 404, 7000, _INVALID, "batch_not_found", "not_found_error"),
+    "file_not_found": Codes(404, 404, 7000, _INVALID, "file_not_found", "not_found_error"),
+    "method_not_allowed": Codes(405, 405, 7001, _INVALID, "method_not_allowed", _INVALID),
+    "conflict": Codes(409, 409, 7003, _INVALID, "conflict", _INVALID),
+    "idempotency_mismatch": Codes(422, 422, 5006, _INVALID, "idempotency_key_reused", _INVALID),
+    "overloaded": Codes(429, 429, 3040, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "unavailable": Codes(503, 503, 3040, "server_error", "unavailable", "overloaded_error"),
+    "deadline_exceeded": Codes(408, 408, 3007, "timeout_error", "timeout", "timeout_error"),
+    "cancelled": Codes(408, 408, 3008, "timeout_error", "cancelled", "timeout_error"),
+}
+
+# Kinds that never reached a model: Cloudflare's own wording, a null result and no request id in the message.
+_ROUTING = frozenset({"unauthorized", "forbidden", "not_found", "method_not_allowed"})
+
+
+def codes(error: EmberlineError) -> Codes:
+    return CODES.get(error.kind, CODES["internal"])
+
+
+def error_reply(error: EmberlineError, dialect: Dialect, request_id: str) -> Reply:
+    """The HTTP answer that says `error` in `dialect`."""
+    row = codes(error)
+    status = row.native_status if dialect is Dialect.NATIVE else row.status
+    headers = _headers(error, status)
+    if error.kind not in _ROUTING:
+        headers.append((b"cf-ai-req-id", request_id.encode()))
+    if dialect in (Dialect.ANTHROPIC, Dialect.ANTHROPIC_ENVELOPED):
+        headers.append((b"request-id", request_id.encode()))
+    return Reply(status, msgspec.json.encode(error_body(error, dialect, request_id)), headers=headers)
+
+
+def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict[str, Any]:
+    """The JSON object of an error; also what a stream that has begun ends with."""
+    if dialect is Dialect.NATIVE:
+        return _envelope(error, request_id)
+    body: dict[str, Any]
+    if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
+        body = {"error": _openai(error)}
+    else:
+        kind = codes(error).anthropic_type
+        body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    if dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED):
+        body |= _envelope(error, request_id)
+    return body
+
+
+def _openai(error: EmberlineError) -> dict[str, Any]:
+    row = codes(error)
+    return {"message": error.message, "type": row.openai_type, "param": error.param, "code": row.openai_code}
+
+
+def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
+    code = codes(error).native_code
+    message = error.message
+    if error.kind == "unauthorized":
+        message = "Authentication error"
+    elif isinstance(error, BadInput):
+        message = f"AiError: Bad input: {message} ({request_id})"
+    elif error.kind not in _ROUTING:
+        message = f"AiError: {message} ({request_id})"
+    result: dict[str, Any] | None = None if error.kind in _ROUTING else {}
+    return {"errors": [{"message": message, "code": code}], "success": False, "result": result, "messages": []}
+
+
+def _headers(error: EmberlineError, status: int) -> HeaderList:
+    headers: HeaderList = []
+    if status in (429, 503):
+        wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allowed.encode()))
+    return headers

@@ -1,0 +1,97 @@
+"""The guard at the gate: against web pages that reach for a server on this machine.
+
+A page's script can send requests to loopback, and with DNS rebinding even under its own name. So the Host must be a
+name we answer to, and an Origin, where a browser sends one, must be our own or on the list.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from emberline.api.http.asgi import Message, Scope, Send
+from emberline.api.http.reply import HeaderList, Reply
+from emberline.protocol.errors import Forbidden
+
+ANY = "*"
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+_EXPOSED = b"x-request-id, cf-ai-req-id, request-id, retry-after, retry-after-ms"
+_MAX_AGE_S = b"600"
+
+
+class Guard:
+    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        self._hosts = {"localhost", *(_name(host) or host.lower() for host in hosts)}
+        self._origins = {origin.rstrip("/").lower() for origin in origins}
+
+    def check(self, scope: Scope) -> str | None:
+        """Raise Forbidden, or return the origin to answer to (None: not a browser's cross-origin request)."""
+        hosts = _values(scope, b"host")
+        if len(hosts) != 1 or not self._answers_to(hosts[0], scope):
+            shown = hosts[0][:100] if hosts else ""
+            raise Forbidden(f"this server does not answer to the host {shown!r}; --allow-host makes it")
+        origins = _values(scope, b"origin")
+        if not origins:
+            return None
+        if len(origins) > 1 or not self._allows(origins[0], hosts[0]):
+            shown = origins[0][:100]
+            raise Forbidden(f"web pages of {shown!r} may not call this server; --allow-origin lets them")
+        return origins[0]
+
+    def _answers_to(self, host: str, scope: Scope) -> bool:
+        name = _name(host)
+        if name is None:
+            return False
+        if ANY in self._hosts or name in self._hosts or name.endswith(".localhost"):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        # A rebound name is never an address: the one this connection was dialled at is ours.
+        return address.is_loopback or name == (scope.get("server") or ("",))[0]
+
+    def _allows(self, origin: str, host: str) -> bool:
+        origin = origin.lower()
+        own = origin.partition("://")[2] == host.lower()
+        return own or origin in self._origins or ANY in self._origins
+
+
+def preflight(scope: Scope) -> Reply | None:
+    """The answer to a browser that asks whether it may ask; None where it does not."""
+    headers = dict(scope["headers"])
+    if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
+        return None
+    allowed: HeaderList = [
+        (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE"),
+        (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
+        (b"access-control-max-age", _MAX_AGE_S),
+    ]
+    if b"access-control-request-private-network" in headers:
+        allowed.append((b"access-control-allow-private-network", b"true"))
+    return Reply(204, b"", headers=allowed)
+
+
+def answering(send: Send, origin: str) -> Send:
+    """`send` with the headers that let the page at `origin` read the answer."""
+    cors: HeaderList = [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-expose-headers", _EXPOSED),
+        (b"vary", b"Origin"),
+    ]
+
+    async def send_with_cors(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *cors]}
+        await send(message)
+
+    return send_with_cors
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
+
+
+def _name(host: str) -> str | None:
+    """The name or address in a Host header, without port, brackets, case and final dot."""
+    match = _HOST.fullmatch(host)
+    return match.group(1).strip("[]").rstrip(".").lower() if match else None

@@ -1,0 +1,101 @@
+"""The server described by its own routes and structs, for people and for fuzzers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from emberline import __version__
+from emberline.api.http.errors import CODES, Dialect
+from emberline.api.http.router import Policy, Route
+
+_ACCOUNT = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "null"]},
+    },
+    "required": ["message", "type"],
+}
+_ENVELOPE = {
+    "type": "object",
+    "properties": {
+        "success": {"type": "boolean"},
+        "errors": {"type": "array", "items": {"type": "object", "required": ["code", "message"]}},
+        "messages": {"type": "array"},
+    },
+    "required": ["success", "errors", "messages", "result"],
+}
+
+
+def document(routes: Iterable[Route]) -> dict[str, Any]:
+    routes = tuple(routes)
+    bodies = sorted({route.body for route in routes if route.body}, key=lambda kind: kind.__name__)
+    references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(bodies, references, strict=True))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Emberline", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR, "Envelope": _ENVELOPE},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schema_of: dict[type[Any], Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": route.summary, "parameters": _parameters(route)}
+    operation["responses"] = _responses(route)
+    if route.policy is Policy.KEY:
+        operation["security"] = [{"key": []}]
+    if route.body is not None:
+        content = {"application/json": {"schema": schema_of[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    found = []
+    if "{account}" in route.path:
+        found.append({"name": "account", "in": "path", "required": True, "schema": _ACCOUNT})
+    if "{id}" in route.path:
+        found.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+    if "{model}" in route.path:
+        model = {"type": "string", "minLength": 1}
+        found.append({"name": "model", "in": "path", "required": True, "schema": model})
+    for name, schema in (route.query or {}).items():
+        found.append({"name": name, "in": "query", "required": False, "schema": schema})
+    return found
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    native = route.dialect is Dialect.NATIVE
+    statuses = {codes.native_status if native else codes.status for codes in CODES.values()}
+    failed = {"description": "Refused or failed", "content": {"application/json": {"schema": _failure(route.dialect)}}}
+    done: dict[str, Any] = {"description": "Done", "content": {kind: {} for kind in _content_types(route)}}
+    if route.path == "/favicon.ico":
+        return {"204": {"description": "No icon"}}
+    return {"200": done} | {str(status): failed for status in sorted(statuses)}
+
+
+def _content_types(route: Route) -> list[str]:
+    special = {"/": ["text/html"], "/metrics": ["text/plain"]}
+    if route.body is not None:
+        return ["application/json", "text/event-stream"]
+    return special.get(route.path, ["application/json"])
+
+
+def _failure(dialect: Dialect) -> dict[str, Any]:
+    envelope = {"$ref": "#/components/schemas/Envelope"}
+    own = {"type": "object", "properties": {"error": {"$ref": "#/components/schemas/Error"}}, "required": ["error"]}
+    if dialect is Dialect.NATIVE:
+        return envelope
+    enveloped = dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED)
+    return {"allOf": [envelope, own]} if enveloped else own

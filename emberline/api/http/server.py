@@ -1,0 +1,164 @@
+"""The HTTP server under the app: uvicorn on uvloop and httptools, with a drain, and bounds on what clients hold."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from emberline.api.http.asgi import ASGIApp
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may carry it a little beyond
+HEAD_S = 30.0  # for a request's head to arrive once the connection, or the head, has begun
+STALL_S = 120.0  # for a client to take something of an answer that has filled the buffers
+MAX_PIPELINED = 16  # requests sent ahead of the answers before them
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close first
+SETTLE_S = 5.0  # for requests cut off at the end of the drain to say so and give back what they hold
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, stop: asyncio.Event | None = None) -> None:
+    """Serve on a bound socket until SIGTERM, SIGINT or `stop`.
+
+    Then: no new connections, running requests finish within `drain_s`, the rest are told that the server stops.
+    """
+    config = uvicorn.Config(
+        app,
+        http=_BoundedProtocol,
+        ws="none",
+        loop="none",  # the caller's
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # seconds; handed to asyncio as it is
+    )
+    stop = stop or asyncio.Event()
+    with _signals(stop):
+        await _Server(config, stop).serve(sockets=[sock])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn whose end is an event rather than a signal handler of its own, and which is still while nobody calls."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not self._stop.is_set():
+            await self.on_tick(0)  # renews the Date header
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if cut_off := set(self.server_state.tasks):
+            log.warning("requests cut off at the end of the drain", extra={"requests": len(cut_off)})
+            await asyncio.wait(cut_off, timeout=SETTLE_S)
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn itself would wait for ever: for a head to end, for a client to read, for one that left to say so."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._head_timer)
+        _cancel(self._stall_timer)
+        if self._running is not None:  # uvicorn tells only the request that arrived last
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if not self._in_head:
+            return
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+        self._head_bytes = 0
+        _cancel(self._head_timer)
+        self._head_timer = None
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.close()
+        elif self.pipeline:
+            self.flow.resume_reading()  # or we would not see the client leave
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._stall_timer)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _head_is_late(self) -> None:
+        if self._running is None or self._running.response_complete:
+            self.transport.close()
+        else:  # its next request can wait for the answer to the one before
+            self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`, in the main thread; in another, only its owner can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

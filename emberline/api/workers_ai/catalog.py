@@ -1,0 +1,147 @@
+"""Cloudflare's catalog: models, their schemas, tasks and authors.
+
+Clients page until a page is empty (or short), so every list is paged and a page past the end is [].
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from emberline.api.common.model_list import cloudflare_model, openrouter_model, source
+from emberline.api.http.call import Call
+from emberline.api.http.reply import Reply, json_reply
+from emberline.api.workers_ai.answer import envelope
+from emberline.api.workers_ai.run_request import RunRequest
+from emberline.catalog.model_card import TASKS, ModelCard, authors
+from emberline.protocol.errors import BadInput
+
+T = TypeVar("T")
+
+DEFAULT_PER_PAGE = 50
+MAX_PER_PAGE = 1000
+MAX_PAGE = 1 << 31
+
+PAGING = {
+    "page": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    "per_page": {"type": "integer", "minimum": 1, "maximum": MAX_PER_PAGE},
+}
+MODEL_FILTERS = {
+    "author": {"type": "string"},
+    "search": {"type": "string"},
+    "task": {"type": "string"},
+    "source": {"type": "integer", "minimum": 1, "maximum": 1000},
+    "hide_experimental": {"type": "boolean"},
+    "format": {"enum": ["openrouter"]},
+} | PAGING
+MODEL_NAME = {"model": {"type": "string", "minLength": 1}}
+_USAGE = {
+    "type": "object",
+    "properties": {
+        "prompt_tokens": {"type": "integer"},
+        "completion_tokens": {"type": "integer"},
+        "total_tokens": {"type": "integer"},
+        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
+    },
+}
+_TOOL_CALL = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}, "id": {"type": "string"}},
+    "required": ["name", "arguments"],
+}
+_OUTPUT = {
+    "oneOf": [
+        {
+            "type": "object",
+            "contentType": "application/json",
+            "properties": {
+                "response": {"type": ["string", "object", "array", "number", "boolean", "null"]},
+                "reasoning_content": {"type": "string"},
+                "tool_calls": {"type": "array", "items": _TOOL_CALL},
+                "finish_reason": {"enum": ["length", "tool_calls"]},
+                "usage": _USAGE,
+            },
+            "required": ["response"],
+        },
+        {"type": "string", "contentType": "text/event-stream", "format": "binary"},
+    ]
+}
+
+
+async def models(call: Call) -> Reply:
+    query = call.query()
+    _number(query, "source", 1, 1000)
+    if query.get("hide_experimental", "true") not in ("true", "false"):  # nothing here is experimental
+        raise BadInput("`hide_experimental` may be true or false", param="hide_experimental")
+    found = [card for card in call.service.models() if _matches(card, query)]
+    style = query.get("format")
+    if style is None:
+        return page_of(query, [cloudflare_model(card) for card in found])
+    if style != "openrouter":
+        raise BadInput("`format` may be `openrouter`, or absent", param="format")
+    rows = _paged(query, [openrouter_model(card) for card in found])
+    return json_reply(envelope(rows, data=rows))
+
+
+async def schema(call: Call) -> Reply:
+    name = call.query().get("model")
+    if not name:
+        raise BadInput("the query must name a `model`", param="model")
+    call.service.resolve(name)
+    return json_reply(envelope({"input": _input_schema(), "output": _OUTPUT}))
+
+
+async def tasks(call: Call) -> Reply:
+    return page_of(call.query(), [row._asdict() for row in TASKS])
+
+
+async def list_authors(call: Call) -> Reply:
+    return page_of(call.query(), [row._asdict() for row in authors(call.service.models())])
+
+
+@cache
+def _input_schema() -> dict[str, Any]:
+    """RunRequest's own definition on top, where clients look for `type` and `properties`."""
+    (reference,), definitions = msgspec.json.schema_components([RunRequest], ref_template="#/$defs/{name}")
+    own = definitions.pop(reference["$ref"].rpartition("/")[2])
+    return {**own, "$defs": definitions}
+
+
+def _matches(card: ModelCard, query: dict[str, str]) -> bool:
+    words = query.get("search", "").lower()
+    texts = (card.id, card.description, *card.aliases)
+    return (
+        query.get("author", card.author).lower() == card.author.lower()
+        and query.get("task", card.task).lower() == card.task.lower()
+        and query.get("source", str(source(card))) == str(source(card))
+        and any(words in text.lower() for text in texts)
+    )
+
+
+def page_of(query: dict[str, str], rows: Sequence[dict[str, Any]]) -> Reply:
+    shown = _paged(query, rows)
+    per_page = _number(query, "per_page", DEFAULT_PER_PAGE, MAX_PER_PAGE)
+    info = {
+        "count": len(shown),
+        "page": _number(query, "page", 1, MAX_PAGE),
+        "per_page": per_page,
+        "total_count": len(rows),
+        "total_pages": -(-len(rows) // per_page),
+    }
+    return json_reply(envelope(shown, result_info=info))
+
+
+def _paged(query: dict[str, str], rows: Sequence[T]) -> Sequence[T]:
+    per_page = _number(query, "per_page", DEFAULT_PER_PAGE, MAX_PER_PAGE)
+    first = (_number(query, "page", 1, MAX_PAGE) - 1) * per_page
+    return rows[first : first + per_page]
+
+
+def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
+        raise BadInput(f"`{name}` must be a whole number from 1 to {most}", param=name)
+    return int(text)

@@ -1,0 +1,164 @@
+"""Which endpoint holds which KV block: the prefix index of the whole fleet.
+
+A block is known by the first half of its content key; a collision costs a wrong guess, never a wrong token. The set of
+endpoints that hold it is a bitset. An endpoint has a slot, one bit, and gets a fresh one when it forgets everything,
+so that forgetting costs nothing; old bits are swept out later, many at once.
+"""
+
+import sys
+from array import array
+from collections import deque
+from itertools import islice, repeat
+
+from emberline.protocol.block_hash import DIGEST_BYTES
+
+KEY_BYTES = 8  # of the 16 that a content key has
+ENTRY_BYTES = 108  # measured, of a dict of such keys with shared values, between two doublings
+MAX_DEAD = 64  # slots given up before all entries are swept
+_MAX_SHARED = 1 << 16
+
+Match = list[tuple[int, int]]
+
+
+class FleetPrefixIndex:
+    """Leading matches by bisection: sound because engines evict the ends of prefixes before their beginnings."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._held: dict[int, int] = {}  # as the engines say
+        self._expected: dict[int, int] = {}  # as we decided a moment ago, not yet confirmed
+        self._lapses: deque[tuple[float, int, list[int]]] = deque()  # when which expectations end, in order
+        self._live = 0  # the bits in use
+        self._dead = 0
+        self._free: list[int] = []
+        self._n_slots = 0
+        self._shared: dict[int, int] = {}  # one int object per bitset
+        self._max_keys = max(1024, max_bytes // ENTRY_BYTES)
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._expected)
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self) * ENTRY_BYTES
+
+    def take_slot(self) -> int:
+        if not self._free:
+            self._free.append(self._n_slots)
+            self._n_slots += 1
+        slot = self._free.pop()
+        self._live |= 1 << slot
+        return slot
+
+    def drop_slot(self, slot: int) -> None:
+        """Forget all that its owner held. The slot is not used again before the sweep."""
+        self._live &= ~(1 << slot)
+        self._dead |= 1 << slot
+        if self._dead.bit_count() > MAX_DEAD:
+            self._sweep()
+
+    def stored(self, slot: int, keys: bytes) -> None:
+        self._set(self._held, slot, _split(keys))
+
+    def removed(self, slot: int, keys: bytes) -> None:
+        split = _split(keys)
+        self._unset(self._held, slot, split)
+        if self._expected:
+            self._unset(self._expected, slot, split)
+
+    def expect(self, slot: int, keys: bytes, until_s: float) -> None:
+        """The endpoint is about to hold these blocks, beside what it is believed to hold already."""
+        if split := _split(keys):
+            self._set(self._expected, slot, split)
+            self._lapses.append((until_s, slot, split))
+
+    def unexpect(self, slot: int, keys: bytes) -> None:
+        if self._expected:
+            self._unset(self._expected, slot, _split(keys))
+
+    def lapse(self, now_s: float) -> None:
+        """End the expectations whose time is over."""
+        while self._lapses and self._lapses[0][0] <= now_s:
+            _, slot, split = self._lapses.popleft()
+            if self._live >> slot & 1:
+                self._unset(self._expected, slot, split)
+
+    def match(self, keys: bytes) -> Match:
+        """How many leading blocks each endpoint holds: (depth, bits of those that hold just so many), deepest first.
+        Whoever is in none of them holds nothing."""
+        n = len(keys) // DIGEST_BYTES
+        mask = self._mask(keys, 0) & self._live if n else 0
+        match: Match = []
+        # At `low` the holders are `at_low`, at `high` a subset `at_high`. Whoever is lost in between ends there. Later
+        # spans come first off the stack, so that depths come out descending.
+        spans = [(0, n, mask, 0)]
+        while spans:
+            low, high, at_low, at_high = spans.pop()
+            if at_low == at_high:
+                continue
+            if high - low == 1:
+                match.append((high, at_low ^ at_high))
+                continue
+            middle = (low + high) // 2
+            at_middle = (self._mask(keys, middle) | at_high) & at_low
+            spans.append((low, middle, at_low, at_middle))
+            spans.append((middle, high, at_middle, at_high))
+        return match
+
+    def _mask(self, keys: bytes, block: int) -> int:
+        start = block * DIGEST_BYTES
+        key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
+        return self._held.get(key, 0) | self._expected.get(key, 0)
+
+    def _set(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
+        """Neighbours mostly have the same holders, or none yet: thousands of blocks cost a few calls."""
+        bit = 1 << slot
+        if known.keys().isdisjoint(keys):
+            known.update(zip(keys, repeat(self._share(bit))))
+        else:
+            masks = list(map(known.get, keys, repeat(0)))
+            after = {mask: self._share(mask | bit) for mask in set(masks)}
+            known.update(zip(keys, map(after.__getitem__, masks)))
+        if len(self) > self._max_keys:
+            self._shrink()
+
+    def _unset(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
+        bit = 1 << slot
+        if known.keys().isdisjoint(keys):
+            return
+        masks = list(map(known.pop, keys, repeat(0)))
+        if others := set(masks) - {0, bit}:
+            after = {mask: self._share(mask & ~bit) for mask in others}
+            known.update((key, after[mask]) for key, mask in zip(keys, masks) if mask in others)
+
+    def _share(self, mask: int) -> int:
+        """One int object for all blocks with the same holders."""
+        if len(self._shared) > _MAX_SHARED:
+            self._shared.clear()
+        return self._shared.setdefault(mask, mask)
+
+    def _shrink(self) -> None:
+        """Too many: first what nobody alive holds, then the oldest eighth."""
+        self._sweep()
+        for known in (self._expected, self._held):
+            n_over = len(self) - self._max_keys * 7 // 8
+            for key in list(islice(known, max(0, n_over))):
+                del known[key]
+
+    def _sweep(self) -> None:
+        """Only now may the slots of the dead have new owners."""
+        self._shared.clear()
+        self._held, self._expected = self._alive(self._held), self._alive(self._expected)
+        self._lapses = deque(lapse for lapse in self._lapses if self._live >> lapse[1] & 1)
+        while self._dead:
+            self._free.append((self._dead & -self._dead).bit_length() - 1)
+            self._dead &= self._dead - 1
+
+    def _alive(self, known: dict[int, int]) -> dict[int, int]:
+        live = self._live
+        return {key: self._share(mask & live) for key, mask in known.items() if mask & live}
+
+
+def _split(keys: bytes) -> list[int]:
+    """The first half of each key, as a number of this machine's own byte order."""
+    halves = array("Q", keys[: len(keys) // DIGEST_BYTES * DIGEST_BYTES])
+    return halves[:: DIGEST_BYTES // KEY_BYTES].tolist()

@@ -1,0 +1,34 @@
+"""A request that wants an engine."""
+
+import msgspec
+
+
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds enough to place the request, and enough for a usage row, should its door die."""
+
+    id: str
+    account: str  # the tenant
+    key_id: str = ""
+    model: str
+    model_version: str
+    priority: str = "default"  # priority | default | flex | batch
+    input_tokens: int
+    created_us: int
+    affinity: str | None = None  # the session's name, of any size
+    n: int = 1
+    avoid: tuple[str, ...] = ()  # engines not to use while there is another
+    wait_s: float = 0.0  # how long to wait for an engine to come back
+    reject_if_busy: bool = False
+    engine: str = ""  # the one that queued work was granted
+    keys: bytes = b""  # content keys of the prompt's full blocks, end to end
+    max_tokens: int = 0  # of the reply; 0: unknown
+    lost: tuple[str, ...] = ()  # engines that just failed it: avoided, and blamed once
+    deadline_s: float | None = None  # seconds from now by which it must have ended
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Names of endpoints. Without `prefill` the decode endpoint computes the prompt itself."""
+
+    decode: str
+    prefill: str = ""
+    cached_tokens: int = 0  # of the prompt, believed to lie in the cache of whoever computes it

@@ -1,0 +1,113 @@
+"""How far a download is, seen from outside: by the size of what it has written."""
+
+import errno
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from emberline.protocol.errors import Unavailable
+
+INTERVAL_S = 0.2
+WINDOW_S = 5.0  # the rate is that of the last few seconds, so that a stall shows
+
+
+class Progress(NamedTuple):
+    done_bytes: int
+    total_bytes: int
+    rate: float  # bytes a second
+    eta: float | None  # seconds left; None while nothing moves
+
+
+Report = Callable[[Progress], None]
+
+
+@contextmanager
+def watched(folder: Path, total_bytes: int, report: Report | None) -> Iterator[None]:
+    """Reports the growth of `folder` while the block runs, and its end when the block succeeds."""
+    if report is None:
+        yield
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, total_bytes, report, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    report(Progress(total_bytes, total_bytes, 0.0, 0.0))
+
+
+def _watch(folder: Path, total_bytes: int, report: Report, stop: threading.Event) -> None:
+    samples: deque[tuple[float, int]] = deque()
+    while not stop.wait(INTERVAL_S):
+        now, done = time.monotonic(), min(folder_bytes(folder), total_bytes)
+        if not done:
+            samples.clear()  # the rate counts from the first byte, not from the start of the program that fetches
+        samples.append((now, done))
+        while now - samples[0][0] > WINDOW_S:
+            samples.popleft()
+        elapsed = now - samples[0][0]
+        rate = max(0.0, (done - samples[0][1]) / elapsed) if elapsed else 0.0
+        report(Progress(done, total_bytes, rate, (total_bytes - done) / rate if rate else None))
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files below; one that goes while we look counts nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file() and not path.is_symlink():
+                total += path.stat().st_size
+        except OSError:
+            continue
+    return total
+
+
+class PullFailed(Unavailable):
+    """The model did not arrive; nothing of it is left that could be taken for whole."""
+
+
+class NoSpace(PullFailed):
+    pass
+
+
+class NoNetwork(PullFailed):
+    pass
+
+
+class HashMismatch(PullFailed):
+    pass
+
+
+class AccessDenied(PullFailed):
+    """The hub wants a token, or another one."""
+
+
+@contextmanager
+def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
+    """NoSpace at once when `needed_bytes` do not fit, and later when the disk fills up inside the block."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise _no_space(folder, f"{needed_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise no_space(folder) from error
+        raise
+
+
+def no_space(folder: Path) -> NoSpace:
+    return _no_space(folder, f"it filled up while writing, {shutil.disk_usage(folder).free / 1e6:.0f} MB are free")
+
+
+def _no_space(folder: Path, detail: str) -> NoSpace:
+    return NoSpace(
+        f"no disk space in {folder}: {detail}. Free some, or choose another data folder with --data or EMBERLINE_HOME."
+    )

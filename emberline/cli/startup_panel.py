@@ -1,0 +1,58 @@
+"""What a person sees when the server is ready."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from emberline import __version__
+from emberline.catalog.model_store import Entry
+from emberline.cli.common import size
+from emberline.cli.http_client import Address
+from emberline.config import Config
+
+
+def show(
+    config: Config, address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]], took_s: float
+) -> None:
+    """On a terminal. `workers` are the ready lines of the engine processes."""
+    bold, dim, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
+    lines = [f"{bold}Emberline {__version__}{plain} is ready {dim}({took_s:.1f} s){plain}", ""]
+    rows = [
+        ("address", f"{bold}{address.url}{plain}"),
+        *(("model", _model(entry)) for entry in entries),
+        *(("worker", _worker(worker)) for worker in workers),
+        ("data", str(config.home)),
+    ]
+    lines += [f"{dim}{name:<8}{plain}{value}" for name, value in rows]
+    lines += ["", f"{dim}try it:{plain}", *_example(config, address, entries[0]), "", f"{dim}Ctrl-C stops it.{plain}"]
+    print("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n", flush=True)
+
+
+def facts(
+    address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]], took_s: float
+) -> dict[str, Any]:
+    """The same for programs."""
+    ids = [entry.card.id for entry in entries]
+    return {"ready": True, "url": address.url, "models": ids, "workers": list(workers), "seconds": round(took_s, 3)}
+
+
+def _model(entry: Entry) -> str:
+    card = entry.card
+    return f"{card.id} ({card.architecture}, {size(card.weight_bytes)}, {card.context_window:,} tokens of context)"
+
+
+def _worker(worker: dict[str, Any]) -> str:
+    cache = f"KV cache {size(worker.get('kv_bytes', 0))} for {worker.get('kv_tokens', 0):,} tokens"
+    return f"{worker.get('device', '?')}, {worker.get('backend', '?')} kernels, {cache}"
+
+
+def _example(config: Config, address: Address, entry: Entry) -> list[str]:
+    name = entry.card.aliases[0] if entry.card.aliases else entry.card.id
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    headers = ["Authorization: Bearer <key>"] if config.auth.key else []
+    return [
+        f"curl {address.url}/v1/chat/completions \\",
+        *(f"  -H '{header}' \\" for header in [*headers, "Content-Type: application/json"]),
+        f"  -d '{body}'",
+    ]

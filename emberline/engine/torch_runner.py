@@ -1,0 +1,230 @@
+"""Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.scheduler.prefill_budget import PrefillBudget, Work
+from emberline.kernels.sampling import SamplerRow, sample
+from emberline.kv.block_pool import NULL_BLOCK, blocks_of
+from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
+from emberline.models.decoder import StepInputs
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+
+
+class Model(Protocol):
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]: ...
+
+    def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor: ...
+
+
+class Computed:
+    """A step whose forward pass has run: here a launch returns when it is over."""
+
+    def __init__(self, logits: Tensor | None, rows: list[SamplerRow], error: Exception | None = None) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._error = error
+        self._sampled: Sequence[Sampled] = []
+
+    def sample(self, masks: Masks | None = None) -> None:
+        if self._logits is None or not self._rows:
+            return
+        try:
+            for place, bits in zip(masks.rows, masks.bits) if masks is not None else ():
+                self._rows[place].allowed = bits
+            self._sampled = sample(self._logits, self._rows)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> Sequence[Sampled]:
+        if self._error is not None:
+            raise self._error
+        return self._sampled
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a runner knows of the sequence in a slot."""
+
+    sampler: SamplerRow
+    n_prompt: int
+    passed: list[int]
+    ids: bytearray | None  # prompt and output, kept only where a penalty looks back at them
+
+
+class TorchRunner:
+    """Owns the KV pools and the step buffers. Buffers are reused: a step's inputs are valid until the next launch."""
+
+    def __init__(
+        self,
+        model: Model,
+        n_blocks: Sequence[int],
+        limits: Limits,
+        device: str = "cpu",
+        pace: PrefillBudget | None = None,
+        shared: bool = False,
+    ) -> None:
+        self._model = model
+        self._pace = pace
+        self._device = torch.device(device)
+        self.memory: HostMemory | None = (
+            None  # the pools' bytes, where they are the host's; `shared`: others write them
+        )
+        if self._device.type == "cpu":
+            pages = [host_pages(layout, n, shared) for layout, n in zip(model.kv_groups, n_blocks)]
+            self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, model.kv_groups, n_blocks)]
+            self.memory = HostMemory(
+                [memoryview(each.buffer) for each in pages],
+                [layout.block_bytes for layout in model.kv_groups],
+                [each.descriptor for each in pages if shared],
+            )
+        else:
+            self._kv = [allocate_pool(layout, n, self._device) for layout, n in zip(model.kv_groups, n_blocks)]
+        rows, tokens, width = limits.max_running, limits.token_budget, blocks_of(limits.context_len)
+        self._slots: list[_Slot | None] = [None] * rows
+        self._tables = [np.zeros((rows, width), np.int32) for _ in self._kv]  # by slot
+        self._step_tables = [np.zeros(rows * width, np.int32) for _ in self._kv]  # by row of the step
+        self._counting = np.arange(limits.context_len, dtype=np.int32)
+        self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+        self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+
+    def launch(self, plan: StepPlan) -> Computed:
+        try:
+            for admission in plan.admissions:
+                self._admit(admission)
+            inputs, samplers = self._inputs(plan)
+            began_s = time.perf_counter()
+            logits = self._model.forward(inputs, self._kv)
+            if self._pace is not None:
+                self._pace.observe(_work(plan), time.perf_counter() - began_s)
+            return Computed(logits, samplers)
+        except Exception as error:
+            return Computed(None, [], error)
+
+    def _admit(self, admission: Admission) -> None:
+        request, sampling = admission.request, admission.request.sampling
+        looks_back = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+        sampler = SamplerRow(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+            seed=admission.seed,
+            position=0,
+            prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if looks_back else None,
+            output_ids=None,
+            banned=(),
+            logprobs=sampling.logprobs,
+        )
+        self._slots[admission.slot] = _Slot(
+            sampler,
+            n_prompt=len(request.prompt_ids) // 4,
+            passed=[0] * len(self._tables),
+            ids=bytearray(request.prompt_ids + admission.output_ids) if looks_back else None,
+        )
+        for table, blocks in zip(self._tables, admission.blocks):
+            table[admission.slot] = NULL_BLOCK
+            table[admission.slot, : len(blocks)] = blocks
+
+    def _inputs(self, plan: StepPlan) -> tuple[StepInputs, list[SamplerRow]]:
+        samplers: list[SamplerRow] = []
+        sample_tokens: list[int] = []
+        n = longest = 0
+        for r, row in enumerate(plan.rows):
+            slot = self._slots[row.slot]
+            assert slot is not None, "a row needs an admission first"
+            end = row.end
+            self._update_tables(row, slot, end)
+            stop = n + end - row.start
+            self._token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
+            self._positions[n:stop] = self._counting[row.start : end]
+            self._context_lens[r] = end
+            self._query_starts[r + 1] = n = stop
+            longest = max(longest, end)
+            if row.samples:
+                sample_tokens.append(n - 1)
+                samplers.append(self._sampler(row, slot, end))
+        n_rows, width = len(plan.rows), blocks_of(longest)
+        inputs = StepInputs(
+            token_ids=self._ship(self._token_ids[:n]),
+            positions=self._ship(self._positions[:n]),
+            query_starts=self._ship(self._query_starts[: n_rows + 1]),
+            context_lens=self._ship(self._context_lens[:n_rows]),
+            block_tables=self._block_tables([row.slot for row in plan.rows], width),
+            sample_tokens=self._ship(np.array(sample_tokens, np.int64)),
+        )
+        return inputs, samplers
+
+    def _update_tables(self, row: Row, slot: _Slot, end: int) -> None:
+        if row.blocks is not None:
+            stop = blocks_of(end)
+            for table, blocks in zip(self._tables, row.blocks):
+                table[row.slot, stop - len(blocks) : stop] = blocks
+        if row.passed != slot.passed:
+            for table, n_passed in zip(self._tables, row.passed):
+                table[row.slot, :n_passed] = NULL_BLOCK
+            slot.passed = row.passed
+
+    def _sampler(self, row: Row, slot: _Slot, end: int) -> SamplerRow:
+        sampler = slot.sampler
+        sampler.position = end
+        sampler.banned = row.banned
+        sampler.allowed = None
+        if slot.ids is not None:
+            del slot.ids[4 * row.start :]
+            slot.ids += row.token_ids
+            sampler.output_ids = np.frombuffer(bytes(slot.ids[4 * slot.n_prompt :]), "<u4")
+        return sampler
+
+    def _block_tables(self, slots: list[int], width: int) -> list[Tensor]:
+        tables = []
+        for table, buffer in zip(self._tables, self._step_tables):
+            rows = buffer[: len(slots) * width].reshape(len(slots), width)
+            table[:, :width].take(slots, axis=0, out=rows, mode="clip")
+            tables.append(self._ship(rows))
+        return tables
+
+    def _ship(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+
+def _work(plan: StepPlan) -> Work:
+    chunks = [row for row in plan.rows if row.end - row.start > 1]
+    work = Work(len(plan.rows) - len(chunks))
+    for row in chunks:
+        work.add(row.end - row.start, row.end)
+    return work
+
+
+def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:
+    """Zeroed blocks, one contiguous after the other. On the CPU a block costs memory once it is written."""
+    if device.type == "cpu":
+        return pool_in(host_pages(layout, n_blocks, shared=False), layout, n_blocks)
+    return torch.zeros(pool_shape(layout, n_blocks), dtype=getattr(torch, layout.dtype), device=device)
+
+
+def host_pages(layout: KVGroup, n_blocks: int, shared: bool) -> Pages:
+    n_bytes = n_blocks * layout.block_bytes
+    return shared_pages(n_bytes) if shared else private_pages(n_bytes)
+
+
+def pool_in(pages: Pages, layout: KVGroup, n_blocks: int) -> Tensor:
+    return torch.frombuffer(pages.buffer, dtype=getattr(torch, layout.dtype)).view(pool_shape(layout, n_blocks))
+
+
+def pool_shape(layout: KVGroup, n_blocks: int) -> tuple[int, ...]:
+    return n_blocks, len(layout.layers), 2, layout.kv_heads, BLOCK_TOKENS, layout.head_dim

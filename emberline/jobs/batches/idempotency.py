@@ -1,0 +1,79 @@
+"""Idempotency keys: a submission that is sent again is answered again, not done again.
+
+A key keeps, from its first use, the id that the submission's batch will have. When the server dies before the answer is
+kept, the next try gets the same id, and submitting under it finds the batch that is already there.
+"""
+
+import msgspec
+
+from emberline.jobs.queue.limits import Limits
+from emberline.protocol.errors import BadInput, Conflict, IdempotencyMismatch
+from emberline.store import Database, Step, Work
+
+MAX_CHARS = 255
+RUNNING_S = 60.0  # a try that has said nothing for so long is dead
+
+_FIND = "SELECT digest, fresh_id, answer, until_us, expires_us FROM idempotency WHERE account = ? AND key = ?"
+_INSERT = """
+    INSERT INTO idempotency (account, key, digest, fresh_id, answer, until_us, expires_us)
+    VALUES (?, ?, ?, ?, NULL, ?, ?) ON CONFLICT (account, key) DO NOTHING RETURNING key
+"""
+_FORGET = "DELETE FROM idempotency WHERE account = ? AND key = ? AND expires_us <= ?"
+_TAKE = """
+    UPDATE idempotency SET until_us = ? WHERE account = ? AND key = ? AND until_us = ? AND answer IS NULL RETURNING key
+"""
+_FINISH = "UPDATE idempotency SET answer = ? WHERE account = ? AND key = ?"
+_ABANDON = "UPDATE idempotency SET until_us = 0 WHERE account = ? AND key = ? AND answer IS NULL"
+
+
+class Fresh(msgspec.Struct, frozen=True):
+    """Do it, under this id."""
+
+    id: str
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """It was done: this was the answer."""
+
+    answer: bytes
+
+
+class IdempotencyKeys:
+    def __init__(self, store: Database, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+
+    async def begin(self, account: str, key: str, digest: bytes, fresh_id: str) -> Fresh | Replay:
+        """`digest` stands for the request. IdempotencyMismatch: the key came with another; Conflict: it still runs."""
+        if not key or len(key) > MAX_CHARS or not key.isprintable():
+            raise BadInput(f"an Idempotency-Key has 1 to {MAX_CHARS} printable characters", param="Idempotency-Key")
+        now_us = self._store.now_us()
+        until_us = now_us + int(RUNNING_S * 1e6)
+        expires_us = now_us + int(self._limits.key_hours * 3600e6)
+        row = (account, key, digest, fresh_id, until_us, expires_us)
+        return await self._store.run(lambda: _begin(row, now_us))
+
+    async def finish(self, account: str, key: str, answer: bytes) -> None:
+        await self._store.write(_FINISH, (answer, account, key))
+
+    async def abandon(self, account: str, key: str) -> None:
+        """It failed in a way that another try may not."""
+        await self._store.write(_ABANDON, (account, key))
+
+
+def _begin(row: tuple[str, str, bytes, str, int, int], now_us: int) -> Work[Fresh | Replay]:
+    account, key, digest, fresh_id, until_us, _ = row
+    yield Step(_FORGET, (account, key, now_us))
+    if (yield Step(_INSERT, row)):
+        return Fresh(fresh_id)
+    ((known, known_id, answer, running_until_us, _),) = yield Step(_FIND, (account, key))
+    if known != digest:
+        raise IdempotencyMismatch("this Idempotency-Key was used for another request: use a new one for a new request")
+    if isinstance(answer, bytes):
+        return Replay(answer)
+    running_us = int(running_until_us or 0)
+    set_back = running_us - until_us > until_us - now_us  # no try has so long; the clock was ahead when it began
+    stale = running_us <= now_us or set_back
+    if stale and (yield Step(_TAKE, (until_us, account, key, running_us))):
+        return Fresh(str(known_id))
+    raise Conflict("the request with this Idempotency-Key is still running: ask again in a moment", retry_after_s=1)

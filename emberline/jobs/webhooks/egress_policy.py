@@ -1,0 +1,151 @@
+"""Which addresses a webhook may reach: the public ones, and what the operator lists.
+
+A tenant chooses the URL, so a name that leads inside the network would make this server its messenger there. A name is
+resolved, every address it has is checked, and the connection goes to a checked address: nobody resolves a second time.
+"""
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from emberline.protocol.errors import BadInput
+
+MAX_URL_CHARS = 2048
+_PORTS = {"http": 80, "https": 443}
+_PLAIN = re.compile(r"[^\s\\\x00-\x20\x7f]+")
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+
+
+class Target(NamedTuple):
+    secure: bool
+    host: str  # a name in ASCII or an address without brackets; what the certificate must say
+    port: int
+    path: str  # with the query; begins with /
+
+    @property
+    def authority(self) -> str:
+        """The Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS["https" if self.secure else "http"] else f"{host}:{self.port}"
+
+
+def parse_target(url: str, param: str = "url") -> Target:
+    """BadInput says what is wrong with the URL."""
+    if len(url) > MAX_URL_CHARS:
+        raise BadInput(f"the URL is longer than {MAX_URL_CHARS} characters", param=param)
+    if not _PLAIN.fullmatch(url):
+        raise BadInput("the URL holds spaces, backslashes or control characters; percent-encode them", param=param)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        ascii_host = (host or "").encode("idna").decode() if host and not host.isascii() else host
+    except ValueError as bad:
+        raise BadInput(f"the URL cannot be read: {bad}", param=param) from None
+    if parts.scheme not in _PORTS:
+        raise BadInput("the URL must begin with https:// (or http://, inside the network)", param=param)
+    if "@" in parts.netloc:
+        raise BadInput("the URL must not hold a user name or password; deliveries are signed instead", param=param)
+    if not ascii_host or not _HOST.fullmatch(ascii_host) or port == 0:
+        raise BadInput("the URL names no host, or no valid port", param=param)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    if not path.isascii():
+        raise BadInput("the URL's path and query must be percent-encoded", param=param)
+    return Target(parts.scheme == "https", ascii_host, port or _PORTS[parts.scheme], path)
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+RESOLVE_S = 5.0
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# Beside what `ipaddress` calls private. Tunnels carry an IPv4 address inside, and no receiver lives behind one.
+_CLOSED = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "0.0.0.0/8",
+        "100.64.0.0/10",  # carrier-grade NAT
+        "168.63.129.16/32",  # a cloud's metadata, in public space
+        "192.0.0.0/24",
+        "192.88.99.0/24",  # 6to4 relays
+        "198.18.0.0/15",
+        "224.0.0.0/3",  # multicast, reserved, broadcast
+        "::/96",  # IPv4-compatible
+        "64:ff9b:1::/48",  # NAT64 of one's own network
+        "100::/64",
+        "2001::/23",  # Teredo and other protocols' own
+        "2002::/16",  # 6to4
+        "3fff::/20",
+        "5f00::/16",
+        "fc00::/7",
+        "fe80::/9",  # link-local, and site-local before it was given up
+        "ff00::/8",
+    )
+)
+
+
+class EgressPolicy:
+    """The operator's decision, and the resolver it is asked with."""
+
+    def __init__(self, allow: Iterable[str] = (), resolve: Resolve | None = None) -> None:
+        self._allowed = [parse_network(text) for text in allow]
+        self._resolve = resolve or _system_resolve
+
+    async def addresses(self, target: Target) -> list[str]:
+        """Addresses of the target to connect to; BadInput where it may not be reached, or does not exist."""
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                found = await self._resolve(target.host, target.port)
+        except (OSError, UnicodeError):
+            raise BadInput(f"{target.host} cannot be resolved", param="url") from None
+        except TimeoutError:
+            raise BadInput(f"{target.host} was not resolved within {RESOLVE_S:g} s", param="url") from None
+        addresses = [_plain(ipaddress.ip_address(text)) for text in found]
+        if not addresses:
+            raise BadInput(f"{target.host} has no address", param="url")
+        for address in addresses:
+            self._check(address, target)
+        return list(dict.fromkeys(str(address) for address in addresses))
+
+    def _check(self, address: Address, target: Target) -> None:
+        if any(address in network for network in self._allowed):
+            return
+        if not is_public(address):
+            # Which address it was is not for the tenant: it would map the network.
+            raise BadInput(
+                f"{target.host} is inside the network; deliveries there are off unless the operator lists the range "
+                "in [webhooks] allow",
+                param="url",
+            )
+        if not target.secure:
+            raise BadInput("the URL must begin with https://: what is delivered leaves the network", param="url")
+
+
+def is_public(address: Address) -> bool:
+    address = _plain(address)
+    if address in _NAT64:
+        return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return address.is_global and not any(address in network for network in _CLOSED)
+
+
+def parse_network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text.strip())
+    except ValueError as bad:
+        raise BadInput(f"{text!r} is not a range of addresses such as 10.0.0.0/8: {bad}") from None
+
+
+def _plain(address: Address) -> Address:
+    """An IPv4 address written as IPv6 is that IPv4 address."""
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address if mapped is None else ipaddress.IPv4Address(mapped)
+
+
+async def _system_resolve(host: str, port: int) -> Sequence[str]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for _, _, _, _, sockaddr in found]

@@ -1,0 +1,264 @@
+"""The C backend: `kernels.c` behind the Backend protocol. Tensors are float32, the cache half floats."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
+from emberline.kernels.cpu.build import load_library
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+
+PANEL_ROWS = 16
+GROUP = 32
+MAX_HEAD_DIM = 256
+MAX_QUERY_HEADS_PER_KV_HEAD = 16
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("bits", c_int32),
+    ]
+
+
+class _Mlp(ctypes.Structure):
+    _fields_ = [
+        ("gate_up", _Linear),
+        ("down", _Linear),
+        ("norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("eps", c_float),
+        ("gelu", c_int32),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("positions", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+    ]
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = [
+        ("pool", c_void_p),
+        ("block_stride", c_int64),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+    ]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("window", c_int32),
+        ("layer_offset", c_int64),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("qkv", _Linear),
+        ("output", _Linear),
+        ("norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("eps", c_float),
+        ("group", c_int32),
+        ("attention", _Attention),
+        ("mlp", _Mlp),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Packed weights. `struct` points into `panels` and `bias`, which live as long as the matrix."""
+
+    struct: _Linear
+    panels: Tensor
+    bias: Tensor | None
+    n_rows: int  # without the padding to whole panels
+
+
+@dataclass(slots=True)
+class Context:
+    """What the layers of one step share; holds the tensors its structs point into."""
+
+    step: _Step
+    caches: Any  # an array of _Cache, one per KV group
+    keep: list[Any] = field(default_factory=list)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def supports(hidden: int, head_dim: int, mlp: int, heads_per_kv_head: int) -> bool:
+    """Whether a model's shape fits the kernels' vectors."""
+    aligned = hidden % 16 == 0 and mlp % 16 == 0 and head_dim % 16 == 0
+    return aligned and head_dim <= MAX_HEAD_DIM and heads_per_kv_head <= MAX_QUERY_HEADS_PER_KV_HEAD
+
+
+class NativeBackend:
+    name = "native"
+    device = "cpu"
+    kv_dtype = "float16"
+    kv_keys = "channel"
+
+    def __init__(self, threads: int | None = None, target: str | None = None) -> None:
+        self._lib = load_library(target)
+        self._declare()
+        self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layers: pointers, structs, the layers
+        self._lib.em_threads(threads or len(os.sched_getaffinity(0)))
+
+    def _declare(self) -> None:
+        lib, tensor = self._lib, c_void_p
+        lib.em_linear.argtypes = [POINTER(_Linear), tensor, c_float, tensor, c_int64, tensor]
+        lib.em_linear_add.argtypes = [POINTER(_Linear), tensor, c_float, tensor, c_int64, tensor]
+        lib.em_mlp.argtypes = [POINTER(_Mlp), tensor, c_int64]
+        lib.em_layers.argtypes = [tensor, c_int64, POINTER(_Step), POINTER(_Cache), tensor]
+        lib.em_attention.argtypes = [POINTER(_Attention), POINTER(_Step), POINTER(_Cache), tensor, tensor]
+        lib.em_rows.argtypes = [POINTER(_Linear), tensor, c_int64, c_float, tensor]
+        lib.em_pack.argtypes = [tensor, tensor, tensor, c_int64, c_int64, ctypes.c_int, tensor]
+        lib.em_pack_f32.argtypes = [tensor, c_int64, c_int64, tensor]
+        for name in ("layers", "linear", "linear_add", "mlp", "attention", "rows", "pack", "pack_f32", "threads"):
+            getattr(lib, f"em_{name}").restype = None
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def matrix(
+        self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
+    ) -> Matrix:
+        packed_bias = None
+        if bias is not None:
+            packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
+        n_rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
+        quantised = [w.affine() for w in weights] if cols % GROUP == 0 else [None]
+        if any(part is None for part in quantised):
+            panels, bits = self._pack_floats(_stack([w.dense() for w in weights], gated)), 32
+        else:
+            panels, bits = self._pack_codes(quantised, gated)
+        rows = _padded(n_rows)
+        if packed_bias is not None and rows != n_rows:
+            packed_bias = torch.nn.functional.pad(packed_bias, (0, rows - n_rows))
+        struct = _Linear(_address(panels), _address(packed_bias), rows, cols, bits)
+        return Matrix(struct, panels, packed_bias, n_rows)
+
+    def _pack_codes(self, parts: list[Any], gated: bool) -> tuple[Tensor, int]:
+        bits = max(part.bits for part in parts)
+        codes = np.ascontiguousarray(_stack([part.codes for part in parts], gated))
+        scale, offset = (
+            np.ascontiguousarray(_stack([getattr(part, name) for part in parts], gated), dtype=np.float16)
+            for name in ("scale", "offset")
+        )
+        rows, cols = codes.shape
+        code_bytes = rows * cols * bits // 8
+        panels = torch.empty(code_bytes + rows * (cols // GROUP) * 4, dtype=torch.uint8)
+        self._lib.em_pack(codes.ctypes.data, scale.ctypes.data, offset.ctypes.data, rows, cols, bits, panels.data_ptr())
+        return panels, bits
+
+    def _pack_floats(self, dense: Any) -> Tensor:
+        dense = np.ascontiguousarray(dense, dtype=np.float32)
+        panels = torch.empty(dense.size, dtype=torch.float32)
+        self._lib.em_pack_f32(dense.ctypes.data, *dense.shape, panels.data_ptr())
+        return panels
+
+    def vector(self, weight: WeightSource) -> Tensor:
+        return torch.from_numpy(np.array(weight.dense(), dtype=np.float32))
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
+        tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
+        pointers = (t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))
+        context = Context(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
+        positions = step.positions.to(torch.float32)
+        for cache, pool, table, rope in zip(context.caches, kv, step.block_tables, ropes, strict=True):
+            angles = torch.outer(positions, rope.inverse_frequencies)
+            cosine, sine = angles.cos().mul_(rope.scale), angles.sin().mul_(rope.scale)
+            context.keep += [cosine, sine, pool, table]
+            cache.pool, cache.block_stride = pool.data_ptr(), pool.stride(0)
+            cache.block_table, cache.table_stride = table.data_ptr(), table.stride(0)
+            cache.cosine, cache.sine = cosine.data_ptr(), sine.data_ptr()
+        return context
+
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+        stack = self._stacks.get(id(layers))
+        if stack is None:
+            structs = [_layer_struct(layer) for layer in layers]
+            pointers = (c_void_p * len(structs))(*(ctypes.addressof(struct) for struct in structs))
+            stack = self._stacks[id(layers)] = (pointers, structs, layers)  # all kept: pointers and id stay valid
+        self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
+
+    def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
+        out = torch.empty(ids.shape[0], matrix.struct.cols)
+        self._lib.em_rows(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
+        return out
+
+    def linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape[0], matrix.struct.rows)
+        self._lib.em_linear(matrix.struct, norm.data_ptr(), eps, x.data_ptr(), x.shape[0], out.data_ptr())
+        return out if matrix.n_rows == matrix.struct.rows else out[:, : matrix.n_rows].contiguous()
+
+    def linear_add(self, x: Tensor, matrix: Matrix, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+        self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
+
+    def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
+        out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
+        cache = context.caches[attention.group]
+        self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())
+        return out
+
+    def mlp(self, mlp: MLP, residual: Tensor) -> None:
+        self._lib.em_mlp(_mlp_struct(mlp), residual.data_ptr(), residual.shape[0])
+
+
+def _attention_struct(a: Attention) -> _Attention:
+    layer = 2 * a.kv_heads * BLOCK_TOKENS * a.head_dim
+    norms = _address(a.q_norm), _address(a.k_norm)
+    return _Attention(a.heads, a.kv_heads, a.head_dim, a.window or 0, a.index * layer, a.scale, a.eps, *norms)
+
+
+def _mlp_struct(m: MLP) -> _Mlp:
+    gelu = int(m.activation == "gelu_tanh")
+    return _Mlp(m.gate_up.struct, m.down.struct, _address(m.norm), _address(m.post_norm), m.eps, gelu)
+
+
+def _layer_struct(layer: Layer) -> _Layer:
+    attention, norms = layer.attention, (_address(layer.norm), _address(layer.post_norm))
+    parts = _attention_struct(attention), _mlp_struct(layer.mlp)
+    return _Layer(layer.qkv.struct, layer.output.struct, *norms, layer.eps, attention.group, *parts)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // PANEL_ROWS) * PANEL_ROWS
+
+
+def _stack(parts: list[Any], gated: bool) -> Any:
+    """Rows of all parts, padded to whole panels; gated: panels of gate and up by turns."""
+    if gated:
+        gate, up = (part.reshape(-1, PANEL_ROWS, part.shape[1]) for part in parts)
+        return np.stack([gate, up], axis=1).reshape(-1, gate.shape[2])
+    stacked = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    missing = _padded(stacked.shape[0]) - stacked.shape[0]
+    return np.pad(stacked, ((0, missing), (0, 0))) if missing else stacked

@@ -1,0 +1,165 @@
+"""The gate of an MLP: activation(gate) * up."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.reference import activate, rms_norm
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+
+
+def gate_reference(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(activation, gate) * up
+
+
+@triton.jit
+def activated(x, GELU: tl.constexpr):
+    """SiLU or tanh-GELU of float32 numbers; tanh(z) = 1 - 2 / (e^2z + 1)."""
+    if GELU:
+        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        out = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    else:
+        out = x / (1.0 + tl.exp(-x))
+    return out
+
+
+@triton.jit
+def _gate(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    release_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < width
+    await_inputs(PDL)
+    gate = tl.load(gate_up + row * 2 * width + at, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=ok, other=0.0).to(tl.float32)
+    gate = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=ok)
+
+
+def gate(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> None:
+    """gate_up: [tokens, 2 * width], out: [tokens, width]."""
+    tokens, width = out.shape
+    if not tokens:
+        return
+    block = 2048
+    _gate[(tokens, cdiv(width, block))](
+        gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=block, PDL=int(pdl), **options(pdl, num_warps=4)
+    )
+
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+
+
+def add_norm_reference(
+    x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, post: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The new residual, and it normed. `post` norms what is added first."""
+    if added is not None:
+        x = x + (added if post is None else rms_norm(added, post, eps))
+    return x, x if weight is None else rms_norm(x, weight, eps)
+
+
+@triton.jit
+def _add_norm(
+    x, added, weight, post, out, width, eps,
+    ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    ok = at < width
+    await_inputs(PDL)
+    value = tl.load(x + row * width + at, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        more = tl.load(added + row * width + at, mask=ok, other=0.0).to(tl.float32)
+        if POST:
+            scaled = more * tl.rsqrt(tl.sum(more * more) / width + eps)
+            scaled *= tl.load(post + at, mask=ok, other=0.0)
+            more = scaled.to(x.dtype.element_ty).to(tl.float32)
+        value = (value + more).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(x + row * width + at, value.to(x.dtype.element_ty), mask=ok)
+    if NORM:
+        normed = value * tl.rsqrt(tl.sum(value * value) / width + eps)
+        normed *= tl.load(weight + at, mask=ok, other=0.0)
+        tl.store(out + row * width + at, normed.to(out.dtype.element_ty), mask=ok)
+
+
+def add_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    eps: float,
+    post: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """x += added (normed by `post` first), in place; out = rms_norm(x) where a weight is given. All [tokens, width]."""
+    tokens, width = x.shape
+    if not tokens:
+        return
+    block = power_of_two(width)
+    _add_norm[(tokens,)](
+        x, x if added is None else added, x if weight is None else weight, x if post is None else post,
+        x if out is None else out, width, eps,
+        ADD=added is not None, POST=post is not None, NORM=weight is not None, BLOCK=block, PDL=int(pdl),
+        **options(pdl, num_warps=8 if block >= 4096 else 4),
+    )  # fmt: skip
+
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+
+
+def rows_reference(weight: Tensor, ids: Tensor, factor: float) -> Tensor:
+    return weight[ids.long()] * factor
+
+
+@triton.jit
+def _rows(weight, ids, out, width, factor, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < width
+    row = tl.load(ids + token).to(tl.int64)
+    value = tl.load(weight + row * width + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + token * width + at, (value * factor).to(out.dtype.element_ty), mask=ok)
+
+
+def rows(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
+    """weight: [vocab, width], ids: int32 [tokens], out: [tokens, width]."""
+    tokens, width = out.shape
+    if tokens:
+        _rows[(tokens, cdiv(width, 1024))](weight, ids, out, width, factor, BLOCK=1024)
+
+
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+
+
+WORDS = 2048  # of 8 bytes, copied by one program at a time
+PER_BLOCK = 8  # programs that share a block: 132 multiprocessors are busy with few blocks
+
+
+@triton.jit
+def _copy(source, target, pairs, n_words, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
+    pair, part = tl.program_id(0), tl.program_id(1)
+    taken = source + tl.load(pairs + 2 * pair).to(tl.int64) * n_words
+    given = target + tl.load(pairs + 2 * pair + 1).to(tl.int64) * n_words
+    for start in range(part * WORDS, n_words, WORDS * PER_BLOCK):
+        at = start + tl.arange(0, WORDS)
+        tl.store(given + at, tl.load(taken + at, mask=at < n_words), mask=at < n_words)
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """pairs: [n, 2] int32, (block of source, block of target). Pools are [blocks, words] of int64."""
+    n_words = source.shape[1]
+    assert source.dtype == target.dtype == torch.int64
+    assert target.shape[1] == n_words
+    if len(pairs):
+        _copy[len(pairs), PER_BLOCK](source, target, pairs, n_words, WORDS, PER_BLOCK, num_warps=8)
+
+
+def copy_blocks_plain(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """What the kernel does, in plain torch."""
+    target[pairs[:, 1].long()] = source[pairs[:, 0].long()]

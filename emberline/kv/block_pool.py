@@ -1,0 +1,141 @@
+"""The blocks of one KV group: reference counts, and the order in which free ones are handed out again."""
+
+from collections.abc import Iterable, Sequence
+
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+from emberline.protocol.errors import BadInput
+
+NULL_BLOCK = 0  # never handed out: padding, and table entries whose block fell out of the window, point here
+
+
+class BlockPool:
+    """Blocks 1 .. n_blocks - 1. Those nobody references form a doubly-linked list, next to be reused first.
+
+        head ⇄ worthless ⇄ oldest cached ⇄ ... ⇄ newest cached ⇄ head
+
+    A free block keeps its content until it is handed out, so cached content is evicted only when room is needed.
+    The links live in two flat lists; index NULL_BLOCK is the list's head.
+    """
+
+    def __init__(self, n_blocks: int) -> None:
+        assert n_blocks >= 2, "a pool needs a block besides the null block"
+        self.n_total = n_blocks - 1
+        self.n_free = self.n_total
+        self.n_releases = 0  # how often a block became free; unchanged means no new room
+        self.refs = [0] * n_blocks
+        self._next: list[int] = [*range(1, n_blocks), 0]
+        self._prev: list[int] = [n_blocks - 1, *range(n_blocks - 1)]
+
+    def n_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks nobody references."""
+        return list(map(self.refs.__getitem__, blocks)).count(0)
+
+    def take(self) -> int:
+        """The free block that is missed least, referenced once. Its old content is the caller's to forget."""
+        (block,) = self.take_all(1)
+        return block
+
+    def take_all(self, n: int) -> list[int]:
+        """So many of them, from the head of the list on."""
+        assert 0 <= n <= self.n_free, f"{n} of {self.n_free} free blocks: check n_free first"
+        refs, following = self.refs, self._next
+        blocks, block = [], following[NULL_BLOCK]
+        for _ in range(n):
+            blocks.append(block)
+            refs[block] = 1
+            block = following[block]
+        following[NULL_BLOCK], self._prev[block] = block, NULL_BLOCK
+        self.n_free -= n
+        return blocks
+
+    def hold(self, block: int) -> None:
+        """One more reference; a free block comes back to life with its content."""
+        self.hold_all((block,))
+
+    def hold_all(self, blocks: Iterable[int]) -> None:
+        """A long prompt's at once: a step waits for it."""
+        refs, following, preceding = self.refs, self._next, self._prev
+        n_revived = 0
+        for block in blocks:
+            assert block != NULL_BLOCK
+            if refs[block] == 0:
+                before, after = preceding[block], following[block]
+                following[before], preceding[after] = after, before
+                n_revived += 1
+            refs[block] += 1
+        self.n_free -= n_revived
+
+    def drop(self, block: int, worth_keeping: bool) -> None:
+        """One reference less. Without any, the block is free: last in line if its content may be asked for again."""
+        self.drop_all((block,), (worth_keeping,))
+
+    def drop_all(self, blocks: Iterable[int], worth_keeping: Iterable[bool]) -> None:
+        refs, following, preceding = self.refs, self._next, self._prev
+        n_freed = 0
+        for block, worth in zip(blocks, worth_keeping):
+            assert refs[block] > 0, f"block {block} dropped more often than held"
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            before = preceding[NULL_BLOCK] if worth else NULL_BLOCK
+            after = following[before]
+            following[before] = preceding[after] = block
+            preceding[block], following[block] = before, after
+            n_freed += 1
+        self.n_free += n_freed
+        self.n_releases += n_freed
+
+    def free_blocks(self) -> list[int]:
+        """In the order of reuse. For tests and reports: O(free)."""
+        blocks, block = [], self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+
+UNBOUNDED = 1 << 40  # tokens; a pool that holds a whole window holds sequences of any length
+
+
+def blocks_of(n_tokens: int) -> int:
+    return -(-n_tokens // BLOCK_TOKENS)
+
+
+def peak_blocks(layout: KVGroup, n_tokens: int, chunk: int) -> int:
+    """The most blocks a sequence of n_tokens holds at once when it gains at most `chunk` tokens a step."""
+    if layout.window is None:
+        return blocks_of(n_tokens)
+    return min(blocks_of(n_tokens), blocks_of(layout.window - 1 + chunk) + 1)
+
+
+def capacity(layout: KVGroup, n_usable: int, chunk: int) -> int:
+    """Tokens of the longest sequence that n_usable blocks of this group hold."""
+    bounded = layout.window is None or n_usable < peak_blocks(layout, UNBOUNDED, chunk)
+    return n_usable * BLOCK_TOKENS if bounded else UNBOUNDED
+
+
+def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_running: int) -> list[int]:
+    """Blocks for each group, the null block included.
+
+    Groups that see everything get as many blocks each as they can. A window group gets a quarter of that, enough to
+    find sessions again by their last window, or what all running sequences can need if that is more; never more than
+    the others.
+    """
+
+    def blocks(n_full: int) -> list[int]:
+        windows = [max(n_full // 4, max_running * peak_blocks(layout, UNBOUNDED, chunk)) for layout in layouts]
+        return [n_full if layout.window is None else min(n_full, n) for layout, n in zip(layouts, windows)]
+
+    def cost(n_full: int) -> int:
+        return sum((n + 1) * layout.block_bytes for n, layout in zip(blocks(n_full), layouts))
+
+    least = cost(2)
+    if kv_bytes < least:
+        raise BadInput(
+            f"{kv_bytes} bytes of KV hold no sequence of this model; give at least {least}", param="kv_bytes"
+        )
+    low, high = 2, kv_bytes  # cost(low) fits, cost(high) does not: a block has more than one byte
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= kv_bytes else (low, middle)
+    return [n + 1 for n in blocks(low)]

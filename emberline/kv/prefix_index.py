@@ -1,0 +1,77 @@
+"""Which block holds which content: the prefix index of one KV group."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+
+from emberline.protocol.block_hash import BLOCK_TOKENS
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """The first block that the token at `position` can see. `window` counts the token itself; None is unlimited."""
+    return 0 if window is None or position < window else (position - window + 1) // BLOCK_TOKENS
+
+
+class PrefixIndex:
+    """Content key (protocol/blockhash) to block, and back. One block per key: the first to be published stays."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * n_blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
+
+    def block(self, key: bytes) -> int:
+        return self._blocks[key]
+
+    def blocks(self, keys: Iterable[bytes]) -> list[int]:
+        """Of keys that are all here."""
+        return list(map(self._blocks.__getitem__, keys))
+
+    def key(self, block: int) -> bytes | None:
+        return self._keys[block]
+
+    def known(self, blocks: Iterable[int]) -> list[bool]:
+        """Whether each block's content can be found."""
+        keys = self._keys
+        return [keys[block] is not None for block in blocks]
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[int], places: range) -> list[int]:
+        """Let blocks[j] be found by keys[j], for these places j; those whose content no block was known to have."""
+        index, keys_of, new = self._blocks, self._keys, []
+        for j in places:
+            key, block = keys[j], blocks[j]
+            assert keys_of[block] is None or keys_of[block] == key, "an indexed block's content does not change"
+            if key not in index:
+                index[key], keys_of[block] = block, key
+                new.append(j)
+        return new
+
+    def forget(self, blocks: Iterable[int]) -> list[tuple[bytes, int]]:
+        """Those whose content was known."""
+        index, keys_of, known = self._blocks, self._keys, []
+        for block in blocks:
+            if (key := keys_of[block]) is not None:
+                del index[key]
+                keys_of[block] = None
+                known.append((key, block))
+        return known
+
+    def leading(self, keys: Sequence[bytes], limit: int) -> int:
+        """How many of the first `limit` keys are here, up to the first that is not."""
+        return len(list(takewhile(self._blocks.__contains__, islice(keys, limit))))
+
+    def last_run(self, keys: Sequence[bytes], limit: int, window: int) -> int:
+        """The largest n <= limit for which the blocks that a token after n blocks can see are all here."""
+        end = start = limit  # keys[start:end] are here
+        while start > first_visible(end * BLOCK_TOKENS, window):
+            start -= 1
+            if keys[start] not in self._blocks:
+                end = start
+        return end

@@ -1,0 +1,193 @@
+"""What a request may ask for: every range in one place, for every door."""
+
+import re
+from math import isfinite
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Tool, ToolChoice
+
+MAX_TOOLS = 128
+MAX_DEPTH = 64  # of a tool's parameters
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def validate_tools(request: GenerateRequest) -> None:
+    """BadInput names the field that is wrong."""
+    if request.tools or request.tool_choice.mode == "required":
+        _check_tools(request.tools)
+        _check_choice(request.tool_choice, request.tools)
+    if request.messages is not None:
+        _check_results(request.messages)
+
+
+def _check_tools(tools: tuple[Tool, ...]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise BadInput(f"a request may declare {MAX_TOOLS} tools, not {len(tools)}", param="tools")
+    names: set[str] = set()
+    for at, tool in enumerate(tools):
+        if not NAME.fullmatch(tool.name):
+            raise BadInput(
+                f"a tool's name has 1 to 64 letters, digits, dots, dashes and underscores, unlike {tool.name[:80]!r}",
+                param=f"tools[{at}].name",
+            )
+        if tool.name in names:
+            raise BadInput(f"two tools are named {tool.name}: rename one", param=f"tools[{at}].name")
+        names.add(tool.name)
+        if tool.parameters.get("type", "object") != "object":
+            message = f"tool {tool.name}: parameters must be the schema of an object, with type 'object'"
+            raise BadInput(message, param=f"tools[{at}].parameters")
+        if _deeper(tool.parameters, MAX_DEPTH):
+            message = f"tool {tool.name}: parameters are nested deeper than {MAX_DEPTH}"
+            raise BadInput(message, param=f"tools[{at}].parameters")
+    try:
+        msgspec.json.encode(tools)
+    except UnicodeEncodeError:
+        message = "the tools contain a lone surrogate (half of a UTF-16 pair), which is not Unicode"
+        raise BadInput(message, param="tools") from None
+
+
+def _check_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
+    if choice.mode == "required" and not tools:
+        raise BadInput("tool_choice demands a call, but tools is empty: declare at least one", param="tool_choice")
+    if choice.name is not None and choice.name not in {tool.name for tool in tools}:
+        raise BadInput(f"tool_choice names {choice.name[:80]!r}, which is not among tools", param="tool_choice")
+
+
+def _check_results(messages: tuple[Message, ...]) -> None:
+    """A result without an id is taken as it stands: not every dialect has ids."""
+    called: set[str] = set()
+    for at, message in enumerate(messages):
+        called.update(call.id for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id is not None and message.tool_call_id not in called:
+            raise BadInput(
+                f"a tool result answers {message.tool_call_id[:80]!r}, but no assistant message before it has a call "
+                "with that id",
+                param=f"messages[{at}].tool_call_id",
+            )
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Level by level, so that depth costs no stack."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return bool(level)
+
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+_U64 = (1 << 64) - 1
+_I32 = (1 << 31) - 1
+
+
+def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
+    """The request's sampling parameters, checked, the seed as u64. BadInput names the field that is wrong."""
+    validate_prompt(request, vocab_size)
+    _check_range("n", request.n, 1, MAX_CHOICES)
+    budget = request.reasoning.budget_tokens
+    if budget is not None and not 0 <= budget <= _I32:
+        raise BadInput(
+            f"the budget of reasoning is a number of tokens from 0 to {_I32}, not {budget}", param="reasoning"
+        )
+    if request.deadline_s is not None and not (isfinite(request.deadline_s) and request.deadline_s > 0):
+        raise BadInput(f"deadline_s must be a positive number of seconds, not {request.deadline_s}", param="deadline_s")
+    return validate_sampling(request.sampling, vocab_size)
+
+
+def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
+    given = [name for name in ("messages", "prompt", "prompt_ids") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise BadInput(
+            f"exactly one of messages and prompt is needed, not {' and '.join(given) or 'none'}", param="prompt"
+        )
+    if request.messages is not None and not request.messages:
+        raise BadInput("messages must not be empty", param="messages")
+    if request.prompt_ids is not None:
+        if len(request.prompt_ids) % 4:
+            raise BadInput("prompt token ids are u32: their bytes must be a multiple of 4", param="prompt")
+        ids = np.frombuffer(request.prompt_ids, "<u4")
+        if len(ids) and int(ids.max()) >= vocab_size:
+            raise BadInput(f"prompt token id {ids.max()} is beyond the vocabulary of {vocab_size}", param="prompt")
+    validate_tools(request)
+
+
+def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    if sampling == _DEFAULTS:
+        return sampling
+    _check_range("temperature", sampling.temperature, 0, 5)
+    _check_range("top_p", sampling.top_p, 0, 1, above=True)
+    _check_range("top_k", sampling.top_k, 0, _I32)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 2, above=True)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    _check_lengths(sampling)
+    _check_ids(sampling, vocab_size)
+    _check_stops(sampling.stop)
+    return _with_u64_seed(sampling)
+
+
+_DEFAULTS = SamplingParams()
+
+
+def _check_range(param: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    """low <= value <= high; with `above`, low itself is out too. NaN fails every comparison, so it is refused."""
+    if value is None or ((low < value if above else low <= value) and value <= high):
+        return
+    least = f"above {low}" if above else f"at least {low}"
+    raise BadInput(f"{param} must be {least} and at most {high}, not {value}", param=param)
+
+
+def _check_lengths(sampling: SamplingParams) -> None:
+    _check_range("max_tokens", sampling.max_tokens, 1, _I32)
+    _check_range("min_tokens", sampling.min_tokens, 0, _I32)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise BadInput(
+            f"min_tokens ({sampling.min_tokens}) must not be above max_tokens ({sampling.max_tokens})",
+            param="min_tokens",
+        )
+
+
+def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise BadInput(f"logit_bias may have {MAX_BIASES} entries, not {len(sampling.logit_bias)}", param="logit_bias")
+    for token_id, bias in sampling.logit_bias.items():
+        _check_range("logit_bias", bias, -100, 100)
+        _check_id("logit_bias", token_id, vocab_size)
+    for token_id in sampling.stop_ids:
+        _check_id("stop_token_ids", token_id, vocab_size)
+
+
+def _check_id(param: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise BadInput(f"{param}: token id {token_id} is not in the vocabulary of {vocab_size}", param=param)
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise BadInput(f"stop may have {MAX_STOPS} strings, not {len(stops)}", param="stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise BadInput(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop")
+
+
+def _with_u64_seed(sampling: SamplingParams) -> SamplingParams:
+    seed = sampling.seed
+    if seed is None or 0 <= seed <= _U64:
+        return sampling
+    if seed < -(1 << 63) or seed > _U64:
+        raise BadInput(f"seed must fit into 64 bits, not {seed}", param="seed")
+    return msgspec.structs.replace(sampling, seed=seed & _U64)

@@ -1,0 +1,303 @@
+"""An engine without a model: `python -m emberline.testing.standin_engine --socket ADDRESS`.
+
+The worker's own scheduler, prefix cache, frames and socket, around a runner that reads its tokens from a script
+(engine/script.py). It starts in a fraction of a second, needs no torch, and fails on demand.
+"""
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import msgspec
+
+from emberline import log
+from emberline.engine import process
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.socket_server import Server
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.block_pool import blocks_of
+from emberline.kv.cache import KVCache
+from emberline.kv.host_memory import HostMemory, shared_pages
+from emberline.kv.transfer.manager import TransferManager, host_hub
+from emberline.protocol import block_hash as blockhash
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
+from emberline.protocol.errors import Overloaded
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.request import EngineRequest
+from emberline.testing import engine_script as script
+from emberline.testing.engine_script import Script
+
+
+class WrongKV(Exception):
+    """A block that was to be read does not hold what it should."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    root: bytes
+    ids: bytearray
+    table: list[int]
+    keys: list[bytes]
+    fresh: bool = True  # what it was admitted with is still to be checked
+
+
+class Stamps:
+    """Follows the slots' tables; stamps what is computed, and checks what comes from the cache or from elsewhere."""
+
+    def __init__(self, fingerprint: str, memory: HostMemory) -> None:
+        self._fingerprint = fingerprint
+        self._memory = memory
+        self._slots: dict[int, _Slot] = {}
+
+    def admit(self, admission: Admission) -> None:
+        request = admission.request
+        self._slots[admission.slot] = _Slot(
+            blockhash.root(self._fingerprint, request.salt),
+            bytearray(request.prompt_ids + admission.output_ids),
+            list(admission.blocks[0]),
+            [],
+        )
+
+    def compute(self, row: Row) -> None:
+        slot = self._slots[row.slot]
+        slot.table += row.blocks[0] if row.blocks is not None else []
+        slot.ids[4 * row.start : 4 * row.end] = row.token_ids
+        if row.end // BLOCK_TOKENS > len(slot.keys):
+            blockhash.extend(slot.keys, slot.root, bytes(slot.ids[: 4 * row.end]))
+        if slot.fresh:
+            slot.fresh = False
+            for j in range(row.start // BLOCK_TOKENS):
+                if not self.holds(slot.table[j], slot.keys[j]):
+                    raise WrongKV(f"block {j} of a prompt holds something else")
+        for j in range(row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS):
+            self._memory.block(0, slot.table[j])[:] = self._stamp(slot.keys[j])
+
+    def holds(self, block: int, key: bytes) -> bool:
+        return self._memory.block(0, block) == self._stamp(key)
+
+    def _stamp(self, key: bytes) -> bytes:
+        return stamp(key, self._memory.block_bytes[0])
+
+
+def stamp(key: bytes, n_bytes: int) -> bytes:
+    """What a full block with this content key holds."""
+    return key * (n_bytes // len(key))
+
+
+LAYOUT = KVGroup("full", (0,), kv_heads=1, head_dim=1, dtype="float16")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Scripted:
+    token_id: int
+    logprob: float | None = 0.0
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Part:
+    request_id: str
+    script: Script
+    n_prompt: int
+    words: list[int]
+
+
+class _Spoken:
+    def __init__(self, sampled: Sequence[Sampled], error: WrongKV | None = None) -> None:
+        self._sampled = sampled
+        self._error = error
+
+    def sample(self, masks: Masks | None = None) -> None:
+        """Scripts know no grammar: they say what they were told to."""
+
+    def result(self) -> Sequence[Sampled]:
+        if self._error is not None:
+            raise self._error
+        return self._sampled
+
+
+class ScriptedRunner:
+    """Draws each row's token from its request's script. A step lasts as long as its slowest row says."""
+
+    def __init__(
+        self, limits: Limits, base: Script, hang_up: Callable[[str], None], stamps: Stamps | None = None
+    ) -> None:
+        self._limits = limits
+        self._base = base
+        self._hang_up = hang_up
+        self._stamps = stamps  # None: nobody looks at its KV
+        self._parts: dict[int, _Part] = {}  # by slot
+        self._turns: dict[str, dict[str, int]] = {}  # by session: which of its requests each is
+
+    def launch(self, plan: StepPlan) -> _Spoken:
+        for admission in plan.admissions:
+            self._parts[admission.slot] = self._part(admission.request)
+            if self._stamps is not None:
+                self._stamps.admit(admission)
+        delay_ms = 0.0
+        sampled = []
+        error: WrongKV | None = None
+        for row in plan.rows:
+            part = self._parts[row.slot]
+            if row.samples:
+                n_output = row.end - part.n_prompt
+                delay_ms = max(delay_ms, part.script.itl_ms if n_output else part.script.ttft_ms)
+                sampled.append(self._draw(row, part, n_output))
+            else:
+                delay_ms = max(delay_ms, part.script.chunk_ms)
+                if row.end >= part.script.die_at >= 0:
+                    os._exit(1)
+            error = self._stamp(row) or error
+        if delay_ms:
+            time.sleep(delay_ms / 1000)
+        return _Spoken(sampled, error)
+
+    def _stamp(self, row: Row) -> WrongKV | None:
+        try:
+            if self._stamps is not None:
+                self._stamps.compute(row)
+        except WrongKV as error:
+            return error
+        return None
+
+    def _draw(self, row: Row, part: _Part, n_output: int) -> Scripted:
+        line = part.script
+        if n_output == line.die_after:
+            os._exit(1)
+        if n_output == line.hang_after:
+            _hang()
+        if n_output == line.drop_after:
+            self._hang_up(part.request_id)
+        if n_output == line.error_after:
+            return Scripted(-1)
+        if n_output < len(part.words) and part.words[n_output] not in row.banned:
+            return Scripted(part.words[n_output])
+        eos_ids = self._limits.eos_ids
+        if line.say == "count" or row.banned or not eos_ids:
+            return Scripted(script.countable(n_output, self._limits.vocab_size, eos_ids))
+        return Scripted(eos_ids[0])
+
+    def _part(self, request: EngineRequest) -> _Part:
+        line = script.of_request(request, self._base)
+        words = line.words(request.prompt_ids, self._limits.eos_ids, self._turn(request, line))
+        return _Part(request.id, line, tokens.count(request.prompt_ids), words)
+
+    def _turn(self, request: EngineRequest, line: Script) -> int:
+        """A request that was preempted is admitted twice, and is the same turn."""
+        if not line.has_turns:
+            return 0
+        turns = self._turns.setdefault(request.session or "", {})
+        return turns.setdefault(request.id, len(turns))
+
+
+def _hang() -> None:
+    """Neither reads nor writes nor minds signals; only its parent's death ends it."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+class StandinLoop(StepLoop):
+    """Refuses what the script says; everything else is the real loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ScriptedRunner,
+        base: Script,
+        journal: TextIO | None = None,
+        hub: TransferManager | None = None,
+    ) -> None:
+        super().__init__(scheduler, runner, hub=hub)
+        self._base = base
+        self._journal = journal
+
+    def submit(self, request: EngineRequest, now_s: float) -> None:
+        if script.of_request(request, self._base).refuse:
+            raise Overloaded("the script says no", retry_after_s=1)
+        super().submit(request, now_s)
+        if self._journal is not None:
+            self._journal.write(f"{time.time_ns() // 1000} {request.id}\n")
+            self._journal.flush()
+
+
+def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
+    n_blocks = blocks_of(args.kv_tokens) + 1
+    layout = msgspec.structs.replace(LAYOUT, head_dim=args.head_dim)
+    cache = KVCache([layout], [n_blocks], chunk=args.token_budget)
+    limits = Limits(
+        context_len=min(args.context_len, cache.capacity),
+        vocab_size=args.vocab_size,
+        eos_ids=tuple(args.eos_ids),
+        max_running=min(args.max_running, args.token_budget),
+        token_budget=args.token_budget,
+    )
+    hub, stamps = None, None
+    if args.role != "both":
+        pages = shared_pages(n_blocks * layout.block_bytes)
+        memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
+        engine = process.mooncake(memory, args)
+        hub = host_hub(args.id or args.socket, args.fingerprint, [layout], memory, engine)
+        stamps = Stamps(args.fingerprint, memory)
+    info = EngineInfo(
+        model=args.name or "standin",
+        fingerprint=args.fingerprint,
+        context_len=limits.context_len,
+        vocab_size=limits.vocab_size,
+        eos_ids=limits.eos_ids,
+        kv_groups=(layout,),
+        kv_tokens=cache.n_tokens,
+        backend="standin",
+        max_running=limits.max_running,
+        role=args.role,
+        transfers=process.transfers(hub, args),
+    )
+    base = script.parse(args.script)
+    runner = ScriptedRunner(limits, base, hang_up, stamps)
+    journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115 as long as we live
+    scheduler = Scheduler(cache, limits, info.fingerprint, transfers=hub)
+    return StandinLoop(scheduler, runner, base, journal, hub), info
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    log.setup("standin")
+    parent = process.Parent()
+    try:
+        token = process.join_token(args.socket)
+        loop, info = build(args, lambda request_id: server.drop(request_id))
+        with process.listening(args.socket) as (listener, address):
+            server = Server(listener, loop, info, token)
+            _log.info("serving %s", info.model, extra={"address": address, "kv_tokens": info.kv_tokens})
+            process.serve(server, parent, {"model": info.model, "address": address, "kv_tokens": info.kv_tokens})
+    except Exception as error:
+        return process.fail(error)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = process.arguments("emberline.testing.standin_engine", "The engine's protocol, without a model.")
+    parser.set_defaults(max_running=256, token_budget=8192)
+    parser.add_argument("--script", default="", help="what to say, how fast, how to fail: see engine/script.py")
+    parser.add_argument("--journal", help="a file to which the id of every accepted request is written, with the time")
+    parser.add_argument("--fingerprint", default="standin", help="roots the block hashes")
+    parser.add_argument("--context-len", type=process.positive, default=8192, metavar="N")
+    parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")
+    parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
+    parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
+    parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="times 64 bytes a block")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""A model's text side: its tokenizer and its chat template, from the same files as its weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import Vocabulary
+from emberline.protocol.request import Message, Tool
+from emberline.protocol.token_ids import unpack
+from emberline.text.chat_messages import Turn, with_family_ids, with_system_text
+from emberline.text.chat_template import ChatTemplate
+from emberline.text.detokenizer import Detokenizer
+from emberline.text.gguf_tokenizer import gguf_parts
+from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
+from emberline.text.special_tokens import Guard
+from emberline.text.tokenizer import Tokenizer
+from emberline.text.tool_calls import families
+from emberline.text.tool_calls import prompt as teach
+from emberline.text.tool_calls import reasoning as thinking
+from emberline.text.tool_calls.parser import ReplyForm, ReplyParser
+from emberline.weights.gguf import GGUFFile
+from emberline.weights.model_config import BadCheckpoint
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # to GGUF's names
+
+
+class Rendered(NamedTuple):
+    """A conversation as text. `mark` hides special tokens that clients wrote (guard.py); empty: none are there."""
+
+    text: str
+    mark: str
+
+
+class TextModel:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.guard = Guard(tokenizer.special)
+        self.special_ids = tokenizer.special_ids
+        self.bos_id = tokenizer.bos_id
+        self.vocab_size = tokenizer.vocab_size
+        self.chat_stops = template.stops  # stop strings that chats with this model need beside its end tokens
+        self.tool_form = families.detect(template.source, "tools" in template.variables, tokenizer.special)
+        self.think_form = thinking.detect(template.source, tokenizer.added, tokenizer.special)
+        self._reply_forms = {True: ReplyForm(self.tool_form, self.think_form), False: ReplyForm(None, self.think_form)}
+        self.reply_signs = self._reply_forms[True].signs
+        self.mark_ids = frozenset(self._reply_forms[True].sign_of)  # special tokens that mean something in replies
+
+    @classmethod
+    def load(cls, path: Path) -> "TextModel":
+        """From a GGUF file or a Hugging Face folder; BadCheckpoint says what is wrong with it."""
+        return _from_folder(path) if path.is_dir() else _from_gguf(path)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters than this."""
+        return self.tokenizer.longest_token_chars()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What every token stands for, as engines learn it to follow grammars."""
+        special = {token_id: text for text, token_id in self.tokenizer.special.items()}
+        return Vocabulary([self.tokenizer.token_bytes[token_id] for token_id in range(self.vocab_size)], special)
+
+    def encode(self, text: str, special: bool) -> bytes:
+        """Ids (u32 little-endian) of text alone; with `special`, special tokens in it are parsed."""
+        return self.tokenizer.encode(text, special=special)
+
+    def encode_prompt(self, text: str) -> bytes:
+        """Ids of a raw prompt. Whoever skips the template writes its special tokens: here they count as such."""
+        return self.with_bos(self.tokenizer.encode(text, special=True))
+
+    def with_bos(self, ids: bytes) -> bytes:
+        """`ids` with the beginning-of-sequence token if the model wants one, never two."""
+        if not self.tokenizer.add_bos or self.bos_id is None:
+            return ids
+        bos = self.bos_id.to_bytes(4, "little")
+        return ids if ids[:4] == bos else bos + ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The conversation as text for people; prompts are made by `render_guarded`."""
+        turns = self.template.turns(messages)
+        return self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt)
+
+    def render_guarded(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> Rendered:
+        turns = self._turns(messages, tools)
+        given = teach.template_tools(tools) if tools and not self.tool_form.own else None
+        try:
+            mark = self.guard.choose(turns, kwargs, given)
+            turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
+        except RecursionError:
+            raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
+        text = self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt, tools=given)
+        return Rendered(text, mark)
+
+    def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
+        if not tools or not self.tool_form.own:
+            return self.template.turns(with_family_ids(messages, self.tool_form))
+        return with_system_text(self.template.turns(messages, self.tool_form), teach.system_text(tools))
+
+    def reply_parser(
+        self, prompt_ids: bytes, tools: Sequence[Tool], thinking: bool | None, detokenizer: Detokenizer | None = None
+    ) -> ReplyParser:
+        """For the reply to a prompt that declares these tools; `thinking` is what `thinking.begun` says of it."""
+        names = frozenset(tool.name for tool in tools)
+        return ReplyParser(self._reply_forms[bool(tools)], detokenizer or self.detokenizer(prompt_ids), names, thinking)
+
+    def token_text(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        return self.tokenizer.token_bytes.spell(token_id)
+
+    def decode(self, ids: bytes | Iterable[int], *, special: bool = False) -> str:
+        """Text of a whole sequence; special tokens are left out unless asked for."""
+        ids = unpack(ids) if isinstance(ids, bytes) else list(ids)
+        if not special:
+            detokenizer = self.detokenizer()
+            return detokenizer.push(ids) + detokenizer.finish()
+        return self._decode_special(ids)
+
+    def detokenizer(self, prompt_ids: bytes = b"") -> Detokenizer:
+        """For what follows `prompt_ids`, of which the last decides whether a leading space is the tokenizer's own."""
+        after_special = not prompt_ids or int.from_bytes(prompt_ids[-4:], "little") in self.special_ids
+        scheme = self.tokenizer.prefix_space
+        strip = (scheme == "always" and after_special) or (scheme == "first" and not prompt_ids)
+        return Detokenizer(self.tokenizer.token_bytes, strip_space=strip)
+
+    def _decode_special(self, ids: list[int]) -> str:
+        pieces: list[str] = []
+        detokenizer = self.detokenizer()
+        for token_id in ids:
+            if token_id in self.special_ids:
+                pieces += [detokenizer.finish(), self.token_text(token_id).decode()]
+                detokenizer = self.detokenizer(token_id.to_bytes(4, "little"))
+            else:
+                pieces.append(detokenizer.push([token_id]))
+        return "".join(pieces) + detokenizer.finish()
+
+
+def _from_gguf(path: Path) -> TextModel:
+    file = GGUFFile.open(path)
+    try:
+        metadata = file.metadata
+        tokenizer = Tokenizer(gguf_parts(metadata))
+        source = metadata.get("tokenizer.chat_template")
+        tokens: dict[str, str] = {}
+        for name, gguf_name in _NAMED.items():
+            token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+            if isinstance(token_id, int):
+                tokens[name] = tokenizer.token_bytes.spell(token_id).decode(errors="replace")
+    finally:
+        file.close()
+    return TextModel(tokenizer, ChatTemplate(source if isinstance(source, str) else None, tokens))
+
+
+def _from_folder(folder: Path) -> TextModel:
+    settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+    tokenizer = Tokenizer(hf_parts(folder, settings))
+    named = {name: token_text(settings, name) for name in _NAMED}
+    tokens = {name: text for name, text in named.items() if text is not None}
+    return TextModel(tokenizer, ChatTemplate(_folder_template(folder, settings), tokens))
+
+
+def _folder_template(folder: Path, settings: Json) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise BadCheckpoint(f"{file.name} is not UTF-8") from None
+    source = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several, by name
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None

@@ -1,1 +1,0 @@
-"""How model families write tool calls and reasoning: in prompts, in grammars, in replies."""

@@ -1,0 +1,218 @@
+"""A server's event stream on its way to the client: whole lines, untouched but for the usage.
+
+Most of a stream is looked at once, as bytes, and passed on as it came. Only lines that hold a usage or an error, or end
+the stream, are taken apart.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from emberline.protocol.events import Usage
+
+_MOST_TOKENS = 1 << 31
+
+
+def usage_objects(answer: Any) -> list[dict[str, Any]]:
+    """Every usage object of an answer or of one stream event: at its top, or in its message or response."""
+    if not isinstance(answer, dict):
+        return []
+    places = (answer, answer.get("message"), answer.get("response"))
+    found = [place.get("usage") for place in places if isinstance(place, dict)]
+    return [usage for usage in found if isinstance(usage, dict)]
+
+
+def read_usage(usage: dict[str, Any]) -> Usage:
+    """A server may write anything: what is no sensible number counts as 0."""
+    if "prompt_tokens" in usage or "input_tokens" not in usage:
+        prompt, details = _count(usage.get("prompt_tokens")), usage.get("prompt_tokens_details")
+        output = _count(usage.get("completion_tokens"))
+        thought = usage.get("completion_tokens_details")
+    elif _is_responses(usage):
+        prompt, details = _count(usage.get("input_tokens")), usage.get("input_tokens_details")
+        output, thought = _count(usage.get("output_tokens")), usage.get("output_tokens_details")
+    else:  # Anthropic's: what came from the cache is not in input_tokens
+        read, written = _count(usage.get("cache_read_input_tokens")), _count(usage.get("cache_creation_input_tokens"))
+        prompt = _count(usage.get("input_tokens")) + read + written
+        return _usage(prompt, read, _count(usage.get("output_tokens")), 0)
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+    reasoning = _count(thought.get("reasoning_tokens")) if isinstance(thought, dict) else 0
+    return _usage(prompt, cached, output, reasoning)
+
+
+def write_cached(usage: dict[str, Any], cached: int) -> None:
+    """Put prefill's cached tokens where the dialect has them, always: decode's own number is worth nothing."""
+    if "prompt_tokens" in usage or "input_tokens" not in usage:
+        cached = min(cached, _count(usage.get("prompt_tokens")))
+        usage["prompt_tokens_details"] = _with_cached(usage.get("prompt_tokens_details"), cached)
+    elif _is_responses(usage):
+        cached = min(cached, _count(usage.get("input_tokens")))
+        usage["input_tokens_details"] = _with_cached(usage.get("input_tokens_details"), cached)
+    else:
+        total = _count(usage.get("input_tokens")) + _count(usage.get("cache_read_input_tokens"))
+        usage["cache_read_input_tokens"] = min(cached, total)
+        usage["input_tokens"] = total - min(cached, total)
+
+
+def cached_of(body: bytes) -> int:
+    """The cached tokens of a whole answer; what does not say counts as 0."""
+    try:
+        answer = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return max((read_usage(usage).cached_tokens for usage in usage_objects(answer)), default=0)
+
+
+def _is_responses(usage: dict[str, Any]) -> bool:
+    return "input_tokens_details" in usage or "total_tokens" in usage
+
+
+def _with_cached(details: Any, cached: int) -> dict[str, Any]:
+    return {**(details if isinstance(details, dict) else {}), "cached_tokens": cached}
+
+
+def _usage(prompt: int, cached: int, output: int, reasoning: int) -> Usage:
+    tiers = {"device": min(cached, prompt)} if cached else {}
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        reasoning_tokens=min(reasoning, output),
+        cached_by_tier=tiers,
+    )
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < _MOST_TOKENS else 0
+
+
+MAX_LINE_BYTES = 8 << 20
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ERROR = b'"error"'  # never inside a text, where its quotes are escaped
+_DONE = b"[DONE]"
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+
+encode = msgspec.json.Encoder().encode
+
+
+class StreamError(Exception):
+    """The server told an error inside the stream."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class TooLong(Exception):
+    """A line without an end."""
+
+
+class StreamEditor:
+    """Feed it what arrives; send on what it gives. `usage` is the last one seen, prefill's cached tokens included."""
+
+    def __init__(self, *, hides_usage: bool = False) -> None:
+        self.cached: int | None = None  # of prefill; None: decode's word counts
+        self.adjust: Callable[[dict[str, Any]], None] | None = None  # what else is to be done to a usage
+        self.usage: Usage | None = None
+        self.ended = False  # the stream's last event was seen
+        self.finished = False  # a choice said why it ended
+        self._hides_usage = hides_usage  # the client has not asked for it, we have
+        self._tail = b""
+        self._swallow = False  # the blank line behind an event that is not passed on
+
+    def whole(self, data: bytes) -> bytes:
+        """The whole lines there are now; a line that is not whole yet is kept for later."""
+        cut = data.rfind(b"\n") + 1
+        if cut == len(data) and not self._tail:
+            return data
+        data = self._tail + data
+        cut = data.rfind(b"\n") + 1
+        self._tail = data[cut:]
+        if len(self._tail) > MAX_LINE_BYTES:
+            raise TooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        return data[:cut]
+
+    @property
+    def tail(self) -> bytes:
+        """The line that has not ended yet."""
+        return self._tail
+
+    def needs_cached(self, lines: bytes) -> bool:
+        """Whether the next thing is a usage to be rewritten: by then prefill has long ended."""
+        return b'"usage"' in lines and _USAGE.search(lines) is not None
+
+    def edit(self, lines: bytes) -> bytes:
+        """Whole lines as the client shall see them. StreamError where the server says that it failed."""
+        if not self.finished and _FINISHED.search(lines) is not None:
+            self.finished = True
+        start = 0 if self._swallow else _first_of_interest(lines)
+        if start < 0:
+            return lines
+        edited = [self._line(line) for line in lines[start:].splitlines(keepends=True)]
+        return b"".join((lines[:start], *edited))
+
+    def flush(self) -> bytes:
+        """An unterminated last line, once the stream is over."""
+        tail, self._tail = self._tail, b""
+        return self.edit(tail) if tail else b""
+
+    def _line(self, line: bytes) -> bytes:
+        if self._swallow and not line.strip():
+            self._swallow = False
+            return b""
+        self._swallow = False
+        if not line.startswith(b"data:"):
+            return line
+        payload = line[5:].strip()
+        if payload == _DONE:
+            self.ended = True
+            return line
+        if b"usage" not in payload and b"error" not in payload:
+            return line
+        try:
+            event = msgspec.json.decode(payload)
+        except (msgspec.DecodeError, RecursionError):
+            return line
+        _raise_error(event)
+        return self._event(line, event)
+
+    def _event(self, line: bytes, event: Any) -> bytes:
+        usages = usage_objects(event)
+        if not usages:
+            return line
+        for usage in usages:
+            if self.cached is not None:
+                write_cached(usage, self.cached)
+            if self.adjust is not None:
+                self.adjust(usage)
+        self.usage = read_usage(usages[-1])
+        if self._hides_usage and event.get("choices") == []:
+            self._swallow = True
+            return b""
+        if self._hides_usage:
+            event.pop("usage", None)
+        elif self.cached is None and self.adjust is None:
+            return line
+        end = b"\r\n" if line.endswith(b"\r\n") else b"\n" if line.endswith(b"\n") else b""
+        return b"data: " + encode(event) + end
+
+
+def _first_of_interest(lines: bytes) -> int:
+    """Where the first line begins that may have to be taken apart; -1: nowhere."""
+    usage = _USAGE.search(lines) if b'"usage"' in lines else None
+    found = [place for place in (lines.find(_DONE), lines.find(_ERROR)) if place >= 0]
+    if usage is not None:
+        found.append(usage.start())
+    return lines.rfind(b"\n", 0, min(found)) + 1 if found else -1
+
+
+def _raise_error(event: Any) -> None:
+    if not isinstance(event, dict) or "choices" in event or not event.get("error"):
+        return
+    error = event["error"]
+    if not isinstance(error, dict):
+        raise StreamError(str(error)[:500], 500)
+    code = error.get("code")
+    raise StreamError(str(error.get("message", ""))[:500], code if type(code) is int else 500)
