@@ -22,7 +22,7 @@ from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
 from emberline.upstream.kv_events import KVFeed, key_root
 from tests.service.conftest import text_model
-from tests.service.relay.conftest import LONG, Bench, Opener, bench
+from tests.upstream.conftest import LONG, Bench, Opener, bench
 
 __all__ = ["bench", "text_model"]
 

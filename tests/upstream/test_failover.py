@@ -14,7 +14,7 @@ from emberline.protocol.request import GenerateRequest, Priority
 from emberline.service.answer import gather
 from emberline.service.job_context import JobContext
 from emberline.testing.standin_openai.replies import Prompt, Script
-from tests.service.relay.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
+from tests.upstream.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
 

@@ -8,8 +8,8 @@ import pytest
 from emberline.protocol.errors import EmberlineError
 from emberline.service.answer import gather
 from emberline.testing.standin_openai.replies import Script
-from tests.service.relay.conftest import PRINCIPAL, Bench, Opener, request
-from tests.service.relay.test_relay import expected
+from tests.upstream.conftest import PRINCIPAL, Bench, Opener, request
+from tests.upstream.test_failover import expected
 
 FAULTS = (
     {"status": 500},
