@@ -23,11 +23,10 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.jobs.batches.batch import NewBatch
-from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import NewJob
-from emberline.jobs.queue.lease_owner import Owner
-from emberline.jobs.queue.limits import Limits as QueueLimits
-from emberline.jobs.queue.puller import Puller
+from emberline.jobs.queue.puller import LeaseOwner, Puller
 from emberline.jobs.queue.queue import Queue
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
@@ -132,14 +131,14 @@ class ModelledFleet:
         return self.members
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """Queued work, on the engine that it was granted."""
-        assert errand is not None
+        assert job is not None
         usage = Usage(prompt_tokens=N_PROMPT, completion_tokens=N_OUTPUT)
         yield Started(usage)
-        await self._by_name[errand.engine].run(sequence(request.id, Priority.BATCH))
-        errand.book(row_of(request, principal))
+        await self._by_name[job.engine].run(sequence(request.id, Priority.BATCH))
+        job.record_usage(row_of(request, principal))
         yield TextDelta(0, "x")
         yield ChoiceDone(0, "stop")
         yield Completed(usage)
@@ -189,9 +188,9 @@ class Run:
 
     def __init__(self, n: int, folder: Path, store: RealTimeStore) -> None:
         self.fleet = ModelledFleet(n)
-        self.queue = Queue(store, Blobs(folder / "blobs"), QueueLimits(max_lines=1_000_000))
+        self.queue = Queue(store, BlobStore(folder / "blobs"), QueueLimits(max_jobs=1_000_000))
         self.queue.start_sweeping()
-        self.puller = Puller(self.queue, self.fleet, self.fleet.grants, [MODEL], Principal, Owner(folder))
+        self.puller = Puller(self.queue, self.fleet, self.fleet.grants, [MODEL], Principal, LeaseOwner(folder))
         self.puller.start()
         self.store = store
 
@@ -256,7 +255,7 @@ async def aged(run: Run, rate: float, seconds: float) -> tuple[list[float], list
     while not requests.done():
         await run.submit(max(1, round(0.15 * rate)))
         await asyncio.sleep(1.0)
-    while await run.queue.waiting():
+    while await run.queue.depths():
         await asyncio.sleep(1.0)
     rows = await run.store.read(_AGES, (now_us,))
     return [float(age or 0) / 1e6 for (age,) in rows], requests.result()

@@ -89,13 +89,13 @@ async def backlog(queue: Queue, n: int) -> dict[str, float]:
 
     async def status() -> None:
         found = await queue.batch("c", batch.id)
-        await queue.place(found)
+        await queue.position(found)
 
     acts: dict[str, Callable[[], Awaitable[Any]]] = {
         "status_ms": status,
         "list_batches_ms": lambda: queue.batches("c", "openai"),
-        "list_lines_ms": lambda: queue.lines(batch.id, after=n // 4, limit=100),
-        "depth_ms": queue.waiting,
+        "list_lines_ms": lambda: queue.jobs(batch.id, after=n // 4, limit=100),
+        "depth_ms": queue.depths,
         "claim_ms": lambda: queue.claim("probe", MODEL, 1),
     }
     found = {name: round(1000 * median([await timed(act) for _ in range(20)]), 2) for name, act in acts.items()}
@@ -111,11 +111,11 @@ async def memory_mb(where: str, folder: str) -> int:
 async def look_here(where: str, folder: Path) -> None:
     store = await open_store(where)
     queue = await open_queue(store, folder)
-    await queue.waiting()
+    await queue.depths()
     for account in ("small", "c"):
         for batch in (await queue.batches(account, "openai"))[0]:
-            await queue.place(batch)
-            await queue.lines(batch.id, limit=100)
+            await queue.position(batch)
+            await queue.jobs(batch.id, limit=100)
     await queue.release(await queue.claim("look", MODEL, AT_ONCE))
     await queue.sweep()
     await queue.close()

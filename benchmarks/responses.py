@@ -14,7 +14,7 @@ from emberline.api.openai.responses.output import Composer
 from emberline.protocol.answer import Record
 from emberline.protocol.events import TextDelta
 from emberline.service.responses import Responses
-from emberline.store import Store
+from emberline.store import SqliteStore
 
 TURNS = 256
 TEXT_BYTES = 1000
@@ -55,7 +55,7 @@ async def recall(kept: Responses, response_id: str, _: int) -> None:
 
 
 async def store_figures(folder: Path) -> dict[str, float]:
-    store = await Store.open(folder / "responses.db")
+    store = await SqliteStore.open(folder / "responses.db")
     kept = Responses(store)
     figures = {
         "keep_ms": await took_ms(

@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.store import Database, Step
 
-Status = Literal["finished", "failed", "cancelled"]
+UsageStatus = Literal["finished", "failed", "cancelled"]
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,7 +22,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_by_tier: dict[str, int] = {}
     output_tokens: int = 0
     reasoning_tokens: int = 0
-    status: Status
+    status: UsageStatus
     created_us: int
     first_token_us: int | None = None
     finished_us: int
@@ -41,7 +41,7 @@ _INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
 _SELECT = f"SELECT {_COLUMNS} FROM usage WHERE id = ?"
 
 
-def insert(row: UsageRow) -> Step:
+def insert_usage(row: UsageRow) -> Step:
     """What records a row, for those who do so in a transaction of their own."""
     return Step(
         _INSERT,
@@ -71,7 +71,7 @@ class UsageLedger:
 
     async def record(self, row: UsageRow) -> None:
         """Return once the row is durable. The first row of an id stands; recording it again changes nothing."""
-        await self._store.write(*insert(row))
+        await self._store.write(*insert_usage(row))
 
     async def find(self, request_id: str) -> UsageRow | None:
         rows = await self._store.read(_SELECT, (request_id,))

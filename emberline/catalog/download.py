@@ -16,18 +16,18 @@ INTERVAL_S = 0.2
 WINDOW_S = 5.0  # the rate is that of the last few seconds, so that a stall shows
 
 
-class Progress(NamedTuple):
+class DownloadProgress(NamedTuple):
     done_bytes: int
     total_bytes: int
     rate: float  # bytes a second
     eta: float | None  # seconds left; None while nothing moves
 
 
-Report = Callable[[Progress], None]
+ReportProgress = Callable[[DownloadProgress], None]
 
 
 @contextmanager
-def watched(folder: Path, total_bytes: int, report: Report | None) -> Iterator[None]:
+def watched(folder: Path, total_bytes: int, report: ReportProgress | None) -> Iterator[None]:
     """Reports the growth of `folder` while the block runs, and its end when the block succeeds."""
     if report is None:
         yield
@@ -40,10 +40,10 @@ def watched(folder: Path, total_bytes: int, report: Report | None) -> Iterator[N
     finally:
         stop.set()
         thread.join()
-    report(Progress(total_bytes, total_bytes, 0.0, 0.0))
+    report(DownloadProgress(total_bytes, total_bytes, 0.0, 0.0))
 
 
-def _watch(folder: Path, total_bytes: int, report: Report, stop: threading.Event) -> None:
+def _watch(folder: Path, total_bytes: int, report: ReportProgress, stop: threading.Event) -> None:
     samples: deque[tuple[float, int]] = deque()
     while not stop.wait(INTERVAL_S):
         now, done = time.monotonic(), min(folder_bytes(folder), total_bytes)
@@ -54,7 +54,7 @@ def _watch(folder: Path, total_bytes: int, report: Report, stop: threading.Event
             samples.popleft()
         elapsed = now - samples[0][0]
         rate = max(0.0, (done - samples[0][1]) / elapsed) if elapsed else 0.0
-        report(Progress(done, total_bytes, rate, (total_bytes - done) / rate if rate else None))
+        report(DownloadProgress(done, total_bytes, rate, (total_bytes - done) / rate if rate else None))
 
 
 def folder_bytes(folder: Path) -> int:

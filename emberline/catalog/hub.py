@@ -12,7 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from emberline.catalog.download import AccessDenied, HashMismatch, NoNetwork, PullFailed, Report, room_for, watched
+from emberline.catalog.download import (
+    AccessDenied,
+    HashMismatch,
+    NoNetwork,
+    PullFailed,
+    ReportProgress,
+    room_for,
+    watched,
+)
 from emberline.catalog.model_card import HubSource
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.hf_checkpoint import folder_config
@@ -43,7 +51,7 @@ def parse(spec: str) -> HubSource:
     return HubSource(repo=match[1], revision=match[2], file=match[3])
 
 
-def fetch(source: HubSource, folder: Path, report: Report | None = None) -> Fetched:
+def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None) -> Fetched:
     """Brings the model's files into `folder`; whole files of a broken-off try are not fetched again.
 
     Offline, the path lies in the hub's own cache instead.

@@ -45,7 +45,7 @@ class PathSource(msgspec.Struct, frozen=True, tag="path"):
     path: str
 
 
-Source = WheelSource | HubSource | PathSource
+ModelSource = WheelSource | HubSource | PathSource
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     author: str
     context_window: int  # tokens
-    source: Source
+    source: ModelSource
     created_at: str  # "2026-02-02 21:11:49.874", UTC
     task: str = TEXT_GENERATION
     license: str = ""
@@ -119,7 +119,7 @@ BUILT_IN: tuple[ModelCard, ...] = (
 )
 
 
-class Row(NamedTuple):
+class CatalogRow(NamedTuple):
     """A task or an author, as the search endpoints list them."""
 
     id: str
@@ -127,8 +127,8 @@ class Row(NamedTuple):
     description: str
 
 
-TASKS: tuple[Row, ...] = (
-    Row(
+TASKS: tuple[CatalogRow, ...] = (
+    CatalogRow(
         stable_uuid("task", TEXT_GENERATION),
         TEXT_GENERATION,
         "Family of generative text models, such as large language models (LLM), that can be adapted for a variety of"
@@ -137,14 +137,14 @@ TASKS: tuple[Row, ...] = (
 )
 
 
-def task(name: str) -> Row | None:
+def task(name: str) -> CatalogRow | None:
     return next((row for row in TASKS if row.name == name), None)
 
 
-def authors(cards: Iterable[ModelCard]) -> list[Row]:
+def authors(cards: Iterable[ModelCard]) -> list[CatalogRow]:
     """Who made these models, by name."""
     names = sorted({card.author for card in cards})
-    return [Row(stable_uuid("author", name), name, f"Models by {name}") for name in names]
+    return [CatalogRow(stable_uuid("author", name), name, f"Models by {name}") for name in names]
 
 
 def built_in(name: str) -> ModelCard | None:
@@ -166,7 +166,7 @@ def describe_path(path: Path) -> ModelCard:
     return describe(path, f"@local/models/{name}", (name,), PathSource(str(path)))
 
 
-def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: Source) -> ModelCard:
+def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelSource) -> ModelCard:
     try:
         checkpoint = open_checkpoint(path)
     except BadCheckpoint as error:

@@ -21,7 +21,7 @@ from emberline.protocol.errors import ModelNotFound
 CARD = "card.json"
 
 
-class Entry(NamedTuple):
+class ModelEntry(NamedTuple):
     card: ModelCard
     path: Path  # the GGUF file or the Hugging Face folder
 
@@ -37,26 +37,26 @@ class ModelStore:
     def __init__(self, home: Path) -> None:
         self.root = home / "models"
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ModelEntry]:
         """What is pulled and still there, by id."""
         return [entry for entry in self._all() if entry.path.exists()]
 
-    def _all(self) -> list[Entry]:
+    def _all(self) -> list[ModelEntry]:
         found = [_read(path.parent) for path in self.root.glob(f"[!.]*/{CARD}")]
         return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.card.id)
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ModelEntry | None:
         """The pulled model of that id or alias, in any case of letters; `hf:org/repo` is an alias."""
         return _named(name, self.entries())
 
-    def resolve(self, name: str) -> Entry:
+    def resolve(self, name: str) -> ModelEntry:
         """The model of that id, alias or path, ready to load. Takes the user's own words, never a client's."""
         entry = self.find(name)
         if entry is not None:
             return entry
         if looks_like_path(name):
             path = Path(name).expanduser().absolute()
-            return Entry(describe_path(path), path)
+            return ModelEntry(describe_path(path), path)
         if built_in(name) is not None or name.startswith("hf:"):
             raise ModelNotFound(f"model {name!r} is not on this machine yet; run `emberline pull {name}`")
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
@@ -89,7 +89,7 @@ class ModelStore:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def place(self, card: ModelCard, path: str) -> Entry:
+    def place(self, card: ModelCard, path: str) -> ModelEntry:
         """Makes the staging folder of that card the model's folder. Call with the lock held."""
         staging, folder = self.staging(card.id), self.folder(card.id)
         staging.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class ModelStore:
             shutil.rmtree(folder)
         staging.rename(folder)
         _sync_one(self.root)
-        return Entry(card, folder / path)
+        return ModelEntry(card, folder / path)
 
 
 def looks_like_path(name: str) -> bool:
@@ -112,15 +112,15 @@ def _slug(model_id: str) -> str:
     return slug
 
 
-def _read(folder: Path) -> Entry | None:
+def _read(folder: Path) -> ModelEntry | None:
     try:
         placed = msgspec.json.decode((folder / CARD).read_bytes(), type=_Placed)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-    return Entry(placed.card, folder / placed.path)
+    return ModelEntry(placed.card, folder / placed.path)
 
 
-def _named(name: str, entries: list[Entry]) -> Entry | None:
+def _named(name: str, entries: list[ModelEntry]) -> ModelEntry | None:
     card = built_in(name)  # whose names no other model can take
     wanted = card.id if card else name.lower()
     by_id = next((entry for entry in entries if entry.card.id == wanted), None)

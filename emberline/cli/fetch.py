@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from emberline.catalog.download import Progress, Report
-from emberline.catalog.model_store import Entry, ModelStore
+from emberline.catalog.download import DownloadProgress, ReportProgress
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.protocol.errors import BadInput
 from emberline.weights.model_config import BadCheckpoint
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from emberline.text.text_model import TextModel
 
 
-def fetch(name: str, shelf: ModelStore) -> Entry:
+def fetch(name: str, shelf: ModelStore) -> ModelEntry:
     """The model of that name, pulled if it is not here yet."""
     entry = shelf.find(name)
     if entry is not None:
@@ -24,7 +24,7 @@ def fetch(name: str, shelf: ModelStore) -> Entry:
         return pull(name, shelf, report)
 
 
-def load_text(entry: Entry) -> "TextModel":
+def load_text(entry: ModelEntry) -> "TextModel":
     """The model's tokenizer and chat template; without them its weights are of no use here."""
     from emberline.text.text_model import TextModel
 
@@ -35,7 +35,7 @@ def load_text(entry: Entry) -> "TextModel":
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Report | None]:
+def _bar(name: str) -> Iterator[ReportProgress | None]:
     """A bar on the terminal; elsewhere one line when it begins."""
     if not sys.stderr.isatty():
         print(f"pulling {name}", file=sys.stderr)
@@ -49,7 +49,7 @@ def _bar(name: str) -> Iterator[Report | None]:
     with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"pulling {name}", total=None)
 
-        def report(progress: Progress) -> None:
+        def report(progress: DownloadProgress) -> None:
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes or None)
 
         yield report

@@ -23,7 +23,7 @@ from emberline.api.http.app import ApiSettings, create_app
 from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard
-from emberline.catalog.model_store import Entry
+from emberline.catalog.model_store import ModelEntry
 from emberline.cli.fetch import load_text
 from emberline.config import Config
 from emberline.jobs.queue.queue import open_queue
@@ -54,7 +54,7 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
-def load_models(entries: Sequence[Entry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
+def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
     """The models with their tokenizers and the engines that compute them."""
     return [Served(entry.card, load_text(entry), tuple(endpoints[entry.card.id])) for entry in entries]
 
@@ -105,7 +105,7 @@ async def _end_streams(stop: asyncio.Event, events: WebhookService | None, batch
 async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
     stop = asyncio.Event()
     with _parent_watched(stop, plan.core_pid):
-        entries = [Entry(card, path) for card, path, _ in plan.models]
+        entries = [ModelEntry(card, path) for card, path, _ in plan.models]
         served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
         upstreams = await discover(servers_of(plan.config.endpoints))
         service = await open_http_worker(served, core_socket=plan.core_socket, upstreams=upstreams)

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from emberline.catalog.model_store import Entry, ModelStore
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def row(entry: Entry) -> dict[str, Any]:
+def row(entry: ModelEntry) -> dict[str, Any]:
     card = entry.card
     return {
         "id": card.id,

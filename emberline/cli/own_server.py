@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
-from emberline.catalog.model_store import Entry
+from emberline.catalog.model_store import ModelEntry
 from emberline.cli.http_client import Address
 from emberline.cli.listen import bound
 from emberline.cli.serve import fetch_models, serve
@@ -33,7 +33,7 @@ def own_server(config: Config, model: str | None) -> Iterator[tuple[Address, str
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
 
-    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address)
 
     def work() -> None:

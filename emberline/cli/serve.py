@@ -23,7 +23,7 @@ import msgspec
 from emberline import log as logs
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL
-from emberline.catalog.model_store import Entry, ModelStore
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common
 from emberline.cli import startup_panel as panel
 from emberline.cli.fetch import fetch
@@ -44,7 +44,7 @@ WORKER_GRACE_S = 5.0  # for workers to end once no request is left
 log = logging.getLogger("emberline.serve")
 
 # Told once requests are answered: the address, the models, the workers' ready lines.
-OnReady = Callable[[Address, Sequence[Entry], Sequence[dict[str, Any]]], None]
+OnReady = Callable[[Address, Sequence[ModelEntry], Sequence[dict[str, Any]]], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # the workers' too, wherever it was set
     shows_panel = sys.stdout.isatty() and not args.json
 
-    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         took_s = time.monotonic() - started_s
         if args.json:
             print(json.dumps(panel.facts(address, entries, workers, took_s)), flush=True)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return run_loop(serve(config, entries, listener, announce))
 
 
-def fetch_models(config: Config) -> list[Entry]:
+def fetch_models(config: Config) -> list[ModelEntry]:
     """The configured models, pulled if need be, each once however often it is named."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     shelf = ModelStore(config.home)
@@ -123,7 +123,7 @@ def _elsewhere(config: Config) -> dict[str, list[Endpoint]]:
     return found
 
 
-def _is_local(entry: Entry, config: Config, elsewhere: Mapping[str, object]) -> bool:
+def _is_local(entry: ModelEntry, config: Config, elsewhere: Mapping[str, object]) -> bool:
     """Whether workers of ours compute the model: if it was named for them, or nobody else does."""
     shelf = ModelStore(config.home)
     return entry.card.id not in elsewhere or any(
@@ -131,13 +131,13 @@ def _is_local(entry: Entry, config: Config, elsewhere: Mapping[str, object]) -> 
     )
 
 
-def _ids(entries: Sequence[Entry]) -> list[str]:
+def _ids(entries: Sequence[ModelEntry]) -> list[str]:
     return [entry.card.id for entry in entries]
 
 
 async def serve(
     config: Config,
-    entries: Sequence[Entry],
+    entries: Sequence[ModelEntry],
     listener: socket.socket,
     on_ready: OnReady,
     stop: asyncio.Event | None = None,
@@ -206,8 +206,7 @@ async def _open_queue(
     from emberline.accounts.auth import Authenticator
     from emberline.accounts.secret import Secret
     from emberline.api.batches.service import BatchService
-    from emberline.jobs.queue.lease_owner import Owner
-    from emberline.jobs.queue.puller import Puller
+    from emberline.jobs.queue.puller import LeaseOwner, Puller
     from emberline.jobs.queue.queue import open_queue
     from emberline.service.core import LocalCore
 
@@ -220,9 +219,9 @@ async def _open_queue(
     batches.load()
     auth = Authenticator(Secret.open(config.home))
     models = [card.id for card in service.models()]
-    puller = Puller(queue, service, core.grants, models, auth.principal, Owner(config.home))
+    puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
     stack.push_async_callback(puller.close)
-    core.count(puller.figures)
+    core.count(puller.metrics)
     puller.start(stop)
     return batches
 
@@ -230,7 +229,7 @@ async def _open_queue(
 async def _open_doors(
     stack: contextlib.AsyncExitStack,
     config: Config,
-    entries: Sequence[Entry],
+    entries: Sequence[ModelEntry],
     folder: Path,
     endpoints: Mapping[str, list[Endpoint]],
     service: "Service",

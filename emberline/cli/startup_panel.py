@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from emberline import __version__
-from emberline.catalog.model_store import Entry
+from emberline.catalog.model_store import ModelEntry
 from emberline.cli.common import size
 from emberline.cli.http_client import Address
 from emberline.config import Config
 
 
 def show(
-    config: Config, address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]], took_s: float
+    config: Config, address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], took_s: float
 ) -> None:
     """On a terminal. `workers` are the ready lines of the engine processes."""
     bold, dim, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
@@ -30,14 +30,14 @@ def show(
 
 
 def facts(
-    address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]], took_s: float
+    address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], took_s: float
 ) -> dict[str, Any]:
     """The same for programs."""
     ids = [entry.card.id for entry in entries]
     return {"ready": True, "url": address.url, "models": ids, "workers": list(workers), "seconds": round(took_s, 3)}
 
 
-def _model(entry: Entry) -> str:
+def _model(entry: ModelEntry) -> str:
     card = entry.card
     return f"{card.id} ({card.architecture}, {size(card.weight_bytes)}, {card.context_window:,} tokens of context)"
 
@@ -47,7 +47,7 @@ def _worker(worker: dict[str, Any]) -> str:
     return f"{worker.get('device', '?')}, {worker.get('backend', '?')} kernels, {cache}"
 
 
-def _example(config: Config, address: Address, entry: Entry) -> list[str]:
+def _example(config: Config, address: Address, entry: ModelEntry) -> list[str]:
     name = entry.card.aliases[0] if entry.card.aliases else entry.card.id
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     headers = ["Authorization: Bearer <key>"] if config.auth.key else []

@@ -1,4 +1,4 @@
-"""What queued work brings along when it asks to be generated."""
+"""What the job queue passes to the service together with a request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,18 @@ from emberline.protocol.events import TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """The engine that it was granted: there or nowhere, for an engine that dies under it is to be noticed.
+    """One attempt at a queued job.
 
-    `book` gets its usage row when it ends. The queue writes it together with the result, so that an attempt whose
-    result nobody sees costs nothing.
-
-    A reply that an attempt before had begun goes on behind `so_far`, whose events are not told again. `heard` gets all
-    that the engine gives, right before the events that are made of it.
+    engine: the worker that admission granted. The request is not rerouted, so that a worker that dies under a job is
+        noticed and counted against the job.
+    record_usage: receives the usage row when the request ends. The queue writes it in the transaction that stores the
+        result, so an attempt whose result is discarded is not billed.
+    resume_from: tokens that earlier attempts generated. Generation continues behind them; their events are not
+        emitted again.
+    on_delta: receives each delta of the engine right before the events made from it.
     """
 
     engine: str
-    book: Callable[[UsageRow], None]
-    so_far: TokenDelta | None = None
-    heard: Callable[[TokenDelta], None] | None = None
+    record_usage: Callable[[UsageRow], None]
+    resume_from: TokenDelta | None = None
+    on_delta: Callable[[TokenDelta], None] | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from emberline.accounts.usage_ledger import Status, UsageRow
+from emberline.accounts.usage_ledger import UsageRow, UsageStatus
 from emberline.balancer.engine_client import EngineClient, EngineStream
 from emberline.balancer.prefill_handover import Prefill, hand_over
 from emberline.balancer.route_request import RouteRequest
@@ -46,9 +46,9 @@ log = logging.getLogger("emberline.request")
 class Run:
     """Owns the request's stream and choices. The pipeline steps it until it is done."""
 
-    def __init__(self, prepared: Prepared, admit: Admit, began: Began, errand: JobContext | None = None) -> None:
+    def __init__(self, prepared: Prepared, admit: Admit, began: Began, job: JobContext | None = None) -> None:
         self.prepared = prepared
-        self.errand = errand  # of queued work
+        self.job = job  # set for a queued job
         self.gaps = Histogram(GAP_BOUNDS_S)
         kind = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
         self.choices: list[ChoiceDecoder] = [kind(index, prepared, self.gaps) for index in range(prepared.request.n)]
@@ -69,8 +69,8 @@ class Run:
         self._by_id: dict[str, ChoiceDecoder] = {}
         self._stream: EngineStream | None = None
         self._timer: asyncio.TimerHandle | None = None
-        if errand is not None and errand.so_far is not None:
-            self._take_up(errand.so_far)
+        if job is not None and job.resume_from is not None:
+            self._take_up(job.resume_from)
 
     @property
     def done(self) -> bool:
@@ -128,7 +128,7 @@ class Run:
         if self._timer is not None:
             self._timer.cancel()
 
-    def row(self, status: Status) -> UsageRow:
+    def row(self, status: UsageStatus) -> UsageRow:
         prepared, usage = self.prepared, self.usage
         return UsageRow(
             id=prepared.request.id,
@@ -151,7 +151,7 @@ class Run:
     def _may_move(self) -> bool:
         """Queued work goes back to its queue instead: an engine that dies under it is to be noticed there."""
         assert self.placed is not None
-        return self._n_stuck < MOST_MOVES and not self.placed.decode.closing and self.errand is None
+        return self._n_stuck < MOST_MOVES and not self.placed.decode.closing and self.job is None
 
     def _leave(self, error: Unavailable) -> None:
         """Give up the engines. What clients have seen is kept: the reply goes on behind it, under new ids."""
@@ -201,7 +201,7 @@ class Run:
             lost=self._lost,
             wait_s=min(RESTART_WAIT_S, self._time_left_s() or RESTART_WAIT_S) if self._n_moves else 0.0,
             reject_if_busy=request.reject_if_busy and not self._n_moves,
-            engine="" if self.errand is None else self.errand.engine,
+            engine="" if self.job is None else self.job.engine,
         )
 
     async def _open(self) -> EngineStream:
@@ -273,8 +273,8 @@ class Run:
             if not self._told:
                 self._told = True
                 self._began(self.prepared.request.id, self.usage.cached_tokens)
-            if self.errand is not None and self.errand.heard is not None:
-                self.errand.heard(delta)
+            if self.job is not None and self.job.on_delta is not None:
+                self.job.on_delta(delta)
             self._n_stuck = 0
             events += choice.push(delta)
             if choice.done is not None:

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
-from emberline.accounts.usage_ledger import Status
+from emberline.accounts.usage_ledger import UsageStatus
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
@@ -136,21 +136,21 @@ class Service:
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
-        Queued work comes with an errand, whose owner books the row.
+        A queued request comes with its JobContext, whose owner records the usage row.
         """
         if self.relay is not None and self.relayed(request.model):
-            return self.relay.generate(request, principal, errand)
-        return self._generate(request, principal, errand)
+            return self.relay.generate(request, principal, job)
+        return self._generate(request, principal, job)
 
     async def _generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None
     ) -> AsyncGenerator[TextEvent, None]:
-        run = await self._accept(request, principal, errand)
+        run = await self._accept(request, principal, job)
         try:
             while not run.done:
                 for event in await run.step():
@@ -170,10 +170,10 @@ class Service:
             run.close()
         yield Completed(run.usage)
 
-    async def _accept(self, request: GenerateRequest, principal: Principal, errand: JobContext | None) -> Run:
+    async def _accept(self, request: GenerateRequest, principal: Principal, job: JobContext | None) -> Run:
         try:
             prepared = await self._prepare(request, principal)
-            return await self._admitted(Run(prepared, self._admit, self.core.began, errand))
+            return await self._admitted(Run(prepared, self._admit, self.core.began, job))
         except EmberlineError as error:
             self.core.refused(error.kind)
             log.info("refused: %s", error.message, extra={"request_id": request.id, "error": error.kind})
@@ -224,22 +224,22 @@ class Service:
         """Return once the usage row is durable."""
         memories: list[Memory] = []  # nobody goes on with queued work
         try:
-            if run.errand is None:
+            if run.job is None:
                 memories = await self._preparer.memories(run.prepared, run.replies)
         except Exception:  # the next turn is slower, nothing worse
             log.exception("a conversation was not remembered", extra={"request_id": run.prepared.request.id})
         await asyncio.shield(self._end(run, "finished", memories=memories))
 
     def _end(
-        self, run: Run, status: Status, error: Exception | None = None, memories: Sequence[Memory] = ()
+        self, run: Run, status: UsageStatus, error: Exception | None = None, memories: Sequence[Memory] = ()
     ) -> "asyncio.Task[None]":
         """The one way out, taken once: settling goes on whatever becomes of the caller."""
         if run.settling is None:
             row = run.row(status)
-            booked = run.errand is not None
+            booked = run.job is not None
             settlement = Settlement(row, run.gaps.counts, list(memories), booked)
-            if run.errand is not None:
-                run.errand.book(row)
+            if run.job is not None:
+                run.job.record_usage(row)
             run.settling = asyncio.create_task(self.core.settle(settlement))
             self._settling.add(run.settling)
             run.settling.add_done_callback(self._settling.discard)

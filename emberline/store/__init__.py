@@ -2,6 +2,6 @@
 
 from emberline.store.connect import open_store
 from emberline.store.database import Database, Many, Rows, Sql, Statement, Step, Value, Work
-from emberline.store.sqlite import Store
+from emberline.store.sqlite import SqliteStore
 
-__all__ = ["Database", "Many", "Rows", "Sql", "Statement", "Step", "Store", "Value", "Work", "open_store"]
+__all__ = ["Database", "Many", "Rows", "Sql", "SqliteStore", "Statement", "Step", "Value", "Work", "open_store"]

@@ -5,7 +5,7 @@ from urllib.parse import unquote, urlsplit
 
 from emberline.protocol.errors import BadInput
 from emberline.store.database import Database
-from emberline.store.sqlite import Store
+from emberline.store.sqlite import SqliteStore
 
 POSTGRES = ("postgresql", "postgres")
 
@@ -13,13 +13,13 @@ POSTGRES = ("postgresql", "postgres")
 async def open_store(where: str | Path) -> Database:
     """Open the database at a path, a `sqlite:///…` or a `postgresql://…` URL, its schema brought up to date."""
     if isinstance(where, Path) or "://" not in where:
-        return await Store.open(Path(where))
+        return await SqliteStore.open(Path(where))
     scheme = check_url(where)
     if scheme in POSTGRES:
         from emberline.store.postgres import PostgresStore
 
         return await PostgresStore.open(where)
-    return await Store.open(Path(unquote(urlsplit(where).path)))
+    return await SqliteStore.open(Path(unquote(urlsplit(where).path)))
 
 
 def check_url(url: str) -> str:

@@ -26,7 +26,7 @@ class _Ear:
         self.stirred.set()
 
 
-class Signals:
+class Notifier:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ _ALIVE_S = 30.0  # between two signs of life
 log = logging.getLogger("emberline.store")
 
 
-class Listener:
+class PostgresListener:
     """Connects when the first channel is wanted, and again whenever it is cut; then everyone is told to look."""
 
-    def __init__(self, connect: Callable[[], Awaitable[Any]], signals: Signals) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[Any]], signals: Notifier) -> None:
         self._connect = connect
         self._signals = signals
         self._channels: set[str] = set()

@@ -23,7 +23,7 @@ from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
 from emberline.store.database import Many, Rows, Sql, Statement, Step, T, Value, Work, gives_rows, in_order
-from emberline.store.notifications import Listener, Signals
+from emberline.store.notifications import Notifier, PostgresListener
 
 _PIECE = re.compile(r"'(?:[^']|'')*'|\?(\d*)")
 
@@ -111,8 +111,8 @@ class PostgresStore:
     def __init__(self, url: str) -> None:
         self._url = url
         self._pool: Any = None
-        self._signals = Signals()
-        self._listener = Listener(lambda: _connect(url), self._signals)
+        self._signals = Notifier()
+        self._listener = PostgresListener(lambda: _connect(url), self._signals)
         self._waiting: deque[_Write | _Run] = deque()
         self._lanes: set[asyncio.Task[None]] = set()
         self._closed = False

@@ -19,7 +19,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
 from emberline.store.database import Many, Rows, Statement, T, Value, Work, gives_rows, in_order
 from emberline.store.migrations import migrate
-from emberline.store.notifications import Signals
+from emberline.store.notifications import Notifier
 
 MAX_BATCH = 256
 BUSY_TIMEOUT_S = 5.0
@@ -55,13 +55,13 @@ _Op = _Write | _Run
 _Outcome = Any  # what the operation gives, or the exception it ends with
 
 
-class Store:
+class SqliteStore:
     """Owns the file. Methods belong to the event loop that opened it; the two connections belong to their threads."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
-        self._signals = Signals()
+        self._signals = Notifier()
         self._clock = SteadyClock()
         self._queue: queue.SimpleQueue[_Op | None] = queue.SimpleQueue()
         self._closed = False
@@ -81,7 +81,7 @@ class Store:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path) -> "Store":
+    async def open(cls, path: Path) -> "SqliteStore":
         """Create or open the database and bring its schema up to date."""
         return await asyncio.to_thread(cls, path, asyncio.get_running_loop())
 

@@ -103,12 +103,12 @@ class Relay:
         return passage
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
         """As `Service.generate`, over a server's chunks."""
         try:
             async with asyncio.timeout(request.deadline_s):
-                parcel = await self._parcel(request, principal, errand)
+                parcel = await self._parcel(request, principal, job)
                 passage = await self.open(parcel)
         except TimeoutError:
             raise DeadlineExceeded(f"not started within {request.deadline_s:g} s") from None
@@ -172,9 +172,7 @@ class Relay:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    async def _parcel(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None
-    ) -> UpstreamRequest:
+    async def _parcel(self, request: GenerateRequest, principal: Principal, job: JobContext | None) -> UpstreamRequest:
         card = self._by_name[request.model.lower()]
         validate(request, ANY_VOCABULARY)
         fields = {"model": card.id, **body_of(request, self.kind_of(card)), **self.salted(card, principal)}
@@ -199,7 +197,7 @@ class Relay:
             session=request.session,
             reject_if_busy=request.reject_if_busy,
             deadline_s=request.deadline_s,
-            errand=errand,
+            job=job,
         )
 
     async def _in_time(self, passage: UpstreamRun) -> bytes:

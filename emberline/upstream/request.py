@@ -30,7 +30,7 @@ class UpstreamRequest:
     session: str | None = None
     reject_if_busy: bool = False
     deadline_s: float | None = None
-    errand: JobContext | None = None
+    job: JobContext | None = None
     clock: Clock = field(default_factory=Clock)
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 import msgspec
 
-from emberline.accounts.usage_ledger import Status, UsageRow
+from emberline.accounts.usage_ledger import UsageRow, UsageStatus
 from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.errors import (
     BadInput,
@@ -249,7 +249,7 @@ class UpstreamRun:
         assert self._attempt is not None
         self._close_attempt()
         self._n_moves += 1
-        if self._n_moves > MOST_MOVES or self.parcel.errand is not None:
+        if self._n_moves > MOST_MOVES or self.parcel.job is not None:
             self._blame(error)
             raise error
         for server in (self._attempt.decode, self._attempt.prefill):
@@ -314,7 +314,7 @@ class UpstreamRun:
             avoid=tuple(self._avoid),
             wait_s=RESTART_WAIT_S if self._n_moves else 0.0,
             reject_if_busy=parcel.reject_if_busy and not self._n_moves,
-            engine="" if parcel.errand is None else parcel.errand.engine,
+            engine="" if parcel.job is None else parcel.job.engine,
             keys=parcel.keys,
             max_tokens=parcel.max_tokens,
             lost=tuple(self._lost),
@@ -331,20 +331,20 @@ class UpstreamRun:
         if self._attempt is not None:
             self._attempt.close()
 
-    def _end(self, status: Status, error: Exception | None = None) -> "asyncio.Task[None]":
+    def _end(self, status: UsageStatus, error: Exception | None = None) -> "asyncio.Task[None]":
         """The one way out, taken once."""
         if self.settling is None:
             row = self._row(status)
-            errand = self.parcel.errand
-            settlement = Settlement(row, Counts(), [], errand is not None, lost=tuple(self._lost))
-            if errand is not None:
-                errand.book(row)
+            job = self.parcel.job
+            settlement = Settlement(row, Counts(), [], job is not None, lost=tuple(self._lost))
+            if job is not None:
+                job.record_usage(row)
             self.settling = asyncio.create_task(self._core.settle(settlement))
             self.settling.add_done_callback(lambda task: log_end(self.engine, row, error, task))
             self.settling.add_done_callback(lambda task: self._on_end(self))
         return self.settling
 
-    def _row(self, status: Status) -> UsageRow:
+    def _row(self, status: UsageStatus) -> UsageRow:
         parcel, usage = self.parcel, self.usage
         return UsageRow(
             id=parcel.id,

@@ -15,8 +15,8 @@ from emberline.api.batches.service import BatchService
 from emberline.api.common.answer import gather
 from emberline.api.http.app import ApiSettings, create_app
 from emberline.api.http.asgi import ASGIApp, Receive, Scope, Send
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
-from emberline.jobs.queue.limits import Limits
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
@@ -31,7 +31,7 @@ OWNER = "test-puller"
 async def desk_of(
     store: Database, service: ScriptedService, folder: Path, **limits: Any
 ) -> AsyncIterator[BatchService]:
-    queue = await open_queue(store, folder, Limits(**limits))
+    queue = await open_queue(store, folder, QueueLimits(**limits))
     desk = BatchService(queue, service)
     desk.load()
     try:

@@ -14,7 +14,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service.responses import Responses
-from emberline.store import Store
+from emberline.store import SqliteStore
 
 from .queued import run_all, run_one
 from .scripted import AGENT, MODEL, ScriptedService, Wire, agent, app_of, client_of, says
@@ -148,7 +148,7 @@ async def test_cancel(client: httpx.AsyncClient, batches: BatchService, service:
     assert stopped["status"] == "cancelled"
     told = await batches.queue.heartbeat("w", [lease])
     assert told.cancelled == {lease.key}
-    assert await batches.queue.cancelled(lease)
+    assert await batches.queue.finish_stopped(lease)
     assert (await client.get(f"/v1/responses/{running['id']}")).json()["status"] == "cancelled"
     done = await made(client)
     await run_all(batches.queue, service)
@@ -182,7 +182,7 @@ async def test_incomplete(client: httpx.AsyncClient, batches: BatchService, serv
 
 @pytest.fixture
 async def kept(service: ScriptedService, tmp_path: Path) -> Any:
-    store = await Store.open(tmp_path / "responses.db")
+    store = await SqliteStore.open(tmp_path / "responses.db")
     service.responses = responses = Responses(store)
     yield responses
     await store.close()

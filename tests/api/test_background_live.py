@@ -13,9 +13,9 @@ from emberline.api.batches.service import BatchService
 from emberline.api.openai.responses.output import Composer
 from emberline.api.openai.responses.stream import Draft
 from emberline.jobs.queue import transcript as scribe_module
-from emberline.jobs.queue.attempt import Attempt, Why
+from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease
-from emberline.jobs.queue.transcript import Part
+from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
@@ -42,11 +42,11 @@ class Speaker(ScriptedService):
         self.dies = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
-        assert errand is not None
-        assert errand.heard is not None
-        said = tokens.unpack(errand.so_far.token_ids) if errand.so_far is not None else []
+        assert job is not None
+        assert job.on_delta is not None
+        said = tokens.unpack(job.resume_from.token_ids) if job.resume_from is not None else []
         assert said == list(range(len(said)))
         self.began_at.append(len(said))
         self.begun.set()
@@ -54,7 +54,7 @@ class Speaker(ScriptedService):
         for token in range(len(said), len(AGENT)):
             await self._wait()
             last = token == len(AGENT) - 1
-            errand.heard(TokenDelta(request.id, tokens.pack([token]), "stop" if last else None))
+            job.on_delta(TokenDelta(request.id, tokens.pack([token]), "stop" if last else None))
             yield AGENT[token]
         yield Completed(AGENT_USAGE)
 
@@ -102,8 +102,8 @@ async def claimed(desk: BatchService, owner: str = "w") -> Lease:
     return found[0]
 
 
-def attempt_of(desk: BatchService, lease: Lease) -> Attempt:
-    return Attempt(desk.queue, lease, Seat(Places()), lambda what, model: None)
+def attempt_of(desk: BatchService, lease: Lease) -> JobAttempt:
+    return JobAttempt(desk.queue, lease, Seat(Places()), lambda what, model: None)
 
 
 async def ran(desk: BatchService, speaker: Speaker, owner: str = "w") -> None:
@@ -181,11 +181,11 @@ async def test_another_attempt_goes_on_behind_the_last_token(
         if death == "engine":
             speaker.dies.set()
         else:
-            attempt.stop(Why.LOST)
+            attempt.stop(StopReason.LOST)
         await asyncio.wait_for(running, PATIENCE_S)
         speaker.dies.clear()
         if death == "core":
-            await there.queue.bury("w")
+            await there.queue.reclaim_from("w")
         speaker.say(len(AGENT) - n_said)
         await asyncio.wait_for(ran(there, speaker, "v"), PATIENCE_S)
         assert speaker.began_at == [0, n_said]
@@ -205,16 +205,16 @@ async def test_who_lost_its_lease_adds_nothing(doors: list[BatchService], speake
         response = await made(client)
         lease = await claimed(here)
         said = here.queue.transcripts
-        assert await said.add(lease, 0, Part([AGENT[0]], tokens.pack([0])))
-        assert await said.add(lease, 0, Part([AGENT[0]], tokens.pack([0]))), (
+        assert await said.add(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0])))
+        assert await said.add(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0]))), (
             "an answer that was lost is asked for again"
         )
-        assert not await said.add(lease, 0, Part([AGENT[1]], tokens.pack([1])))
-        await here.queue.bury("w")
+        assert not await said.add(lease, 0, TranscriptPart([AGENT[1]], tokens.pack([1])))
+        await here.queue.reclaim_from("w")
         newer = await claimed(there, "v")
         assert newer.epoch > lease.epoch
-        assert not await said.add(lease, 1, Part([AGENT[1]], tokens.pack([1])))
-        assert await there.queue.transcripts.add(newer, 1, Part([AGENT[1]], tokens.pack([1])))
+        assert not await said.add(lease, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
+        assert await there.queue.transcripts.add(newer, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
         parts = await said.read(response["id"], 0)
         assert [part.pieces for part in parts] == [[AGENT[0]], [AGENT[1]]]
         assert [part.pieces for part in await said.read(response["id"], 0, after=1)] == [[AGENT[1]]]
@@ -227,10 +227,10 @@ async def test_a_lost_attempt_stops(doors: list[BatchService], speaker: Speaker)
         running = asyncio.create_task(ran(here, speaker))
         speaker.say(1)
         await _until_told(here, response["id"], 1)
-        await there.queue.bury("w")
+        await there.queue.reclaim_from("w")
         speaker.say(1)
         await asyncio.wait_for(running, PATIENCE_S)
-        assert (await here.queue.line(response["id"], 0)).state == "queued"
+        assert (await here.queue.job(response["id"], 0)).state == "queued"
 
 
 async def test_cancelled_it_shows_what_was_said(doors: list[BatchService], speaker: Speaker) -> None:
@@ -247,7 +247,7 @@ async def test_cancelled_it_shows_what_was_said(doors: list[BatchService], speak
         assert stopped["status"] == "cancelled"
         told = await here.queue.heartbeat("w", [lease])
         assert told.cancelled == {lease.key}
-        attempt.stop(Why.CANCELLED)
+        attempt.stop(StopReason.CANCELLED)
         await asyncio.wait_for(running, PATIENCE_S)
         whole = await streamed(client, response["id"])
         assert whole[: len(seen)] == seen
@@ -264,7 +264,7 @@ async def test_a_store_that_is_gone_for_a_moment(
     here, _ = doors
     add, n_calls = here.queue.transcripts.add, 0
 
-    async def sometimes(lease: Lease, place: int, part: Part) -> bool:
+    async def sometimes(lease: Lease, place: int, part: TranscriptPart) -> bool:
         nonlocal n_calls
         n_calls += 1
         if n_calls in (2, 3):

@@ -14,8 +14,8 @@ from emberline.api.batches.service import BatchService
 from emberline.api.http.asgi import Receive, Scope, Send
 from emberline.catalog.model_card import ModelCard
 from emberline.jobs.batches.batch import Batch, NewBatch
-from emberline.jobs.batches.blobs import Blobs
-from emberline.jobs.queue.limits import Limits
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
@@ -67,7 +67,7 @@ async def with_events(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def with_queue(scope: Scope, receive: Receive, send: Send) -> None:
     store = await open_store(Path(folder.name) / "queue.db")
-    queue = Queue(store, Blobs(Path(folder.name) / "blobs"), Limits())
+    queue = Queue(store, BlobStore(Path(folder.name) / "blobs"), QueueLimits())
     try:
         await app_of(service, KEY, batches=Finished(queue, service), hosts=("testserver",))(scope, receive, send)
     finally:

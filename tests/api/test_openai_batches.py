@@ -317,7 +317,7 @@ async def test_a_file_without_lines(client: httpx.AsyncClient, desk: BatchServic
 
 
 async def test_too_many_lines(store: Database, service: ScriptedService, tmp_path: Path) -> None:
-    async with desk_of(store, service, tmp_path, max_lines=600) as desk, client_of(service, batches=desk) as client:
+    async with desk_of(store, service, tmp_path, max_jobs=600) as desk, client_of(service, batches=desk) as client:
         made = await submit(client, jsonl(chat(str(i)) for i in range(601)))
         batch = await finish(client, desk, service, made["id"])
         assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "request_too_large")
@@ -330,7 +330,7 @@ async def test_a_file_deleted_while_its_batch_runs(
 ) -> None:
     made = await submit(client, jsonl([chat("a")]))
     assert (await client.delete(f"/v1/files/{made['input_file_id']}")).status_code == 200
-    await desk.queue.tidy()
+    await desk.queue.purge_expired()
     batch = await finish(client, desk, service, made["id"])
     assert len(lines_in(await client.get(f"/v1/files/{batch['output_file_id']}/content"))) == 1
 
@@ -387,7 +387,7 @@ async def test_cancel_as_the_last_line_is_read(
     """Between looking and acting it has been started: it is cancelled all the same."""
     await desk.close()
     made = await submit(client, jsonl([chat("a")]))
-    batch = await desk.queue.take_validating("me")
+    batch = await desk.queue.claim_validating("me")
     assert batch is not None
     await desk.queue.append(batch, [reader_of(batch, ScriptedService()).read(FileLine(1, jsonl([chat("a")])))])
     stale = [await desk.queue.batch("local", made["id"])]
@@ -536,7 +536,7 @@ async def test_a_loader_that_died(store: Database, service: ScriptedService, tmp
         await desk.close()
         async with client_of(service, batches=desk) as client:
             made = await submit(client, content)
-        batch = await desk.queue.take_validating("dead")
+        batch = await desk.queue.claim_validating("dead")
         assert batch is not None
         reader = reader_of(batch, service)
         given = [line async for line in lines_of(desk.queue.blobs.stream(str(batch.input_blob)), 1 << 20)]

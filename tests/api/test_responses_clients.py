@@ -15,7 +15,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, ToolCall
 from emberline.service.responses import Responses
-from emberline.store import Store
+from emberline.store import SqliteStore
 
 from .loopback import Loopback, on_loopback
 from .scripted import KEY, MODEL, USAGE, ScriptedService, app_of, hello
@@ -31,7 +31,7 @@ class InServersLoop:
 
     async def _responses(self) -> Responses:
         if self._opened is None:
-            self._opened = Responses(await Store.open(self._path))
+            self._opened = Responses(await SqliteStore.open(self._path))
         return self._opened
 
     async def keep(self, record: Record) -> bool:

@@ -18,7 +18,7 @@ from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
 from emberline.service import open_core_server, open_http_worker
 from emberline.service.responses import Responses
-from emberline.store import Store
+from emberline.store import SqliteStore
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
 from tests.service.conftest import MODEL as REAL_MODEL
@@ -32,7 +32,7 @@ __all__ = ["engine", "open_one", "say", "text_model"]  # fixtures
 
 @pytest.fixture
 async def responses(service: ScriptedService, tmp_path: Path) -> AsyncIterator[Responses]:
-    store = await Store.open(tmp_path / "t.db")
+    store = await SqliteStore.open(tmp_path / "t.db")
     service.responses = kept = Responses(store)
     yield kept
     await store.close()

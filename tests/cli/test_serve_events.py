@@ -11,7 +11,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from emberline.catalog.model_card import DEFAULT_MODEL
-from emberline.catalog.model_store import Entry, ModelStore
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli.http_client import Address
 from emberline.cli.listen import bound
@@ -54,7 +54,7 @@ async def test_told_at_every_door(smollm2: Path, tmp_path: Path, monkeypatch: py
     config = resolve(flags, {}, tmp_path)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    def announce(address: Address, entries: Sequence[Entry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address.url)
 
     with bound(config.server) as listener:

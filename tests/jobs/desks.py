@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from emberline.accounts.secret import Secret
-from emberline.jobs.webhooks.deliveries import Logged
+from emberline.jobs.webhooks.deliveries import DeliveryRecord
 from emberline.jobs.webhooks.egress_policy import Resolve
-from emberline.jobs.webhooks.endpoints import Changes, Endpoint
-from emberline.jobs.webhooks.events import CHANNEL, batch_event, event_statements
+from emberline.jobs.webhooks.endpoints import EndpointUpdate, WebhookEndpoint
+from emberline.jobs.webhooks.events import EVENTS_CHANNEL, batch_event, event_statements
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.store import Database
 
@@ -30,7 +30,7 @@ class Moved:
     def now_us(self) -> int:
         return self._db.now_us() + int(self.ahead_s * 1e6)
 
-    def skip_to(self, log: list[Logged]) -> None:
+    def skip_to(self, log: list[DeliveryRecord]) -> None:
         """To when the first of the deliveries is due again, unless one is under way: its lease must not end."""
         waiting = [item for item in log if item.delivery.state == "pending"]
         if all(a.status or a.problem for item in waiting for a in item.attempts) and waiting:
@@ -52,8 +52,10 @@ async def desk_on(
         await desk.close()
 
 
-async def endpoint_at(desk: WebhookService, url: str, types: Sequence[str] = ("*",), account: str = "acme") -> Endpoint:
-    return await desk.endpoints.create(account, "standard", Changes(url=url, types=types))
+async def endpoint_at(
+    desk: WebhookService, url: str, types: Sequence[str] = ("*",), account: str = "acme"
+) -> WebhookEndpoint:
+    return await desk.endpoints.create(account, "standard", EndpointUpdate(url=url, types=types))
 
 
 async def happen(db: Database, batch_id: str, status: str = "completed", account: str = "acme", **about: Any) -> None:
@@ -62,15 +64,17 @@ async def happen(db: Database, batch_id: str, status: str = "completed", account
     event = batch_event(kind, status, account=account, batch_id=batch_id, now_us=db.now_us(), **about)
     assert event is not None
     await db.transaction(event_statements(event))
-    await db.notify(CHANNEL)
+    await db.notify(EVENTS_CHANNEL)
 
 
-async def log_of(desk: WebhookService, endpoint: Endpoint) -> list[Logged]:
+async def log_of(desk: WebhookService, endpoint: WebhookEndpoint) -> list[DeliveryRecord]:
     """Oldest first."""
     return (await desk.deliveries.log(endpoint, None, None, 100))[::-1]
 
 
-async def log_when(desk: WebhookService, endpoint: Endpoint, ready: Callable[[list[Logged]], bool]) -> list[Logged]:
+async def log_when(
+    desk: WebhookService, endpoint: WebhookEndpoint, ready: Callable[[list[DeliveryRecord]], bool]
+) -> list[DeliveryRecord]:
     """The log as soon as it says something."""
     async with asyncio.timeout(10):
         while not ready(found := await log_of(desk, endpoint)):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from emberline.accounts.usage_ledger import UsageRow
 from emberline.jobs.batches.batch import NewBatch
-from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease, NewJob
-from emberline.jobs.queue.limits import Limits
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.answer import Answer, AnswerChoice, Called, Said, Thought
 from emberline.protocol.events import Usage
@@ -33,7 +33,7 @@ class Time:
 
 def make_queue(store: Database, folder: Path, **limits: object) -> Queue:
     """One that sweeps only when it is told to."""
-    return Queue(store, Blobs(folder / "blobs"), Limits(**limits))  # type: ignore[arg-type]
+    return Queue(store, BlobStore(folder / "blobs"), QueueLimits(**limits))  # type: ignore[arg-type]
 
 
 def line(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewJob:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from emberline.accounts.usage_ledger import Status, UsageRow
+from emberline.accounts.usage_ledger import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority
@@ -32,18 +32,18 @@ class ScriptedService:
         self.hold = asyncio.Event()
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, errand: JobContext | None = None
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
-        assert errand is not None
+        assert job is not None
         assert request.priority is Priority.BATCH
         assert request.deadline_s is not None
         assert request.messages is not None
         prompt = request.messages[0].content
         self.tries[request.id] += 1
         self.principals.append(principal)
-        others = frozenset(said for said, engine in self.running.values() if engine == errand.engine)
+        others = frozenset(said for said, engine in self.running.values() if engine == job.engine)
         self.beside.append((prompt, others))
-        self.running[request.id] = (prompt, errand.engine)
+        self.running[request.id] = (prompt, job.engine)
         self.most = max(self.most, len(self.running))
         try:
             yield Started(Usage(prompt_tokens=3))
@@ -52,18 +52,18 @@ class ScriptedService:
             yield ChoiceDone(0, "stop")
         except GeneratorExit:
             self.closed.append(prompt)
-            errand.book(_row(request, principal, "cancelled", 1))
+            job.record_usage(_row(request, principal, "cancelled", 1))
             raise
         except asyncio.CancelledError:
             self.closed.append(prompt)
-            errand.book(_row(request, principal, "cancelled", 1))
+            job.record_usage(_row(request, principal, "cancelled", 1))
             raise
         except Exception:
-            errand.book(_row(request, principal, "failed", 1))
+            job.record_usage(_row(request, principal, "failed", 1))
             raise
         finally:
             del self.running[request.id]
-        errand.book(_row(request, principal, "finished", 2))
+        job.record_usage(_row(request, principal, "finished", 2))
         yield Completed(Usage(prompt_tokens=3, completion_tokens=2))
 
     async def _act(self, prompt: str, n_try: int) -> None:
@@ -77,7 +77,7 @@ class ScriptedService:
         await asyncio.sleep(0)
 
 
-def _row(request: GenerateRequest, principal: Principal, status: Status, n_out: int) -> UsageRow:
+def _row(request: GenerateRequest, principal: Principal, status: UsageStatus, n_out: int) -> UsageRow:
     now_us = time.time_ns() // 1000
     return UsageRow(
         id=request.id,

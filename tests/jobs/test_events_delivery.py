@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
 from emberline.jobs.webhooks.deliverer import DELAYS_S, MAX_PER_ENDPOINT, next_delay_s
-from emberline.jobs.webhooks.deliveries import LEASE_S, Logged
-from emberline.jobs.webhooks.endpoints import Changes
+from emberline.jobs.webhooks.deliveries import LEASE_S, DeliveryRecord
+from emberline.jobs.webhooks.endpoints import EndpointUpdate
 from emberline.protocol.errors import BadInput
 from emberline.store import open_store
 
@@ -39,11 +39,11 @@ async def db(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mo
         await store.close()
 
 
-def settled(log: list[Logged]) -> bool:
+def settled(log: list[DeliveryRecord]) -> bool:
     return bool(log) and all(item.delivery.state != "pending" for item in log)
 
 
-def attempted(n: int) -> Callable[[list[Logged]], bool]:
+def attempted(n: int) -> Callable[[list[DeliveryRecord]], bool]:
     """The first delivery's log has told how `n` attempts ended."""
     return lambda log: bool(log) and sum(bool(a.status or a.problem) for a in log[0].attempts) >= n
 
@@ -65,7 +65,7 @@ async def test_delivered_and_verified(db: Moved) -> None:
 
 async def test_workers_ai_s_documented_form(db: Moved) -> None:
     async with receiving() as receiver, desk_on(db) as desk:
-        endpoint = await desk.endpoints.create("acme", "workers_ai", Changes(url=receiver.url, model="@cf/a/b"))
+        endpoint = await desk.endpoints.create("acme", "workers_ai", EndpointUpdate(url=receiver.url, model="@cf/a/b"))
         await happen(db, "r1", "failed", kind="workers_ai", model="@cf/a/b")
         await happen(db, "r2", "failed", kind="workers_ai", model="@cf/a/other")
         await happen(db, "r3", "queued", kind="workers_ai", model="@cf/a/b")
@@ -189,7 +189,7 @@ async def test_gone_disables(db: Moved) -> None:
         assert len(await log_of(desk, endpoint)) == 2
         with pytest.raises(BadInput, match="disabled"):
             await desk.deliveries.replay(found)
-        enabled = await desk.endpoints.update("acme", endpoint.id, Changes(enabled=True))
+        enabled = await desk.endpoints.update("acme", endpoint.id, EndpointUpdate(enabled=True))
         assert (enabled.enabled, enabled.disabled_reason) == (1, "")
         assert await desk.deliveries.replay(enabled) == 2
         log = await log_when(desk, endpoint, settled)
@@ -312,7 +312,7 @@ async def test_disabling_and_deleting(db: Moved) -> None:
     async with receiving() as receiver, desk_on(db, deliver=False) as desk:
         endpoint = await endpoint_at(desk, receiver.url)
         await happen(db, "batch_1")
-        await desk.endpoints.update("acme", endpoint.id, Changes(enabled=False))
+        await desk.endpoints.update("acme", endpoint.id, EndpointUpdate(enabled=False))
         (item,) = await log_of(desk, endpoint)
         assert item.delivery.state == "failed"
         await desk.endpoints.delete("acme", endpoint.id)

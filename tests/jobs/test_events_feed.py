@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from emberline.jobs.webhooks.event_feed import Watch
-from emberline.jobs.webhooks.events import as_object, batch_event, cursor_number, event_statements
+from emberline.jobs.webhooks.events import batch_event, cursor_number, event_object, event_statements
 from emberline.protocol.errors import BadInput, ErrorInfo
-from emberline.store.notifications import Signals
+from emberline.store.notifications import Notifier
 
 from ..databases import KINDS, Place, a_place, postgres_server
 from .desks import desk_on, endpoint_at, happen, log_of
@@ -121,7 +121,7 @@ async def test_ids_sort_and_tell_where_to_go_on(place: Place) -> None:
         for n in range(20):
             await happen(store, f"batch_{n}")
         events = await desk.feed.page("acme", 0)
-        ids = [as_object(event)["id"] for event in events]
+        ids = [event_object(event)["id"] for event in events]
         assert ids == sorted(ids)
         assert [cursor_number(event_id) for event_id in ids] == [event.number for event in events]
         for bad in ("", "evt_", "1", "evt_00000000000g00", "resp_000000000001"):
@@ -133,7 +133,7 @@ async def test_ids_sort_and_tell_where_to_go_on(place: Place) -> None:
 @pytest.mark.parametrize("ticks", range(4))
 async def test_a_cancellation_that_comes_with_a_ring(ticks: int) -> None:
     """It still cancels, or a process would not end."""
-    signals, rung = Signals(), asyncio.Event()
+    signals, rung = Notifier(), asyncio.Event()
 
     async def listen() -> None:
         async for _ in signals.listen("events", 5):

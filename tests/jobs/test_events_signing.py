@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook, WebhookVerificationError
 
+from emberline.jobs.webhooks.endpoints import shown, signed_headers, signing_key
 from emberline.jobs.webhooks.events import Event, webhook_body
-from emberline.jobs.webhooks.signatures import shown, signed_headers, signing_key
 
 from .desks import SECRET
 

@@ -11,7 +11,7 @@ import pytest
 
 from emberline.jobs.webhooks import http_post as post_module
 from emberline.jobs.webhooks.egress_policy import parse_target
-from emberline.jobs.webhooks.http_post import Answer, PostFailed, post
+from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
 
 from .receiver import Receiver
 
@@ -69,7 +69,7 @@ async def receiver(certificate: Path) -> AsyncIterator[TlsReceiver]:
     server.close()
 
 
-async def send(receiver: TlsReceiver, host: str) -> Answer:
+async def send(receiver: TlsReceiver, host: str) -> PostResponse:
     return await post(parse_target(f"https://{host}:{receiver.port}/"), ["127.0.0.1"], {}, b"{}")
 
 
@@ -82,7 +82,7 @@ async def test_an_unknown_certificate(receiver: TlsReceiver) -> None:
 async def test_the_name_counts_not_the_address(receiver: TlsReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
     monkeypatch.setattr(post_module, "_tls", lambda: trusting)
-    assert await send(receiver, NAME) == Answer(200)
+    assert await send(receiver, NAME) == PostResponse(200)
     assert receiver.names == [NAME]
     assert receiver.got[0].headers["host"] == f"{NAME}:{receiver.port}"
     with pytest.raises(PostFailed, match="certificate is not valid: Hostname mismatch"):
@@ -106,4 +106,4 @@ async def test_the_next_address_is_tried(receiver: TlsReceiver, monkeypatch: pyt
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
     monkeypatch.setattr(post_module, "_tls", lambda: trusting)
     target = parse_target(f"https://{NAME}:{receiver.port}/")
-    assert await post(target, ["127.0.0.2", "127.0.0.1"], {}, b"{}") == Answer(200)
+    assert await post(target, ["127.0.0.2", "127.0.0.1"], {}, b"{}") == PostResponse(200)

@@ -46,10 +46,10 @@ async def test_the_estimate_is_right_from_the_first_line_on(queue: Queue, time: 
     """Whenever in a minute of the clock it begins."""
     time.us = (time.us // 60_000_000) * 60_000_000 + second * 1_000_000
     batch = await queue.submit(new(), lines(100))
-    assert (await queue.place(batch)).eta_s is None
+    assert (await queue.position(batch)).eta_s is None
     await work(queue, time, n_running=4, line_s=2.0, rounds=1)
     batch = await queue.batch(batch.account, batch.id)
-    place = await queue.place(batch)
+    place = await queue.position(batch)
     assert (place.running, place.rate_per_s) == (True, pytest.approx(2.0))
     assert place.eta_s == pytest.approx(48.0)
 
@@ -61,7 +61,7 @@ async def test_idle_time_before_does_not_slow_it_down(queue: Queue, time: Time) 
     time.pass_s(8 * 60)
     batch = await queue.submit(new(), lines(40))
     await queue.claim("w", MODEL, 4)
-    place = await queue.place(batch)
+    place = await queue.position(batch)
     assert place.eta_s == pytest.approx(20.0), "known at once from what came before"
 
 
@@ -69,14 +69,14 @@ async def test_a_few_long_lines(queue: Queue, time: Time) -> None:
     batch = await queue.submit(new(), lines(10))
     await work(queue, time, n_running=2, line_s=90.0, rounds=2)
     batch = await queue.batch(batch.account, batch.id)
-    assert (await queue.place(batch)).eta_s == pytest.approx(6 / 2 * 90.0)
+    assert (await queue.position(batch)).eta_s == pytest.approx(6 / 2 * 90.0)
 
 
 async def test_lines_that_never_ran_tell_nothing(queue: Queue, time: Time) -> None:
     batch = await queue.submit(new(), lines(10))
-    await queue.cancel_line(batch.account, batch.id, 3)
+    await queue.cancel_job(batch.account, batch.id, 3)
     batch = await queue.batch(batch.account, batch.id)
-    place = await queue.place(batch)
+    place = await queue.position(batch)
     assert (place.position, place.running, place.eta_s) == (0, False, None)
 
 

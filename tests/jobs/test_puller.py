@@ -8,8 +8,7 @@ import pytest
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue import puller as puller_module
 from emberline.jobs.queue.job import Job
-from emberline.jobs.queue.lease_owner import Owner
-from emberline.jobs.queue.puller import Puller
+from emberline.jobs.queue.puller import LeaseOwner, Puller
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
 from emberline.store import Database
@@ -32,7 +31,7 @@ class Bench:
         self.pullers: list[Puller] = []
 
     def pull(self) -> Puller:
-        puller = Puller(self.queue, self.service, self.places, [MODEL], Principal, Owner(self.folder))
+        puller = Puller(self.queue, self.service, self.places, [MODEL], Principal, LeaseOwner(self.folder))
         self.pullers.append(puller)
         puller.start()
         return puller
@@ -93,7 +92,7 @@ async def test_every_line_runs_once_with_one_usage_row(bench: Bench) -> None:
     ended = await bench.ended(batch)
     assert (ended.status, ended.counts.completed) == ("completed", 40)
     assert (ended.input_tokens, ended.output_tokens) == (120, 80)
-    found = await bench.queue.lines(batch.id)
+    found = await bench.queue.jobs(batch.id)
     assert [item.answer.choices[0].text for item in found if item.answer] == [f"said question {i}" for i in range(40)]
     assert set(bench.service.tries.values()) == {1}
     assert bench.service.principals[0] == Principal("a", "k")
@@ -112,7 +111,7 @@ async def test_without_room_nothing_is_claimed(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("x")
     await asyncio.sleep(0.2)
-    assert states(await bench.queue.lines(batch.id)) == ["queued"]
+    assert states(await bench.queue.jobs(batch.id)) == ["queued"]
     bench.places.n = 1
     bench.places.stir()
     await bench.ended(batch)
@@ -132,7 +131,7 @@ async def test_tries_are_numbered_and_a_line_s_own_fault_is_final(bench: Bench) 
     batch = await bench.submit("busy", "bad", "fine")
     ended = await bench.ended(batch)
     assert (ended.counts.completed, ended.counts.failed) == (1, 2)
-    found = await bench.queue.lines(batch.id)
+    found = await bench.queue.jobs(batch.id)
     assert [item.error.kind if item.error else None for item in found] == ["unavailable", "bad_input", None]
     assert bench.service.tries[f"{batch.id}-0"] == bench.queue.limits.max_attempts
     assert bench.service.tries[f"{batch.id}-1"] == 1
@@ -148,15 +147,15 @@ async def test_a_line_that_kills_engines_runs_alone_and_then_lies_with_the_dead(
     batch = await bench.submit("kill", *(f"fine {i}" for i in range(20)))
     ended = await bench.ended(batch)
     assert (ended.counts.completed, ended.counts.failed) == (20, 1)
-    assert states(await bench.queue.dead()) == ["dead"]
+    assert states(await bench.queue.dead_letters()) == ["dead"]
     assert bench.service.tries[f"{batch.id}-0"] == 3
     beside = [others for prompt, others in bench.service.beside if prompt == "kill"]
     assert beside[-1] == frozenset()
     assert f"{batch.id}-0" not in await bench.usage()
     puller = bench.pullers[0]
-    assert (puller.figures.total("dead"), puller.figures.total("retried")) == (1, 2)
+    assert (puller.metrics.total("dead"), puller.metrics.total("retried")) == (1, 2)
     assert await bench.queue.replay(batch.id) == 1
-    await until(lambda: bench.queue.line(batch.id, 0), lambda found: found.state == "dead")
+    await until(lambda: bench.queue.job(batch.id, 0), lambda found: found.state == "dead")
     assert bench.service.tries[f"{batch.id}-0"] == 6
 
 
@@ -165,7 +164,7 @@ async def test_an_engine_that_was_emptied_for_nothing_is_used_again(bench: Bench
     bench.pull()
     held = await bench.submit("hold")
     suspect = await bench.submit("kill")
-    await until(lambda: bench.queue.line(suspect.id, 0), lambda found: found.kills == 2)
+    await until(lambda: bench.queue.job(suspect.id, 0), lambda found: found.kills == 2)
     await until(_now(bench.places), lambda places: places.emptied)
     await bench.queue.cancel("a", suspect.id)
     await until(_now(bench.places), lambda places: not places.emptied)
@@ -178,7 +177,7 @@ async def test_a_batch_that_is_cancelled_stops_what_runs(bench: Bench) -> None:
     bench.places.n = 2
     bench.pull()
     batch = await bench.submit("hold", "hold", "hold", "hold")
-    await until(bench.queue.waiting, lambda found: bool(found) and found[0].n_leased == 2)
+    await until(bench.queue.depths, lambda found: bool(found) and found[0].n_leased == 2)
     await until(_now(bench.service.running), lambda running: len(running) == 2)
     await bench.queue.cancel("a", batch.id)
     ended = await bench.ended(batch)
@@ -191,8 +190,8 @@ async def test_one_line_is_cancelled_the_others_go_on(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold", "hold")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
-    await bench.queue.cancel_line("a", batch.id, 0)
-    await until(lambda: bench.queue.line(batch.id, 0), lambda found: found.state == "cancelled")
+    await bench.queue.cancel_job("a", batch.id, 0)
+    await until(lambda: bench.queue.job(batch.id, 0), lambda found: found.state == "cancelled")
     bench.service.hold.set()
     assert (await bench.ended(batch)).counts.completed == 1
 
@@ -219,7 +218,7 @@ async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: B
     batch = await bench.submit("hold", "quick")
     await until(_now(bench.service.running), lambda running: [prompt for prompt, _ in running.values()] == ["hold"])
     await first.close(leave_s=0.1)
-    found = await bench.queue.lines(batch.id)
+    found = await bench.queue.jobs(batch.id)
     assert [(item.state, item.attempts, item.kills) for item in found] == [("queued", 0, 0), ("succeeded", 1, 0)]
     assert list(await bench.usage()) == [f"{batch.id}-1"]
     bench.service.hold.set()
@@ -229,7 +228,7 @@ async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: B
 
 async def test_a_puller_that_drains_claims_no_more_and_finishes_what_runs(bench: Bench) -> None:
     stop = asyncio.Event()
-    puller = Puller(bench.queue, bench.service, bench.places, [MODEL], Principal, Owner(bench.folder))
+    puller = Puller(bench.queue, bench.service, bench.places, [MODEL], Principal, LeaseOwner(bench.folder))
     bench.pullers.append(puller)
     puller.start(stop)
     running = await bench.submit("hold", "hold")
@@ -237,31 +236,31 @@ async def test_a_puller_that_drains_claims_no_more_and_finishes_what_runs(bench:
     stop.set()
     later = await bench.submit("late")
     await asyncio.sleep(0.3)  # several polls
-    assert states(await bench.queue.lines(later.id)) == ["queued"]
-    await bench.queue.cancel_line("a", running.id, 0)  # still heard
-    await until(lambda: bench.queue.line(running.id, 0), lambda found: found.state == "cancelled")
+    assert states(await bench.queue.jobs(later.id)) == ["queued"]
+    await bench.queue.cancel_job("a", running.id, 0)  # still heard
+    await until(lambda: bench.queue.job(running.id, 0), lambda found: found.state == "cancelled")
     bench.service.hold.set()
-    await until(lambda: bench.queue.line(running.id, 1), lambda found: found.state == "succeeded")
+    await until(lambda: bench.queue.job(running.id, 1), lambda found: found.state == "succeeded")
 
 
 async def test_what_a_dead_process_held_is_taken_over_at_once(bench: Bench, tmp_path: Path) -> None:
-    dead = Owner(tmp_path)
+    dead = LeaseOwner(tmp_path)
     batch = await bench.submit("x", "y")
     assert len(await bench.queue.claim(dead.name, MODEL, 2)) == 2
-    alive = Owner(tmp_path)
+    alive = LeaseOwner(tmp_path)
     other = await bench.submit("z")
     assert len(await bench.queue.claim(alive.name, MODEL, 2)) == 1
     os_close(dead)
     bench.pull()
     ended = await bench.ended(batch)
     assert ended.counts.completed == 2
-    assert [item.kills for item in await bench.queue.lines(batch.id)] == [1, 1]
-    assert states(await bench.queue.lines(other.id)) == ["leased"]
-    await bench.queue.leave(alive.name)
+    assert [item.kills for item in await bench.queue.jobs(batch.id)] == [1, 1]
+    assert states(await bench.queue.jobs(other.id)) == ["leased"]
+    await bench.queue.deregister(alive.name)
     alive.close()
 
 
-def os_close(owner: Owner) -> None:
+def os_close(owner: LeaseOwner) -> None:
     """What a kill does to its lock."""
     import os
 
@@ -273,7 +272,7 @@ async def test_a_line_that_was_given_to_another_is_let_go(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold")
     await until(_now(bench.service.running), lambda running: len(running) == 1)
-    await bench.queue.bury(bench.pullers[0]._owner.name)  # as if its lease had ended
+    await bench.queue.reclaim_from(bench.pullers[0]._owner.name)  # as if its lease had ended
     await until(_now(bench.service.closed), lambda closed: closed == ["hold"])
     bench.service.hold.set()
     await bench.ended(batch)
@@ -300,7 +299,7 @@ async def test_several_pullers_share_the_work(bench: Bench) -> None:
     ended = await bench.ended(batch)
     assert ended.counts.completed == 100
     assert set(bench.service.tries.values()) == {1}
-    await until(_now(bench.pullers), lambda pullers: sum(one.figures.total("completed") for one in pullers) == 100)
+    await until(_now(bench.pullers), lambda pullers: sum(one.metrics.total("completed") for one in pullers) == 100)
 
 
 async def test_a_queue_that_does_not_answer_stops_nothing_for_good(

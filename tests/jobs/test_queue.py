@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from emberline.accounts.usage_ledger import UsageLedger
+from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import Lease, NewJob
-from emberline.jobs.queue.limits import CHUNK
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.answer import Answer, AnswerChoice, Said
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
@@ -74,7 +74,7 @@ async def test_from_submission_to_results(queue: Queue, store: Database) -> None
     assert (ended.status, ended.counts.completed, ended.counts.left) == ("completed", 5, 0)
     assert (ended.input_tokens, ended.output_tokens) == (25, 35)
     assert ended.ended_us == ended.completed_us == ended.finalizing_us
-    found = await queue.lines(batch.id)
+    found = await queue.jobs(batch.id)
     assert [(item.number, item.custom_id, item.state) for item in found] == [
         (i, f"c{i}", "succeeded") for i in range(5)
     ]
@@ -90,8 +90,8 @@ async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, sto
     seen: list[int] = []
 
     async def slowly() -> AsyncIterator[NewJob]:
-        for i in range(2 * CHUNK + 10):
-            if i == CHUNK + 5:
+        for i in range(2 * INSERT_CHUNK + 10):
+            if i == INSERT_CHUNK + 5:
                 seen.append(len(await queue.claim("early", MODEL, 10)))
                 with pytest.raises(NotFound):
                     await queue.batch("a", batch_new.id)
@@ -101,15 +101,15 @@ async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, sto
     batch_new = new()
     batch = await queue.submit(batch_new, slowly())
     assert seen == [0]
-    assert batch.counts.total == 2 * CHUNK + 10
+    assert batch.counts.total == 2 * INSERT_CHUNK + 10
     done = await finish_all(queue)
-    assert Counter(lease.number for lease in done) == Counter(range(2 * CHUNK + 10))
+    assert Counter(lease.number for lease in done) == Counter(range(2 * INSERT_CHUNK + 10))
     assert (await queue.batch("a", batch.id)).status == "completed"
 
 
 async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, store: Database, time: Time) -> None:
     def broken() -> "list[NewJob]":
-        yield from lines(CHUNK + 3)  # type: ignore[misc]
+        yield from lines(INSERT_CHUNK + 3)  # type: ignore[misc]
         raise BadInput("the body ended early")
 
     with pytest.raises(BadInput, match="ended early"):
@@ -119,7 +119,7 @@ async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, stor
     stuck = asyncio.Event()
 
     async def hanging() -> AsyncIterator[NewJob]:
-        for item in lines(CHUNK + 3):
+        for item in lines(INSERT_CHUNK + 3):
             yield item
         stuck.set()
         await asyncio.Event().wait()
@@ -127,7 +127,7 @@ async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, stor
     task = asyncio.create_task(queue.submit(new(id="b2"), hanging()))
     await stuck.wait()
     ((n,),) = await store.read("SELECT COUNT(*) FROM lines")
-    assert n == CHUNK
+    assert n == INSERT_CHUNK
     with pytest.raises(Conflict, match="being submitted"):
         await queue.submit(new(id="b2"), lines(3))
     time.pass_s(61)  # as if its process were dead
@@ -155,7 +155,7 @@ async def test_bad_lines_fail_and_the_rest_goes_on(queue: Queue, store: Database
     assert len(await finish_all(queue)) == 2
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.completed, ended.counts.failed) == ("completed", 2, 1)
-    failed = await queue.lines(batch.id, states=["failed"])
+    failed = await queue.jobs(batch.id, states=["failed"])
     assert failed[0].error == ErrorInfo("bad_input", "line 2 is not JSON")
     only_bad = await queue.submit(new(kind="workers_ai"), [bad, bad])
     assert (only_bad.status, only_bad.counts.failed) == ("completed", 2)
@@ -163,20 +163,20 @@ async def test_bad_lines_fail_and_the_rest_goes_on(queue: Queue, store: Database
 
 
 async def test_a_line_too_large_fails_alone(store: Database, time: Time, tmp_path: Path) -> None:
-    queue = make_queue(store, tmp_path, max_line_bytes=1000, max_lines=CHUNK + 100)
+    queue = make_queue(store, tmp_path, max_job_bytes=1000, max_jobs=INSERT_CHUNK + 100)
     batch = await queue.submit(new(), [line(0), line(1, text="x" * 2000)])
     assert batch.counts.failed == 1
-    (failed,) = await queue.lines(batch.id, states=["failed"])
+    (failed,) = await queue.jobs(batch.id, states=["failed"])
     assert failed.error is not None
     assert failed.error.kind == "too_large"
     with pytest.raises(TooLarge, match="at most 600 lines"):
-        await queue.submit(new(), lines(CHUNK + 101))
+        await queue.submit(new(), lines(INSERT_CHUNK + 101))
     assert len((await queue.batches("a", "openai"))[0]) == 1
     await audit(store)
 
 
 async def test_room_of_an_account(store: Database, time: Time, tmp_path: Path) -> None:
-    queue = make_queue(store, tmp_path, max_account_bytes=1500, max_queued_lines=4)
+    queue = make_queue(store, tmp_path, max_account_bytes=1500, max_queued_jobs=4)
     await queue.submit(new(), lines(4))
     with pytest.raises(Overloaded, match="4 lines in the queue"):
         await queue.submit(new(), lines(1))
@@ -195,15 +195,15 @@ async def test_a_batch_of_a_file_goes_on_where_its_loader_died(queue: Queue, tim
     file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
     batch = await queue.create(new(input_file_id=file.id))
     assert (batch.status, batch.input_blob) == ("validating", file.blob)
-    first = await queue.take_validating("door-1")
+    first = await queue.claim_validating("door-1")
     assert first is not None
     assert first.id == batch.id
-    assert await queue.take_validating("door-2") is None
+    assert await queue.claim_validating("door-2") is None
     await queue.append(first, lines(2))
     assert await queue.files.delete("a", file.id)
     assert await queue.claim("w", MODEL, 9) == []
     time.pass_s(61)
-    second = await queue.take_validating("door-2")
+    second = await queue.claim_validating("door-2")
     assert second is not None
     assert second.n_loaded == 2
     assert b"".join([chunk async for chunk in queue.blobs.stream(str(second.input_blob))]) == b"three\nlines\nhere"
@@ -221,7 +221,7 @@ async def test_a_file_that_cannot_be_used(queue: Queue, store: Database, time: T
     file = await queue.files.add("a", "in.jsonl", "batch", b"")
     for end in ("reject", "cancel", "expire"):
         await queue.create(new(input_file_id=file.id, window_s=100))
-        batch = await queue.take_validating("door")
+        batch = await queue.claim_validating("door")
         assert batch is not None
         await queue.append(batch, [line(0), NewJob("x", None)])
         if end == "reject":
@@ -234,7 +234,7 @@ async def test_a_file_that_cannot_be_used(queue: Queue, store: Database, time: T
             await queue.sweep()
             assert (await queue.batch("a", batch.id)).status == "expired"
         assert (await queue.batch("a", batch.id)).counts.total == 0
-        assert await queue.lines(batch.id) == []
+        assert await queue.jobs(batch.id) == []
         with pytest.raises(Conflict):
             await queue.append(batch, [line(2)])
     assert await types_of(store) == ["batch.failed", "batch.cancelled", "batch.expired"]
@@ -314,7 +314,7 @@ async def test_a_failure_that_may_pass_is_tried_again_after_a_while(queue: Queue
     assert len(waits) == 4
     assert all(2 <= wait <= 61.5 for wait in waits)
     assert waits[3] > waits[0]
-    assert (await queue.line(batch.id, 0)).error == ErrorInfo("internal", "oops")
+    assert (await queue.job(batch.id, 0)).error == ErrorInfo("internal", "oops")
 
 
 async def test_a_final_failure(queue: Queue, store: Database) -> None:
@@ -343,7 +343,7 @@ async def test_a_dead_workers_lines_come_back_and_its_answers_are_refused(queue:
     assert (await queue.heartbeat("dead", old)).lost == {lease.key for lease in old}
     for lease in again:
         assert await queue.complete(lease, answer("in time"))
-    assert [item.answer for item in await queue.lines(batch.id)] == [answer("in time")] * 3
+    assert [item.answer for item in await queue.jobs(batch.id)] == [answer("in time")] * 3
 
 
 async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queue, store: Database, time: Time) -> None:
@@ -353,7 +353,7 @@ async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queu
             assert await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
         time.pass_s(61)
     assert await queue.claim("w", MODEL, 5) == []  # neither runs beside others any more
-    assert [depth.n_quarantined for depth in await queue.waiting()] == [2]
+    assert [depth.n_quarantined for depth in await queue.depths()] == [2]
     (guilty,) = await queue.claim("w", MODEL, 5, alone=True)
     assert guilty.alone
     assert await queue.fail(guilty, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
@@ -361,7 +361,7 @@ async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queu
     assert await queue.complete(innocent, answer())
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.failed, ended.counts.completed) == ("completed", 1, 1)
-    (dead,) = await queue.dead()
+    (dead,) = await queue.dead_letters()
     assert (dead.number, dead.kills) == (guilty.number, 3)
     assert dead.error is not None
     assert "died" in dead.error.message
@@ -381,7 +381,7 @@ async def test_what_was_not_used_goes_back_at_once(queue: Queue) -> None:
     await queue.submit(new(), lines(4))
     leases = await queue.claim("w", MODEL, 4)
     await queue.release(leases[:2])
-    await queue.leave("w")
+    await queue.deregister("w")
     again = await queue.claim("w2", MODEL, 4)
     assert [lease.attempts for lease in again] == [1] * 4
     assert not await queue.complete(leases[0], answer())
@@ -411,11 +411,11 @@ async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
     told = await queue.heartbeat("w", leases[1:])
     assert told.cancelled == {lease.key for lease in leases[1:]}
     assert await queue.fail(leases[1], ErrorInfo("unavailable", "engine away"), retry=True)  # does not come back
-    assert await queue.cancelled(leases[2], usage(leases[2]))
+    assert await queue.finish_stopped(leases[2], usage(leases[2]))
     ended = await queue.cancel("a", batch.id)
     assert (ended.status, ended.counts.cancelled, ended.counts.completed) == ("cancelled", 5, 1)
     assert await queue.claim("w", MODEL, 9) == []
-    found = await queue.lines(batch.id, states=["cancelled"])
+    found = await queue.jobs(batch.id, states=["cancelled"])
     assert all(item.error is not None and item.error.kind == "cancelled" and item.ended_us for item in found)
     assert await UsageLedger(store).find(leases[2].request_id) is not None
     assert await types_of(store) == ["batch.cancelled"]
@@ -427,15 +427,15 @@ async def test_cancelling_a_line(queue: Queue) -> None:
     batch = await queue.submit(new(), lines(3))
     (lease,) = await queue.claim("w", MODEL, 1)
     other = next(n for n in range(3) if n != lease.number)
-    assert (await queue.cancel_line("a", batch.id, other)).state == "cancelled"
-    assert (await queue.cancel_line("a", batch.id, lease.number)).state == "leased"
+    assert (await queue.cancel_job("a", batch.id, other)).state == "cancelled"
+    assert (await queue.cancel_job("a", batch.id, lease.number)).state == "leased"
     assert (await queue.heartbeat("w", [lease])).cancelled == {lease.key}
-    assert await queue.cancelled(lease)
-    assert (await queue.line(batch.id, lease.number)).state == "cancelled"
+    assert await queue.finish_stopped(lease)
+    assert (await queue.job(batch.id, lease.number)).state == "cancelled"
     assert len(await finish_all(queue)) == 1
     assert (await queue.batch("a", batch.id)).status == "completed"
     with pytest.raises(NotFound):
-        await queue.cancel_line("a", batch.id, 17)
+        await queue.cancel_job("a", batch.id, 17)
 
 
 async def test_a_dead_workers_line_of_a_cancelled_batch_does_not_come_back(queue: Queue, time: Time) -> None:
@@ -458,10 +458,10 @@ async def test_time_runs_out_with_part_of_the_results(queue: Queue, store: Datab
     await queue.sweep()
     assert (await queue.heartbeat("w", leases[1:])).cancelled == {lease.key for lease in leases[1:]}
     assert await queue.complete(leases[1], answer("just made it"))
-    assert await queue.cancelled(leases[2])
+    assert await queue.finish_stopped(leases[2])
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.completed, ended.counts.expired) == ("expired", 2, 3)
-    assert {item.state for item in await queue.lines(batch.id)} == {"succeeded", "expired"}
+    assert {item.state for item in await queue.jobs(batch.id)} == {"succeeded", "expired"}
     assert await types_of(store) == ["batch.expired"]
 
 
@@ -485,8 +485,8 @@ async def test_pages(queue: Queue, time: Time) -> None:
     with pytest.raises(NotFound):
         await queue.batches("a", "openai", after="nothing")
     batch = await queue.submit(new(), lines(7))
-    assert [item.number for item in await queue.lines(batch.id, after=2, limit=3, bodies=False)] == [3, 4, 5]
-    assert [item.number for item in await queue.lines(batch.id, after=2, limit=3, states=["queued", "dead"])] == [
+    assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3, bodies=False)] == [3, 4, 5]
+    assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3, states=["queued", "dead"])] == [
         3,
         4,
         5,
@@ -496,30 +496,30 @@ async def test_pages(queue: Queue, time: Time) -> None:
 async def test_position_and_estimate(queue: Queue, time: Time) -> None:
     await queue.submit(new(window_s=DAY_S / 2), lines(30))
     mine = await queue.submit(new(), lines(10))
-    assert (await queue.place(mine)).position == 30
-    assert (await queue.place(mine)).eta_s is None
+    assert (await queue.position(mine)).position == 30
+    assert (await queue.position(mine)).eta_s is None
     await queue.submit(new("b"), lines(50))
-    assert (await queue.place(mine)).position == 60  # turns with the other account
+    assert (await queue.position(mine)).position == 60  # turns with the other account
     leases = await queue.claim("w", MODEL, 2)
     for _ in range(10):
         time.pass_s(30)
         for lease in leases:
             assert await queue.complete(lease, answer(n_in=264, n_out=0))
         leases = await queue.claim("w", MODEL, 2)
-    place = await queue.place(await queue.batch("a", mine.id))
+    place = await queue.position(await queue.batch("a", mine.id))
     assert place.rate_per_s == pytest.approx(20 / 300)
     assert place.eta_s == pytest.approx((20 + 10 + 30) / place.rate_per_s, rel=0.2)
-    assert [(depth.account, depth.n_queued) for depth in await queue.waiting()] == [("a", 29), ("b", 39)]
+    assert [(depth.account, depth.n_queued) for depth in await queue.depths()] == [("a", 29), ("b", 39)]
 
 
 async def test_who_waits_is_woken(queue: Queue) -> None:
     batch = await queue.submit(new(), lines(1))
-    waiting = asyncio.create_task(queue.changed(batch.id, 30))
+    waiting = asyncio.create_task(queue.wait_for_change(batch.id, 30))
     await asyncio.sleep(0.3)
     (lease,) = await queue.claim("w", MODEL, 1)
     await queue.complete(lease, answer())
     await asyncio.wait_for(waiting, 5)
-    await asyncio.wait_for(queue.changed(batch.id, 0.05), 5)
+    await asyncio.wait_for(queue.wait_for_change(batch.id, 0.05), 5)
 
 
 # --- bodies, retention -----------------------------------------------------------------------------------------------
@@ -540,18 +540,18 @@ async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
     for lease in leases:
         assert await queue.complete(lease, reply)
     assert len(blobs()) == 3  # three times the same answer
-    assert (await queue.line(batch.id, 0)).answer == reply
-    await queue.tidy()
+    assert (await queue.job(batch.id, 0)).answer == reply
+    await queue.purge_expired()
     assert len(blobs()) == 3
     await queue.delete("a", again.id)
-    await queue.tidy()
+    await queue.purge_expired()
     assert len(blobs()) == 2
-    assert (await queue.line(batch.id, 0)).answer == reply
+    assert (await queue.job(batch.id, 0)).answer == reply
     time.pass_s(29 * DAY_S)
-    await queue.tidy()
+    await queue.purge_expired()
     assert (await queue.batch("a", batch.id)).status == "completed"
     time.pass_s(2 * DAY_S)
-    await queue.tidy()
+    await queue.purge_expired()
     with pytest.raises(NotFound):
         await queue.batch("a", batch.id)
     assert blobs() == []
@@ -590,7 +590,7 @@ async def test_a_clock_set_forward_runs_a_line_again_but_shows_one_result(queue:
     (second,) = await queue.claim("w2", MODEL, 1)
     assert not await queue.complete(first, answer("first"))
     assert await queue.complete(second, answer("second"))
-    assert (await queue.line(batch.id, 0)).answer == answer("second")
+    assert (await queue.job(batch.id, 0)).answer == answer("second")
 
 
 # --- many at once ----------------------------------------------------------------------------------------------------
@@ -624,12 +624,12 @@ async def test_a_line_cancelled_while_it_is_released_is_cancelled(queue: Queue) 
     file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
     for _ in range(12):
         batch = await queue.create(new(input_file_id=file.id))
-        loading = await queue.take_validating("loader")
+        loading = await queue.claim_validating("loader")
         assert loading is not None
         await queue.append(loading, lines(3))
         starting = asyncio.create_task(queue.start(loading))
         while (await queue.batch("a", batch.id)).status != "in_progress":
             await asyncio.sleep(0)
-        assert (await queue.cancel_line("a", batch.id, 1)).state == "cancelled"
+        assert (await queue.cancel_job("a", batch.id, 1)).state == "cancelled"
         await starting
         assert (await queue.batch("a", batch.id)).counts.cancelled == 1

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from emberline.jobs.batches.blobs import Blobs
-from emberline.jobs.batches.files import Files
-from emberline.jobs.queue.limits import Limits
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.files import FileStore
+from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import NotFound, TooLarge, Unavailable
 from emberline.store import Database
 from tests.databases import Place
@@ -23,8 +23,8 @@ async def store(database: Place) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def files(store: Database, tmp_path: Path) -> Files:
-    return Files(store, Blobs(tmp_path / "blobs"), Limits(max_file_bytes=1000, max_account_bytes=2500))
+def files(store: Database, tmp_path: Path) -> FileStore:
+    return FileStore(store, BlobStore(tmp_path / "blobs"), QueueLimits(max_file_bytes=1000, max_account_bytes=2500))
 
 
 async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
@@ -32,7 +32,7 @@ async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def test_a_file_comes_back_as_it_went_in(files: Files) -> None:
+async def test_a_file_comes_back_as_it_went_in(files: FileStore) -> None:
     file = await files.add("a", "in.jsonl", "batch", pieces(b"one\n", b"two\n"))
     assert (file.name, file.purpose, file.n_bytes) == ("in.jsonl", "batch", 8)
     assert await files.get("a", file.id) == file
@@ -46,7 +46,7 @@ async def test_a_file_comes_back_as_it_went_in(files: Files) -> None:
         await files.get("a", file.id)
 
 
-async def test_pages_of_files(files: Files, store: Database) -> None:
+async def test_pages_of_files(files: FileStore, store: Database) -> None:
     time = Time(store)
     made = []
     for i in range(5):
@@ -61,7 +61,7 @@ async def test_pages_of_files(files: Files, store: Database) -> None:
     assert await files.list("b") == ([], False)
 
 
-async def test_too_large_and_expired(files: Files, store: Database, tmp_path: Path) -> None:
+async def test_too_large_and_expired(files: FileStore, store: Database, tmp_path: Path) -> None:
     time = Time(store)
     with pytest.raises(TooLarge, match="1,000 bytes"):
         await files.add("a", "f", "batch", pieces(b"x" * 600, b"x" * 600))
@@ -77,7 +77,7 @@ async def test_too_large_and_expired(files: Files, store: Database, tmp_path: Pa
 
 
 async def test_blobs_are_kept_once_and_survive_half_a_write(tmp_path: Path) -> None:
-    blobs = Blobs(tmp_path)
+    blobs = BlobStore(tmp_path)
     assert await blobs.put(b"same") == await blobs.put(b"same")
     (tmp_path / ".part-dead").write_bytes(b"half")
     os.utime(tmp_path / ".part-dead", (1, 1))
@@ -95,7 +95,7 @@ async def test_blobs_are_kept_once_and_survive_half_a_write(tmp_path: Path) -> N
 
 
 async def test_collecting_while_putting_loses_nothing(tmp_path: Path) -> None:
-    blobs = Blobs(tmp_path)
+    blobs = BlobStore(tmp_path)
     name = await blobs.put(b"x" * 100)
 
     def collect() -> None:

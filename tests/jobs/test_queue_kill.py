@@ -57,7 +57,7 @@ async def finish(queue: Queue, time: Time) -> None:
     while True:
         leases = await queue.claim("last", MODEL, 200)
         if not leases:
-            if not await queue.waiting():
+            if not await queue.depths():
                 return
             time.pass_s(61)
             await queue.heartbeat("last", [])
@@ -91,7 +91,7 @@ async def test_nothing_promised_is_lost(database: Place, tmp_path: Path) -> None
         batch = await queue.batch("a", batch_id)
         assert (batch.status, batch.counts.completed) == ("completed", n_lines)
     for (batch_id, number), run_name in told.items():
-        assert (await queue.line(batch_id, number)).answer == answer(run_name)
+        assert (await queue.job(batch_id, number)).answer == answer(run_name)
     counted = await store.read("SELECT (SELECT COUNT(*) FROM lines), (SELECT COUNT(*) FROM usage)")
     assert counted[0][0] == counted[0][1]
     assert await store.read("SELECT COUNT(*) FROM batches WHERE ended <> 1") == [(0,)]

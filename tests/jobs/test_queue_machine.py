@@ -89,7 +89,7 @@ class QueueMachine(RuleBasedStateMachine):
     def complete(self, data: st.DataObject, text: str) -> None:
         lease = self.pick(data)
         took = self.do(self.queue.complete(lease, answer(text), usage(lease)))
-        found = self.do(self.queue.line(*lease.key))
+        found = self.do(self.queue.job(*lease.key))
         if took:
             assert (found.state, found.answer, found.epoch) == ("succeeded", answer(text), lease.epoch)
             assert not self.do(self.queue.complete(lease, answer("twice")))
@@ -110,15 +110,15 @@ class QueueMachine(RuleBasedStateMachine):
         mine = {lease.key: lease for lease in self.leases if lease.owner == owner}
         told = self.do(self.queue.heartbeat(owner, mine.values()))
         for key, lease in mine.items():
-            found = self.do(self.queue.line(*key))
+            found = self.do(self.queue.job(*key))
             leased = (found.state, found.epoch, found.owner) == ("leased", lease.epoch, owner)
             assert (key in told.lost) != leased
         for key in told.cancelled:
-            self.do(self.queue.cancelled(mine[key]))
+            self.do(self.queue.finish_stopped(mine[key]))
 
     @rule(owner=OWNERS)
     def leave(self, owner: str) -> None:
-        self.do(self.queue.leave(owner))
+        self.do(self.queue.deregister(owner))
 
     @precondition(lambda self: self.total)
     @rule(data=st.data())
@@ -130,7 +130,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel_line(self, data: st.DataObject) -> None:
         batch_id = data.draw(st.sampled_from(sorted(self.total)))
-        self.do(self.queue.cancel_line(self.account_of[batch_id], batch_id, 0))
+        self.do(self.queue.cancel_job(self.account_of[batch_id], batch_id, 0))
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0, 200.0, 5000.0]))
     def wait(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class QueueMachine(RuleBasedStateMachine):
     # --- what holds ---------------------------------------------------------------------------------------------------
 
     def _lines(self, batch_id: str) -> list[Any]:
-        found = self.do(self.queue.lines(batch_id))
+        found = self.do(self.queue.jobs(batch_id))
         assert [item.number for item in found] == list(range(self.total[batch_id]))
         return [_Keyed(item) for item in found]
 

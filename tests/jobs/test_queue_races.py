@@ -11,7 +11,7 @@ import pytest
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.completion import settle
 from emberline.jobs.queue.enqueue import add, encode, release, start
-from emberline.jobs.queue.job import Outcome
+from emberline.jobs.queue.job import JobOutcome
 from emberline.jobs.queue.queue import Queue
 from emberline.store import Database, Work
 from tests.databases import Place
@@ -65,8 +65,8 @@ async def test_a_sign_of_life_does_not_keep_the_lines_of_one_known_to_be_dead(qu
         for i in range(ROUNDS):
             batch = await queue.submit(new(), lines(3))
             assert len(await queue.claim("dead", MODEL, 3)) == 3
-            await queue.bury("dead")
-            assert [item.state for item in await queue.lines(batch.id)] == ["queued"] * 3, i
+            await queue.reclaim_from("dead")
+            assert [item.state for item in await queue.jobs(batch.id)] == ["queued"] * 3, i
             await queue.cancel("a", batch.id)
 
 
@@ -85,7 +85,7 @@ async def test_a_batch_that_is_cancelled_while_its_lines_come_and_go(
             await asyncio.sleep(0.003 * i)
             await queue.cancel("a", batch.id)
             assert await waiting(store, batch) == [], i
-    await other.leave("w")
+    await other.deregister("w")
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.cancelled) == ("cancelled", 40)
     await other.close()
@@ -137,7 +137,7 @@ async def blocked(connection: Any) -> None:
 async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Database, connection: Any) -> None:
     file = await queue.files.add("a", "in.jsonl", "batch", b"two\nlines")
     batch = await queue.create(new(input_file_id=file.id))
-    loading = await queue.take_validating("loader")
+    loading = await queue.claim_validating("loader")
     assert loading is not None
     load = queue._load_of(loading)
     encoded = await encode(batch.id, 0, lines(2), queue.blobs, queue.limits)
@@ -153,13 +153,13 @@ async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Datab
 async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: Any, whole: bool) -> None:
     batch = await queue.submit(new(), [line(0)])
     (lease,) = await queue.claim("w", MODEL, 1)
-    back = Outcome(key=lease.key, epoch=lease.epoch, owner="w", state="queued", attempts=-1)
+    back = JobOutcome(key=lease.key, epoch=lease.epoch, owner="w", state="queued", attempts=-1)
     async with Paused(connection, settle([back], queue.now_us(), queue.limits)):
-        stop = queue.cancel("a", batch.id) if whole else queue.cancel_line("a", batch.id, 0)
+        stop = queue.cancel("a", batch.id) if whole else queue.cancel_job("a", batch.id, 0)
         cancelling = asyncio.ensure_future(stop)
         await blocked(connection)
     await cancelling
-    assert (await queue.line(batch.id, 0)).state == "cancelled"
+    assert (await queue.job(batch.id, 0)).state == "cancelled"
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -168,10 +168,10 @@ async def test_cancelled_while_a_line_is_claimed(queue: Queue, connection: Any, 
 
     batch = await queue.submit(new(), [line(0)])
     async with Paused(connection, claim("w", MODEL, 1, False, queue.now_us(), queue.limits)):
-        stop = queue.cancel("a", batch.id) if whole else queue.cancel_line("a", batch.id, 0)
+        stop = queue.cancel("a", batch.id) if whole else queue.cancel_job("a", batch.id, 0)
         cancelling = asyncio.ensure_future(stop)
         await blocked(connection)
     await cancelling
-    assert await queue.must_stop("w")
-    await queue.leave("w")
-    assert (await queue.line(batch.id, 0)).state == "cancelled"
+    assert await queue.has_stop_requests("w")
+    await queue.deregister("w")
+    assert (await queue.job(batch.id, 0)).state == "cancelled"

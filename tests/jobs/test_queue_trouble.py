@@ -102,7 +102,7 @@ async def test_a_database_that_is_away(postgres_alone: OwnPostgres, tmp_path: Pa
     bench.pull()
     running = await bench.submit("hold", "hold", "quick")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
-    await until(lambda: queue.line(running.id, 2), lambda found: found.state == "succeeded")
+    await until(lambda: queue.job(running.id, 2), lambda found: found.state == "succeeded")
     await asyncio.to_thread(postgres_alone.stop)
     with pytest.raises(Unavailable):
         await queue.submit(new(), lines(3))
@@ -141,12 +141,12 @@ async def test_a_lease_that_ended_while_the_database_was_away(postgres_alone: Ow
         await queue.complete(late, answer("late"))
     await asyncio.to_thread(postgres_alone.start)
     await asyncio.sleep(0.3)
-    await until_again(queue.waiting)
+    await until_again(queue.depths)
     await queue.sweep()
     (lease,) = await queue.claim("w2", MODEL, 1)
     assert not await queue.complete(late, answer("late"))
     assert await queue.complete(lease, answer("in time"))
-    found = await queue.line(batch.id, 0)
+    found = await queue.job(batch.id, 0)
     assert found.answer is not None
     assert found.answer.choices[0].text == "in time"
     await queue.close()

@@ -13,7 +13,7 @@ from emberline.protocol.answer import Record
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.service import Service, open_core_server, open_http_worker, responses
 from emberline.service.responses import Responses
-from emberline.store import Database, Store
+from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
 from tests.databases import Place
@@ -82,7 +82,7 @@ async def test_accounts_are_apart(kept: Responses) -> None:
 
 async def test_a_restart(tmp_path: Path) -> None:
     for turn in range(3):
-        store = await Store.open(tmp_path / "again.db")
+        store = await SqliteStore.open(tmp_path / "again.db")
         kept = Responses(store)
         await kept.open()
         assert kept.n_bytes.total() == sum(record(n, 0).n_bytes for n in range(turn))
@@ -199,7 +199,7 @@ async def test_whatever_happens_to_a_tree(
     """What is not deleted and not old is there with all that it continues; nothing stays that none of it needs."""
     now_us, made = 1_000 * DAY_US, {}
     parents: dict[str, str | None] = {}
-    store = await Store.open(tmp_path_factory.mktemp("tree") / "t.db")
+    store = await SqliteStore.open(tmp_path_factory.mktemp("tree") / "t.db")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(responses, "_now_us", lambda: now_us)
         kept = Responses(store, retention_days=30)

@@ -11,8 +11,8 @@ from pathlib import Path
 from emberline.cli import serve
 from emberline.cli.main import main
 from emberline.config import EngineConfig
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import queue
-from emberline.jobs.queue.limits import Limits
 from emberline.supervisor import engine_workers as local
 from emberline.supervisor import process as child
 from emberline.supervisor.http_workers import HttpWorkers
@@ -30,7 +30,7 @@ def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
         local.worker_spec = standin
     serve.Doors = _doors  # type: ignore[assignment,misc]
     child.FIRST_RETRY_S = child.LAST_RETRY_S = 0.1  # ours dies more often than any process should
-    queue.Limits = functools.partial(Limits, backoff_s=(0.05, 0.5), lease_s=10.0)  # type: ignore[misc,assignment]
+    queue.Limits = functools.partial(QueueLimits, backoff_s=(0.05, 0.5), lease_s=10.0)  # type: ignore[misc,assignment]
     return main(["serve", *flags])
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from emberline.protocol.errors import Unavailable
-from emberline.store import Store, migrations
+from emberline.store import SqliteStore, migrations
 
 
 async def test_a_new_database_is_up_to_date_and_opens_again(tmp_path: Path) -> None:
     for _ in range(2):
-        store = await Store.open(tmp_path / "t.db")
+        store = await SqliteStore.open(tmp_path / "t.db")
         assert await store.read("PRAGMA user_version") == [(len(migrations.MIGRATIONS),)]
         assert await store.read("SELECT count(*) FROM usage") == [(0,)]
         await store.close()
@@ -18,25 +18,25 @@ async def test_a_new_database_is_up_to_date_and_opens_again(tmp_path: Path) -> N
 async def test_an_old_database_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ("CREATE TABLE t (a INTEGER)", "INSERT INTO t VALUES (7)")
     monkeypatch.setattr(migrations, "MIGRATIONS", (first,))
-    await (await Store.open(tmp_path / "t.db")).close()
+    await (await SqliteStore.open(tmp_path / "t.db")).close()
     monkeypatch.setattr(migrations, "MIGRATIONS", (first, ("ALTER TABLE t ADD COLUMN b INTEGER DEFAULT 1",)))
-    store = await Store.open(tmp_path / "t.db")
+    store = await SqliteStore.open(tmp_path / "t.db")
     assert await store.read("SELECT a, b FROM t") == [(7, 1)]
     await store.close()
 
 
 async def test_a_newer_database_is_refused_and_left_alone(tmp_path: Path) -> None:
-    await (await Store.open(tmp_path / "t.db")).close()
+    await (await SqliteStore.open(tmp_path / "t.db")).close()
     with sqlite3.connect(tmp_path / "t.db") as newer:
         newer.execute("PRAGMA user_version = 999")
     with pytest.raises(Unavailable, match=r"schema version 999.*upgrade Emberline"):
-        await Store.open(tmp_path / "t.db")
+        await SqliteStore.open(tmp_path / "t.db")
     assert sqlite3.connect(tmp_path / "t.db").execute("PRAGMA user_version").fetchone() == (999,)
 
 
 async def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "MIGRATIONS", (("CREATE TABLE t (a)", "NONSENSE"),))
     with pytest.raises(Unavailable):
-        await Store.open(tmp_path / "t.db")
+        await SqliteStore.open(tmp_path / "t.db")
     found = sqlite3.connect(tmp_path / "t.db").execute("SELECT count(*) FROM sqlite_master").fetchone()
     assert found == (0,)

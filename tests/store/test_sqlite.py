@@ -9,29 +9,29 @@ from pathlib import Path
 import pytest
 
 from emberline.protocol.errors import Unavailable
-from emberline.store import Store, sqlite
+from emberline.store import SqliteStore, sqlite
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = await Store.open(tmp_path / "folder" / "test.db")
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    store = await SqliteStore.open(tmp_path / "folder" / "test.db")
     await store.write("CREATE TABLE t (a INTEGER PRIMARY KEY, b TEXT)")
     yield store
     await store.close()
 
 
-async def test_a_write_that_returned_is_read(store: Store) -> None:
+async def test_a_write_that_returned_is_read(store: SqliteStore) -> None:
     assert await store.write("INSERT INTO t VALUES (?, ?) RETURNING a", (1, "x")) == [(1,)]
     assert await store.read("SELECT a, b FROM t") == [(1, "x")]
 
 
-async def test_the_file_is_private_and_durable(store: Store) -> None:
+async def test_the_file_is_private_and_durable(store: SqliteStore) -> None:
     assert os.stat(store.path).st_mode & 0o777 == 0o600
     assert await store.read("PRAGMA journal_mode") == [("wal",)]
     assert await store.read("PRAGMA synchronous") == [(2,)]
 
 
-async def test_concurrent_writes_share_commits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_writes_share_commits(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     commit = store._commit
     monkeypatch.setattr(store, "_commit", lambda batch: (sizes.append(len(batch)), commit(batch))[1])
@@ -42,7 +42,7 @@ async def test_concurrent_writes_share_commits(store: Store, monkeypatch: pytest
     assert await store.read("SELECT count(*) FROM t") == [(1000,)]
 
 
-async def test_a_bad_statement_leaves_its_neighbours_alone(store: Store) -> None:
+async def test_a_bad_statement_leaves_its_neighbours_alone(store: SqliteStore) -> None:
     outcomes = await asyncio.gather(
         store.write("INSERT INTO t VALUES (1, 'first')"),
         store.write("INSERT INTO t VALUES (1, 'twice')"),
@@ -61,7 +61,7 @@ async def test_a_bad_statement_leaves_its_neighbours_alone(store: Store) -> None
     assert await store.read("SELECT b FROM t ORDER BY a") == [("first",), ("last",)]
 
 
-async def test_a_full_disk_is_said_and_survived(store: Store) -> None:
+async def test_a_full_disk_is_said_and_survived(store: SqliteStore) -> None:
     (pages,) = (await store.write("PRAGMA page_count"))[0]
     await store.write(f"PRAGMA max_page_count = {int(str(pages)) + 2}")
     outcomes = await asyncio.gather(
@@ -77,7 +77,7 @@ async def test_a_full_disk_is_said_and_survived(store: Store) -> None:
 
 async def test_a_lock_is_said_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.05)
-    store = await Store.open(tmp_path / "t.db")
+    store = await SqliteStore.open(tmp_path / "t.db")
     other = sqlite3.connect(tmp_path / "t.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(Unavailable, match="locked by another process"):
@@ -88,12 +88,12 @@ async def test_a_lock_is_said_and_survived(tmp_path: Path, monkeypatch: pytest.M
     await store.close()
 
 
-async def test_reading_cannot_write(store: Store) -> None:
+async def test_reading_cannot_write(store: SqliteStore) -> None:
     with pytest.raises(Unavailable, match="cannot be written"):
         await store.read("INSERT INTO t VALUES (1, 'x')")
 
 
-async def test_a_cancelled_writer_still_writes(store: Store) -> None:
+async def test_a_cancelled_writer_still_writes(store: SqliteStore) -> None:
     task = asyncio.create_task(store.write("INSERT INTO t VALUES (1, 'x')"))
     await asyncio.sleep(0)
     task.cancel()
@@ -103,7 +103,7 @@ async def test_a_cancelled_writer_still_writes(store: Store) -> None:
 
 
 async def test_close_flushes_and_refuses_what_comes_later(tmp_path: Path) -> None:
-    store = await Store.open(tmp_path / "t.db")
+    store = await SqliteStore.open(tmp_path / "t.db")
     await store.write("CREATE TABLE t (a)")
     writes = [asyncio.create_task(store.write("INSERT INTO t VALUES (?)", (i,))) for i in range(700)]
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def test_close_flushes_and_refuses_what_comes_later(tmp_path: Path) -> Non
     for use in (store.write, store.read):
         with pytest.raises(Unavailable, match="closed"):
             await use("SELECT 1")
-    again = await Store.open(tmp_path / "t.db")
+    again = await SqliteStore.open(tmp_path / "t.db")
     assert await again.read("SELECT count(*) FROM t") == [(700,)]
     await again.close()
 
@@ -121,22 +121,22 @@ async def test_close_flushes_and_refuses_what_comes_later(tmp_path: Path) -> Non
 async def test_not_a_database(tmp_path: Path) -> None:
     (tmp_path / "t.db").write_bytes(b"this is a letter, not a database. " * 100)
     with pytest.raises(Unavailable, match="not a database"):
-        await Store.open(tmp_path / "t.db")
+        await SqliteStore.open(tmp_path / "t.db")
 
 
 async def test_a_place_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match=r"cannot use .*file"):
-        await Store.open(tmp_path / "file" / "t.db")
+        await SqliteStore.open(tmp_path / "file" / "t.db")
 
 
 async def test_what_returned_survives_a_kill(tmp_path: Path) -> None:
     script = """
 import asyncio, os, sys
 from pathlib import Path
-from emberline.store import Store
+from emberline.store import SqliteStore
 async def main():
-    store = await Store.open(Path(sys.argv[1]))
+    store = await SqliteStore.open(Path(sys.argv[1]))
     await store.write("CREATE TABLE t (a)")
     await asyncio.gather(*(store.write("INSERT INTO t VALUES (?)", (i,)) for i in range(300)))
     os.kill(os.getpid(), 9)
@@ -144,6 +144,6 @@ asyncio.run(main())
 """
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, str(tmp_path / "t.db")])
     assert done.returncode == -9
-    store = await Store.open(tmp_path / "t.db")
+    store = await SqliteStore.open(tmp_path / "t.db")
     assert await store.read("SELECT count(*) FROM t") == [(300,)]
     await store.close()

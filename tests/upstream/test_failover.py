@@ -247,8 +247,8 @@ async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
 async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
-    errand = JobContext("b", booked.append)
-    found = await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, errand))
+    job = JobContext("b", booked.append)
+    found = await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
     assert found.choices[0].text == expected()
     assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
     assert [(row.status, row.output_tokens) for row in booked] == [("finished", 50)]

@@ -8,7 +8,7 @@ from emberline.api.http.call import Call
 from emberline.api.http.disconnect import while_connected
 from emberline.api.http.reply import Reply, encode, json_reply
 from emberline.jobs.webhooks.event_feed import MAX_PAGE
-from emberline.jobs.webhooks.events import Event, as_object, cursor_number
+from emberline.jobs.webhooks.events import Event, cursor_number, event_object
 from emberline.protocol.errors import BadInput, EmberlineError
 
 HEARTBEAT_S = 15.0
@@ -43,7 +43,7 @@ async def events(call: Call) -> Reply | None:
         return None
     number = cursor_number(after) if after else 0
     found = await while_connected(call.receive, feed.wait(account, number, wait_s, limit + 1))
-    return json_reply(list_of([as_object(event) for event in found[:limit]], has_more=len(found) > limit))
+    return json_reply(list_of([event_object(event) for event in found[:limit]], has_more=len(found) > limit))
 
 
 async def _stream(call: Call, after: int) -> None:
@@ -66,7 +66,7 @@ async def _stream(call: Call, after: int) -> None:
 
 
 def _encoded(event: Event) -> bytes:
-    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), encode(as_object(event)))
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), encode(event_object(event)))
 
 
 def list_of(rows: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:

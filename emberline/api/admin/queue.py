@@ -37,11 +37,11 @@ async def show(call: Call) -> Reply:
             "quarantined": depth.n_quarantined,
             "age_s": None if depth.oldest_us is None else round(max(0, now_us - depth.oldest_us) / 1e6, 1),
         }
-        for depth in await queue.waiting()
+        for depth in await queue.depths()
     ]
-    n_dead = await queue.count_dead()
+    n_dead = await queue.count_dead_letters()
     most = whole_number(call.query(), "dead", 20, 0, MOST)
-    dead = [_letter(line) for line in await queue.dead(limit=most)] if n_dead and most else []
+    dead = [_letter(line) for line in await queue.dead_letters(limit=most)] if n_dead and most else []
     return json_reply({"waiting": waiting, "n_dead": n_dead, "dead": dead}, headers=NO_STORE)
 
 

@@ -10,8 +10,8 @@ from emberline.api.http.body import read_json
 from emberline.api.http.call import Call
 from emberline.api.http.errors import NoBody
 from emberline.api.http.reply import Reply, json_reply
-from emberline.jobs.webhooks.deliveries import Attempt, Logged
-from emberline.jobs.webhooks.endpoints import OVERLAP_S, Changes, Endpoint
+from emberline.jobs.webhooks.deliveries import DeliveryAttempt, DeliveryRecord
+from emberline.jobs.webhooks.endpoints import OVERLAP_S, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import cursor_number
 from emberline.protocol.errors import BadInput
 
@@ -116,16 +116,16 @@ async def replay(call: Call) -> Reply:
     return json_reply({"object": "webhook_endpoint.replay", "replayed": n})
 
 
-async def _endpoint(call: Call) -> Endpoint:
+async def _endpoint(call: Call) -> WebhookEndpoint:
     return await call.events.endpoints.get(call.principal.account, call.tail)
 
 
-def _changes(call: Call, body: EndpointChange) -> Changes:
+def _changes(call: Call, body: EndpointChange) -> EndpointUpdate:
     model = call.service.resolve(body.model).id if body.model else body.model
-    return Changes(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
+    return EndpointUpdate(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
 
 
-def _shown(endpoint: Endpoint) -> dict[str, Any]:
+def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
     since_us = endpoint.failing_since_us
     return {
         "id": endpoint.id,
@@ -141,7 +141,7 @@ def _shown(endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-def _logged(item: Logged) -> dict[str, Any]:
+def _logged(item: DeliveryRecord) -> dict[str, Any]:
     delivery, event = item.delivery, item.event
     waits = delivery.state == "pending"
     return {
@@ -156,7 +156,7 @@ def _logged(item: Logged) -> dict[str, Any]:
     }
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _attempt(attempt: DeliveryAttempt) -> dict[str, Any]:
     outcome: Literal["succeeded", "failed", "unknown"] = "succeeded" if attempt.succeeded else "failed"
     if attempt.status is None and not attempt.problem:  # it runs now, or its process ended under it
         return {"number": attempt.number, "outcome": "unknown"}

@@ -20,7 +20,7 @@ from emberline.api.http.call import Call
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.reply import Reply, encode, json_reply
 from emberline.api.openai.batch_jobs import failure_of
-from emberline.jobs.batches.batch import Batch, NewBatch, new_id
+from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
@@ -132,7 +132,7 @@ async def create(call: Call) -> Reply:
         )
         return encode(await _shown_alone(call, await submit_lines(call, new, requests)))
 
-    return await once(call, raw, new_id("anthropic"), submit)
+    return await once(call, raw, new_batch_id("anthropic"), submit)
 
 
 async def retrieve(call: Call) -> Reply:

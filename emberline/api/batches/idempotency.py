@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 from emberline.api.http.call import Call
 from emberline.api.http.reply import HeaderList, Reply
-from emberline.jobs.batches.idempotency import Replay
+from emberline.jobs.batches.idempotency_keys import StoredAnswer
 
 HEADER = "idempotency-key"
 _REPLAYED: HeaderList = [(b"idempotent-replayed", b"true")]
@@ -24,9 +24,9 @@ async def once(call: Call, body: bytes, fresh_id: str, submit: Callable[[str], A
     key = call.headers.get(HEADER)
     if key is None:
         return Reply(200, await submit(fresh_id))
-    keys, account = call.batches.queue.keys, call.principal.account
+    keys, account = call.batches.queue.idempotency_keys, call.principal.account
     begun = await keys.begin(account, key, digest_of(call, body), fresh_id)
-    if isinstance(begun, Replay):
+    if isinstance(begun, StoredAnswer):
         return Reply(200, begun.answer, headers=_REPLAYED)
     try:
         answer = await submit(begun.id)

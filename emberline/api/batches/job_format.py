@@ -95,7 +95,7 @@ async def results_of(queue: Queue, batch: Batch, states: Collection[str] = ()) -
     at, text = -1, b""
     after = -1
     steps = Steps()
-    while found := await queue.lines(batch.id, after=after, limit=PAGE_LINES, states=states):
+    while found := await queue.jobs(batch.id, after=after, limit=PAGE_LINES, states=states):
         for line in found:
             while at < line.number:
                 at, text = at + 1, (await _next(given, batch)).data or b""
@@ -113,7 +113,7 @@ def runnable(request: GenerateRequest, service: Backend) -> GenerateRequest:
 def _given(queue: Queue, batch: Batch) -> AsyncIterator[FileLine]:
     if batch.input_blob is None:
         raise Internal(f"{batch.id} has lost what it was submitted as")
-    return lines_of(queue.blobs.stream(batch.input_blob), queue.limits.max_line_bytes)
+    return lines_of(queue.blobs.stream(batch.input_blob), queue.limits.max_job_bytes)
 
 
 async def _next(given: AsyncIterator[FileLine], batch: Batch) -> FileLine:

@@ -14,8 +14,8 @@ from emberline.api.http.backend import Backend
 from emberline.api.openai.batch_jobs import OpenAILines
 from emberline.api.workers_ai.queue import WorkersAILines
 from emberline.jobs.batches.batch import Batch
+from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import NewJob
-from emberline.jobs.queue.limits import CHUNK
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import Conflict, EmberlineError, Internal, TooLarge, Unavailable
 
@@ -50,7 +50,7 @@ class Loader:
         while True:
             self._new.clear()
             try:
-                while batch := await self._queue.take_validating(owner):
+                while batch := await self._queue.claim_validating(owner):
                     await self._load(batch)
             except Unavailable as error:
                 log.warning("batches cannot be read now: %s", error.message)
@@ -80,16 +80,16 @@ class Loader:
         assert batch.input_blob is not None, "whoever creates a batch names its file"
         done, seen, steps = batch.n_loaded, 0, Steps()
         lines: list[NewJob] = []
-        async for line in lines_of(queue.blobs.stream(batch.input_blob), queue.limits.max_line_bytes):
+        async for line in lines_of(queue.blobs.stream(batch.input_blob), queue.limits.max_job_bytes):
             seen += 1
-            if seen > queue.limits.max_lines:
-                raise TooLarge(f"a batch has at most {queue.limits.max_lines:,} lines: split it", param="input_file_id")
+            if seen > queue.limits.max_jobs:
+                raise TooLarge(f"a batch has at most {queue.limits.max_jobs:,} lines: split it", param="input_file_id")
             if seen <= done:
                 reader.skip(line)
             else:
                 lines.append(reader.read(line))
             await steps.took(len(line.data or b""))
-            if len(lines) == CHUNK:
+            if len(lines) == INSERT_CHUNK:
                 await queue.append(batch, lines)
                 lines = []
         await queue.append(batch, lines)

@@ -5,14 +5,14 @@ from typing import Any
 from emberline.api.admin.events import whole_number
 from emberline.api.http.call import Call
 from emberline.api.http.errors import NoSuchBatch
-from emberline.jobs.batches.batch import Batch, Kind
-from emberline.jobs.queue.reader import Place
+from emberline.jobs.batches.batch import Batch, BatchKind
+from emberline.jobs.queue.reader import QueuePosition
 from emberline.protocol.errors import NotFound
 
 LINE = {"line": {"type": "integer", "minimum": 0}}
 
 
-async def batch_of(call: Call, batch_id: str, kind: Kind) -> Batch:
+async def batch_of(call: Call, batch_id: str, kind: BatchKind) -> Batch:
     """The account's batch of that kind."""
     try:
         batch = await call.batches.queue.batch(call.principal.account, batch_id)
@@ -29,15 +29,15 @@ async def stop(call: Call, batch: Batch) -> Batch:
     if "line" not in query:
         return await queue.cancel(account, batch.id)
     number = whole_number(query, "line", 0, 0, max(0, batch.counts.total - 1))
-    await queue.cancel_line(account, batch.id, number)
+    await queue.cancel_job(account, batch.id, number)
     return await queue.batch(account, batch.id)
 
 
 async def standing(call: Call, batch: Batch) -> dict[str, Any]:
     """How many lines go before its next one, and when it should be done; None: nobody can tell yet."""
-    return told(await call.batches.queue.place(batch))
+    return told(await call.batches.queue.position(batch))
 
 
-def told(place: Place) -> dict[str, Any]:
+def told(place: QueuePosition) -> dict[str, Any]:
     eta_s = None if place.eta_s is None else round(place.eta_s, 1)
     return {"position": place.position, "estimated_wait_s": eta_s}

@@ -16,7 +16,7 @@ from emberline.api.http.errors import NoSuchFile, codes
 from emberline.api.http.reply import Reply, encode, json_reply
 from emberline.api.openai.batch_jobs import ENDPOINTS
 from emberline.api.openai.files import error_file_id, output_file_id
-from emberline.jobs.batches.batch import Batch, NewBatch, new_id
+from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
 from emberline.protocol.errors import BadInput, NotFound, Unsupported, from_info
 
 MAX_WINDOW_H = 14 * 24
@@ -52,7 +52,7 @@ async def create(call: Call) -> Reply:
         call.batches.loader.wake()
         return encode(await _shown_alone(call, batch))
 
-    return await once(call, raw, new_id("openai"), submit)
+    return await once(call, raw, new_batch_id("openai"), submit)
 
 
 async def retrieve(call: Call) -> Reply:

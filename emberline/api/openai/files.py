@@ -18,7 +18,7 @@ from emberline.api.http.reply import Reply, encode, json_reply
 from emberline.api.openai.batch_jobs import output_line
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import File
-from emberline.jobs.batches.idempotency import Replay
+from emberline.jobs.batches.idempotency_keys import StoredAnswer
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import BadInput, NotFound
 
@@ -189,7 +189,7 @@ async def _finished(call: Call, form: Multipart, fields: dict[str, str], stored:
 
 async def _once(call: Call, uploaded: File) -> Reply:
     """Only now is it known what the file says: one that is there already takes its place."""
-    files, keys, account = call.batches.queue.files, call.batches.queue.keys, call.principal.account
+    files, keys, account = call.batches.queue.files, call.batches.queue.idempotency_keys, call.principal.account
     said = "\0".join((uploaded.blob, uploaded.name, uploaded.purpose))
     key, digest = call.headers[HEADER], digest_of(call, blake2b(said.encode(), digest_size=16).digest())
     try:
@@ -197,7 +197,7 @@ async def _once(call: Call, uploaded: File) -> Reply:
     except BaseException:
         await files.delete(account, uploaded.id)
         raise
-    if isinstance(begun, Replay):
+    if isinstance(begun, StoredAnswer):
         await files.delete(account, uploaded.id)
         return Reply(200, begun.answer, headers=[(b"idempotent-replayed", b"true")])
     answer = encode(_shown(uploaded))

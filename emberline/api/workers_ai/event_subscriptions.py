@@ -11,11 +11,11 @@ from emberline.api.http.call import Call
 from emberline.api.http.reply import Reply, json_reply
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.catalog import page_of
-from emberline.jobs.webhooks.endpoints import Changes, Endpoint, Form
+from emberline.jobs.webhooks.endpoints import EndpointForm, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import WORKERS_AI, WORKERS_AI_TYPES, timestamp
 from emberline.protocol.errors import BadInput
 
-_FORM: Form = "workers_ai"
+_FORM: EndpointForm = "workers_ai"
 _EVENTS = tuple(name.removeprefix(WORKERS_AI) for name in WORKERS_AI_TYPES)
 
 
@@ -81,9 +81,9 @@ async def delete(call: Call) -> Reply:
     return json_reply(envelope(_shown(endpoint)))
 
 
-def _changes(call: Call, body: SubscriptionChange) -> Changes:
+def _changes(call: Call, body: SubscriptionChange) -> EndpointUpdate:
     model = call.service.resolve(body.source.model_name).id if body.source else None
-    return Changes(
+    return EndpointUpdate(
         name=body.name,
         url=_url(body.destination) if body.destination else None,
         model=model,
@@ -112,7 +112,7 @@ def _types(names: Sequence[str]) -> list[str]:
     return [WORKERS_AI + name for name in short]
 
 
-def _shown(endpoint: Endpoint) -> dict[str, Any]:
+def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
     return {
         "id": endpoint.id,
         "name": endpoint.name,

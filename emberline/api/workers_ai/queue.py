@@ -20,7 +20,7 @@ from emberline.api.http.reply import JSON, HeaderList, Reply, encode, json_reply
 from emberline.api.openai.batch_jobs import failure_of
 from emberline.api.workers_ai.answer import Shape, envelope, result_body
 from emberline.api.workers_ai.run_request import RunRequest
-from emberline.jobs.batches.batch import Batch, NewBatch, new_id
+from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
 
@@ -108,7 +108,7 @@ async def run_queued(call: Call, model: str, raw: bytes, body: RunRequest) -> Re
 async def _submit(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply:
     card = call.service.resolve(model)
     requests = _requests(call, raw, body, card.id)
-    most = call.batches.queue.limits.max_lines
+    most = call.batches.queue.limits.max_jobs
     if len(requests) > most:
         raise TooLarge(f"{len(requests):,} requests are too many for one call, which takes {most:,}", param="requests")
 
@@ -124,7 +124,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply
         batch = await submit_lines(call, new, requests)
         return encode(envelope({"status": "queued", "request_id": batch.id, "model": model}))
 
-    reply = await once(call, raw, new_id("workers_ai"), submit)
+    reply = await once(call, raw, new_batch_id("workers_ai"), submit)
     return reply._replace(headers=[*reply.headers, *_headers(call)])
 
 
@@ -144,7 +144,7 @@ async def _poll(call: Call, request_id: str) -> Reply | None:
         raise NoSuchBatch(f"{request_id[:80]!r} is not a request's id", param="request_id")
     batch = await batch_of(call, request_id, "workers_ai")
     if not batch.ended:
-        place = await call.batches.queue.place(batch)
+        place = await call.batches.queue.position(batch)
         running = place.running or batch.counts.ended
         status: Json = {"status": "running" if running else "queued", "request_id": batch.id, "model": batch.model}
         return json_reply(envelope(status | told(place)), headers=_headers(call))

@@ -9,8 +9,8 @@ import msgspec
 from emberline.protocol.errors import ErrorInfo
 from emberline.store import Value
 
-Kind = Literal["openai", "anthropic", "workers_ai", "response"]
-Status = Literal[
+BatchKind = Literal["openai", "anthropic", "workers_ai", "response"]
+BatchStatus = Literal[
     "incoming",  # lines are still being written by `submit`; nobody is shown it
     "validating",  # lines are still being read from its file
     "in_progress",
@@ -23,7 +23,7 @@ Status = Literal[
 _PREFIX = {"openai": "batch_", "anthropic": "msgbatch_", "response": "resp_"}
 
 
-class Counts(msgspec.Struct, frozen=True):
+class BatchCounts(msgspec.Struct, frozen=True):
     """Lines by how they ended; dead ones count as failed."""
 
     total: int = 0
@@ -44,7 +44,7 @@ class Counts(msgspec.Struct, frozen=True):
 class NewBatch(msgspec.Struct, kw_only=True):
     account: str
     key_id: str = ""
-    kind: Kind
+    kind: BatchKind
     endpoint: str = ""
     model: str = ""  # empty: the lines differ
     id: str = ""  # empty: a fresh one
@@ -54,7 +54,7 @@ class NewBatch(msgspec.Struct, kw_only=True):
     input_file_id: str = ""
 
     def __post_init__(self) -> None:
-        self.id = self.id or new_id(self.kind)
+        self.id = self.id or new_batch_id(self.kind)
 
 
 class Batch(msgspec.Struct, kw_only=True):
@@ -63,11 +63,11 @@ class Batch(msgspec.Struct, kw_only=True):
     id: str
     account: str
     key_id: str
-    kind: Kind
+    kind: BatchKind
     endpoint: str
     model: str
-    status: Status
-    counts: Counts
+    status: BatchStatus
+    counts: BatchCounts
     n_released: int
     n_bytes: int
     input_tokens: int  # of the lines that succeeded
@@ -116,16 +116,16 @@ _NAMES = COLUMNS.split(", ")
 _JSON = ("metadata", "attributes", "errors")
 
 
-def new_id(kind: str) -> str:
+def new_batch_id(kind: str) -> str:
     """Random, in the form that the dialect's clients know."""
     if kind == "workers_ai":
         return str(uuid.uuid4())
     return _PREFIX[kind] + secrets.token_hex(16)
 
 
-def from_row(row: tuple[Value, ...]) -> Batch:
+def batch_from_row(row: tuple[Value, ...]) -> Batch:
     fields: dict[str, Any] = dict(zip(_NAMES, row, strict=True))
-    fields["counts"] = {name: fields.pop(name) for name in Counts.__struct_fields__}
+    fields["counts"] = {name: fields.pop(name) for name in BatchCounts.__struct_fields__}
     for name in _JSON:
         fields[name] = msgspec.json.decode(fields[name])
     return msgspec.convert(fields, Batch)

@@ -22,7 +22,7 @@ _READ = 1 << 20
 _UNFINISHED = ".part-"
 
 
-class Blobs:
+class BlobStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
-from emberline.jobs.queue.limits import Limits
 from emberline.protocol.errors import NotFound, TooLarge
 from emberline.store import Database, Rows, Step, Work
 
@@ -35,8 +35,8 @@ class File(msgspec.Struct, frozen=True):
     expires_us: int | None = None
 
 
-class Files:
-    def __init__(self, store: Database, blobs: Blobs, limits: Limits) -> None:
+class FileStore:
+    def __init__(self, store: Database, blobs: BlobStore, limits: QueueLimits) -> None:
         self._store = store
         self._blobs = blobs
         self._limits = limits

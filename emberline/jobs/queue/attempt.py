@@ -33,7 +33,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to a store that does not 
 log = logging.getLogger("emberline.jobs")
 
 
-class Runs(Protocol):
+class GenerationService(Protocol):
     """What a line needs of the service."""
 
     def generate(
@@ -41,7 +41,7 @@ class Runs(Protocol):
     ) -> AsyncGenerator[TextEvent, None]: ...
 
 
-class Place(Protocol):
+class AdmissionGrant(Protocol):
     """Room on an engine for one line, as admission grants it."""
 
     @property
@@ -53,7 +53,7 @@ class Place(Protocol):
     def give_back(self) -> None: ...
 
 
-class Why(Enum):
+class StopReason(Enum):
     """Why a running attempt is to stop."""
 
     CANCELLED = "cancelled"  # or its time is over
@@ -61,25 +61,25 @@ class Why(Enum):
     LEAVING = "leaving"  # we shut down
 
 
-class Attempt:
+class JobAttempt:
     """Holds a lease and a grant; gives both back, whatever happens."""
 
-    def __init__(self, queue: Queue, lease: Lease, grant: Place, count: Callable[[str, str], None]) -> None:
+    def __init__(self, queue: Queue, lease: Lease, grant: AdmissionGrant, count: Callable[[str, str], None]) -> None:
         self.lease = lease
-        self.why: Why | None = None
+        self.why: StopReason | None = None
         self._queue = queue
-        self._grant: Place | None = grant
+        self._grant: AdmissionGrant | None = grant
         self._count = count  # what happened, for which model
         self._rows: list[UsageRow] = []
         self._running: asyncio.Task[Answer] | None = None
         grant.widen(lease.request.n)
 
-    def stop(self, why: Why) -> None:
+    def stop(self, why: StopReason) -> None:
         self.why = self.why or why
         if self._running is not None:
             self._running.cancel()
 
-    async def run(self, service: Runs, principal: Principal) -> None:
+    async def run(self, service: GenerationService, principal: Principal) -> None:
         assert self._grant is not None
         try:
             self._running = asyncio.create_task(self._answer(service, principal, self._grant.engine))
@@ -90,11 +90,11 @@ class Attempt:
             self._free()
         await self._tell(self._running)
 
-    async def _answer(self, service: Runs, principal: Principal, engine: str) -> Answer:
+    async def _answer(self, service: GenerationService, principal: Principal, engine: str) -> Answer:
         n = self.lease.request.n
         if self.lease.kind != "response" or n > 1:
             return await gather(service.generate(self._request(), principal, JobContext(engine, self._rows.append)), n)
-        scribe = TranscriptWriter(self._queue.transcripts, self.lease, lambda: self.stop(Why.LOST))
+        scribe = TranscriptWriter(self._queue.transcripts, self.lease, lambda: self.stop(StopReason.LOST))
         errand = JobContext(engine, self._rows.append, await scribe.open(), scribe.heard)
         return await gather(scribe.follow(service.generate(self._request(), principal, errand)), n)
 
@@ -114,9 +114,9 @@ class Attempt:
         queue, lease = self._queue, self.lease
         usage = self._rows[-1] if self._rows else None
         if run.cancelled():
-            if self.why is Why.CANCELLED:
-                await self._write(lambda: queue.cancelled(lease, usage))
-            elif self.why is Why.LEAVING:
+            if self.why is StopReason.CANCELLED:
+                await self._write(lambda: queue.finish_stopped(lease, usage))
+            elif self.why is StopReason.LEAVING:
                 await queue.release([lease])
             self._count(self.why.value if self.why is not None else "lost", lease.model)
         elif (error := run.exception()) is None:
@@ -132,7 +132,7 @@ class Attempt:
             error = Internal("the request failed; the log has it under its id")
         info = error.info()
         if isinstance(error, DeadlineExceeded):
-            await self._write(lambda: queue.cancelled(lease, usage))
+            await self._write(lambda: queue.finish_stopped(lease, usage))
             self._count("expired", lease.model)
             return
         killed = isinstance(error, EngineLost)
@@ -150,7 +150,7 @@ class Attempt:
             try:
                 return await write()
             except Unavailable as error:
-                if self.why is not None and self.why is not Why.CANCELLED:
+                if self.why is not None and self.why is not StopReason.CANCELLED:
                     return False
                 log.warning("the store does not take a result: %s", error.message)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))

@@ -1,8 +1,8 @@
 """The end of a batch: decided in the transaction that ends its last line, told in the same."""
 
-from emberline.jobs.batches.batch import Batch, Status, from_row
+from emberline.jobs.batches.batch import Batch, BatchStatus, batch_from_row
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
-from emberline.jobs.queue.limits import Limits
 from emberline.jobs.webhooks.events import batch_event, event_statements
 from emberline.protocol.errors import ErrorInfo
 from emberline.store import Step, Work
@@ -11,12 +11,12 @@ from emberline.store.database import in_order
 _DAY_US = 86_400_000_000
 
 
-def finish_if_done(batch_id: str, now_us: int, limits: Limits) -> Work[bool]:
+def finish_if_done(batch_id: str, now_us: int, limits: QueueLimits) -> Work[bool]:
     """Give the batch its final status, once, if all its lines have ended."""
     rows = yield Step(sql.BATCH, (batch_id,))
     if not rows:
         return False
-    batch = from_row(rows[0])
+    batch = batch_from_row(rows[0])
     if batch.counts.left or batch.status not in ("in_progress", "cancelling"):
         return False
     status = _final(batch)
@@ -28,7 +28,7 @@ def finish_if_done(batch_id: str, now_us: int, limits: Limits) -> Work[bool]:
     return True
 
 
-def reject(batch_id: str, status: Status, errors: str, now_us: int, limits: Limits) -> Work[bool]:
+def reject(batch_id: str, status: BatchStatus, errors: str, now_us: int, limits: QueueLimits) -> Work[bool]:
     """End a batch whose lines are not all read: none of them will run."""
     expires_us = now_us + int(limits.retention_days * _DAY_US)
     stamps = [now_us if status == name else None for name in ("failed", "expired", "cancelled")]
@@ -41,7 +41,7 @@ def reject(batch_id: str, status: Status, errors: str, now_us: int, limits: Limi
 def tell(batch_id: str, status: str, now_us: int) -> Work[None]:
     """Write the event, as the last of its transaction."""
     ((*row,),) = yield Step(sql.BATCH, (batch_id,))
-    batch = from_row(tuple(row))
+    batch = batch_from_row(tuple(row))
     error = None if status in ("completed", "queued") else _why(batch, status)
     event = batch_event(
         batch.kind,
@@ -56,7 +56,7 @@ def tell(batch_id: str, status: str, now_us: int) -> Work[None]:
         yield from in_order(event_statements(event))
 
 
-def _final(batch: Batch) -> Status:
+def _final(batch: Batch) -> BatchStatus:
     if batch.status == "cancelling":
         return "cancelled"
     if batch.counts.expired:
@@ -66,7 +66,7 @@ def _final(batch: Batch) -> Status:
     return "completed"
 
 
-def _told(batch: Batch, status: Status) -> str:
+def _told(batch: Batch, status: BatchStatus) -> str:
     """Workers AI's subscribers hear of success or failure only: it failed when nothing in it succeeded."""
     nothing = batch.kind == "workers_ai" and not batch.counts.completed
     return "failed" if nothing and status == "completed" else status

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
-from emberline.jobs.queue.limits import Limits
 from emberline.store import Many, Rows, Step, Value, Work
 
 _FOREVER_US = 1 << 62
@@ -42,7 +42,7 @@ class Claimed(NamedTuple):
     kind: str
 
 
-def claim(owner: str, model: str, n: int, alone: bool, now_us: int, limits: Limits) -> Work[list[Claimed]]:
+def claim(owner: str, model: str, n: int, alone: bool, now_us: int, limits: QueueLimits) -> Work[list[Claimed]]:
     rows: Rows = []
     if alone:
         rows = yield Step(sql.CLAIM_ALONE, (owner, now_us, model, now_us, now_us, limits.quarantine_kills))
@@ -63,7 +63,7 @@ def _lane(row: tuple[Value, ...]) -> Lane:
     return Lane(str(account), int(served or 0), int(n_queued or 0), max(1, int(cost or 0) // int(n_queued or 1)))
 
 
-def _pick(owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, limits: Limits) -> Work[Rows]:
+def _pick(owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, limits: QueueLimits) -> Work[Rows]:
     taken: Rows = []
 
     def take(account: str, before_us: int, most: int) -> Work[int]:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from emberline.accounts.usage_ledger import insert
+from emberline.accounts.usage_ledger import insert_usage
 from emberline.jobs.batches.batch import Batch
+from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.batch_end import finish_if_done
 from emberline.jobs.queue.enqueue import RESULT, enter_lanes
-from emberline.jobs.queue.job import Key, Outcome, State
-from emberline.jobs.queue.limits import Limits
+from emberline.jobs.queue.job import JobKey, JobOutcome, JobState
 from emberline.store import Many, Step, Value, Work
 
 MINUTE_US = 60_000_000
@@ -24,7 +24,7 @@ _COUNTED = {
 }
 
 
-class Ended(msgspec.Struct, frozen=True):
+class StateChange(msgspec.Struct, frozen=True):
     """A line's change, as the counters see it."""
 
     batch_id: str
@@ -41,32 +41,32 @@ class Ended(msgspec.Struct, frozen=True):
     took_us: int = 0  # since it was claimed
 
 
-def settle(outcomes: Sequence[Outcome], now_us: int, limits: Limits) -> Work[dict[Key, str]]:
+def settle(outcomes: Sequence[JobOutcome], now_us: int, limits: QueueLimits) -> Work[dict[JobKey, str]]:
     """The lines that were still leased as their outcomes say, and the states they have now. The rest is untouched."""
     by_key = {outcome.key: outcome for outcome in outcomes}
     rows = yield Many(sql.SETTLE, [_settle_row(by_key[key], now_us) for key in sorted(by_key)])
-    states: dict[Key, str] = {}
-    changes: list[Ended] = []
+    states: dict[JobKey, str] = {}
+    changes: list[StateChange] = []
     for batch_id, number, state, model, account, cost, started_us in rows:
         key = (str(batch_id), int(number or 0))
         states[key] = str(state)
         took_us = max(0, now_us - int(started_us or now_us))
         changes.append(_change(by_key[key], str(state), str(model), str(account), int(cost or 0), took_us))
     yield from _write_results([by_key[key] for key in states])
-    usage = [insert(by_key[key].usage) for key in states if by_key[key].usage is not None]  # type: ignore[arg-type]
+    usage = [insert_usage(by_key[key].usage) for key in states if by_key[key].usage is not None]  # type: ignore[arg-type]
     if usage:
         yield Many(usage[0].sql, [step.params for step in usage])
     yield from count(changes, now_us, limits)
     return states
 
 
-def _settle_row(outcome: Outcome, now_us: int) -> tuple[Value, ...]:
+def _settle_row(outcome: JobOutcome, now_us: int) -> tuple[Value, ...]:
     changed = (outcome.state, outcome.ready_us, outcome.attempts, outcome.kills, now_us)
     return (*changed, *outcome.key, outcome.epoch, outcome.owner)
 
 
-def _change(outcome: Outcome, state: str, model: str, account: str, cost: int, took_us: int) -> Ended:
-    return Ended(
+def _change(outcome: JobOutcome, state: str, model: str, account: str, cost: int, took_us: int) -> StateChange:
+    return StateChange(
         outcome.key[0],
         account,
         model,
@@ -82,13 +82,13 @@ def _change(outcome: Outcome, state: str, model: str, account: str, cost: int, t
     )
 
 
-def _write_results(outcomes: Sequence[Outcome]) -> Work[None]:
+def _write_results(outcomes: Sequence[JobOutcome]) -> Work[None]:
     results = [(*o.key, RESULT, o.data, o.blob) for o in outcomes if o.data is not None or o.blob is not None]
     if results:
         yield Many(sql.INSERT_BODY, results)
 
 
-def count(changes: Sequence[Ended], now_us: int, limits: Limits) -> Work[None]:
+def count(changes: Sequence[StateChange], now_us: int, limits: QueueLimits) -> Work[None]:
     """Lanes, paces, batches, holdings: always in this order, so that no two transactions wait for each other."""
     yield from _move_lanes(changes)
     done, busy_us = Counter[str](), Counter[str]()
@@ -109,7 +109,7 @@ def count(changes: Sequence[Ended], now_us: int, limits: Limits) -> Work[None]:
         yield from finish_if_done(batch_id, now_us, limits)
 
 
-def _move_lanes(changes: Sequence[Ended]) -> Work[None]:
+def _move_lanes(changes: Sequence[StateChange]) -> Work[None]:
     """A line is charged its guessed cost when it is claimed; when it ends, what it really took."""
     lanes: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for change in changes:
@@ -128,7 +128,7 @@ def _move_lanes(changes: Sequence[Ended]) -> Work[None]:
             yield Step(sql.MOVE_LANE, (*moved, model, account))
 
 
-def _count_batches(changes: Sequence[Ended]) -> Work[list[tuple[str, str]]]:
+def _count_batches(changes: Sequence[StateChange]) -> Work[list[tuple[str, str]]]:
     """The batches of which no line is left, as (account, id)."""
     counted: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for change in changes:
@@ -155,17 +155,17 @@ def _count_batches(changes: Sequence[Ended]) -> Work[list[tuple[str, str]]]:
 CANCEL, EXPIRE = 1, 2  # why a running line is to stop
 
 
-def stop(batch: Batch, first: int, end: int, state: State, now_us: int, limits: Limits) -> Work[None]:
+def stop(batch: Batch, first: int, end: int, state: JobState, now_us: int, limits: QueueLimits) -> Work[None]:
     """Lines `first` up to `end`: those that wait end at once, the workers of those that run hear it by heartbeat.
 
     They are locked first: a line that is released, claimed or given back this moment is met after that, as it is then.
     """
     some = (batch.id, first, end)
     yield Step(sql.LOCK_OPEN, some)
-    changes: list[Ended] = []
+    changes: list[StateChange] = []
     for before in ("held", "queued"):
         for model, account, cost in (yield Step(sql.STOP_LINES, (state, now_us, *some, before))):
-            changes.append(Ended(batch.id, str(account), str(model), before, state, int(cost or 0)))
+            changes.append(StateChange(batch.id, str(account), str(model), before, state, int(cost or 0)))
     yield Step(sql.MARK_STOPPING, (CANCEL if state == "cancelled" else EXPIRE, *some))
     yield from count(changes, now_us, limits)
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.limits import INSERT_CHUNK, UPDATE_CHUNK, QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.batch_end import finish_if_done, tell
 from emberline.jobs.queue.job import NewJob, cost_of, prefix_of, request_id
-from emberline.jobs.queue.limits import CHUNK, RELEASE, Limits
 from emberline.protocol.errors import Conflict, ErrorInfo
 from emberline.store import Many, Step, Work
 from emberline.store.database import Row
@@ -18,7 +18,7 @@ REQUEST, RESULT = 0, 1  # kinds of bodies
 _to_bytes = msgspec.msgpack.Encoder().encode
 
 
-class Encoded(msgspec.Struct, frozen=True):
+class EncodedJob(msgspec.Struct, frozen=True):
     """A line in the form of its rows."""
 
     number: int
@@ -32,30 +32,34 @@ class Encoded(msgspec.Struct, frozen=True):
     n_bytes: int
 
 
-async def encode(batch_id: str, first: int, lines: Sequence[NewJob], blobs: Blobs, limits: Limits) -> list[Encoded]:
+async def encode(
+    batch_id: str, first: int, lines: Sequence[NewJob], blobs: BlobStore, limits: QueueLimits
+) -> list[EncodedJob]:
     return [await _encode(batch_id, first + i, line, blobs, limits) for i, line in enumerate(lines)]
 
 
-async def _encode(batch_id: str, number: int, line: NewJob, blobs: Blobs, limits: Limits) -> Encoded:
+async def _encode(batch_id: str, number: int, line: NewJob, blobs: BlobStore, limits: QueueLimits) -> EncodedJob:
     custom_id = line.custom_id.replace("\0", "\N{REPLACEMENT CHARACTER}")  # PostgreSQL's text cannot hold it
     if line.request is None or line.error is not None:
         error = line.error or ErrorInfo("bad_input", "the line has no request")
         return _refused(number, custom_id, line, error)
     request = msgspec.structs.replace(line.request, id=request_id(batch_id, number))
     data = _to_bytes(request)
-    if len(data) > limits.max_line_bytes:
-        told = f"the request has {len(data):,} bytes, a line of a batch at most {limits.max_line_bytes:,}"
+    if len(data) > limits.max_job_bytes:
+        told = f"the request has {len(data):,} bytes, a line of a batch at most {limits.max_job_bytes:,}"
         return _refused(number, custom_id, line, ErrorInfo("too_large", told))
     blob = await blobs.put(data) if len(data) > limits.blob_bytes else None
     prefix = line.prefix or prefix_of(request)
     inline = None if blob else data
-    return Encoded(number, custom_id, request.model, prefix, cost_of(request, len(data)), inline, blob, None, len(data))
+    return EncodedJob(
+        number, custom_id, request.model, prefix, cost_of(request, len(data)), inline, blob, None, len(data)
+    )
 
 
-def _refused(number: int, custom_id: str, line: NewJob, error: ErrorInfo) -> Encoded:
+def _refused(number: int, custom_id: str, line: NewJob, error: ErrorInfo) -> EncodedJob:
     data = _to_bytes(error)
     model = line.request.model if line.request is not None else ""
-    return Encoded(number, custom_id, model, 0, 0, None, None, data, len(data))
+    return EncodedJob(number, custom_id, model, 0, 0, None, None, data, len(data))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +73,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     until_us: int  # of the loader's lease
 
 
-def add(load: Load, lines: Sequence[Encoded], state: str = "held") -> Work[None]:
+def add(load: Load, lines: Sequence[EncodedJob], state: str = "held") -> Work[None]:
     """Write the lines; Conflict when another has loaded meanwhile."""
     n_failed = sum(line.error is not None for line in lines)
     n_bytes = sum(line.n_bytes for line in lines)
@@ -87,7 +91,7 @@ def add(load: Load, lines: Sequence[Encoded], state: str = "held") -> Work[None]
     yield Step(sql.HOLD, (load.account, n_bytes))
 
 
-def _line_row(load: Load, line: Encoded, state: str) -> tuple[str | int | None, ...]:
+def _line_row(load: Load, line: EncodedJob, state: str) -> tuple[str | int | None, ...]:
     key = (load.batch_id, line.number, load.account, line.custom_id, line.model)
     rest = (load.deadline_us, line.prefix, line.cost, load.now_us)
     if line.error is not None:
@@ -95,7 +99,7 @@ def _line_row(load: Load, line: Encoded, state: str) -> tuple[str | int | None, 
     return (*key, state, *rest, None)
 
 
-def start(load: Load, limits: Limits) -> Work[None]:
+def start(load: Load, limits: QueueLimits) -> Work[None]:
     """From here on it is shown and will be run. Where no line can run, it ends at once."""
     if not (yield Step(sql.START, (load.now_us, load.batch_id, load.loader))):
         raise Conflict(f"{load.batch_id} is loaded by another, or it was cancelled")
@@ -103,9 +107,9 @@ def start(load: Load, limits: Limits) -> Work[None]:
     yield from finish_if_done(load.batch_id, load.now_us, limits)
 
 
-def all_at_once(load: Load, insert: Step, lines: Sequence[Encoded], limits: Limits) -> Work[bool]:
+def all_at_once(load: Load, insert: Step, lines: Sequence[EncodedJob], limits: QueueLimits) -> Work[bool]:
     """A small batch, whole, in one transaction. False: there is one with its id."""
-    assert len(lines) <= CHUNK, "larger ones are loaded in chunks"
+    assert len(lines) <= INSERT_CHUNK, "larger ones are loaded in chunks"
     if not (yield insert):
         return False
     yield from add(load, lines, "queued")
@@ -118,7 +122,7 @@ def all_at_once(load: Load, insert: Step, lines: Sequence[Encoded], limits: Limi
 
 def release(batch_id: str, account: str, released: int, total: int) -> Work[int]:
     """Let the next lines be claimed; how many have been by then."""
-    upto = min(released + RELEASE, total)
+    upto = min(released + UPDATE_CHUNK, total)
     rows = yield Step(sql.RELEASE_LINES, (batch_id, released, upto))
     yield from enter_lanes(account, [(str(model), int(cost or 0)) for model, cost in rows])
     if not (yield Step(sql.RELEASED, (upto, batch_id, released))):

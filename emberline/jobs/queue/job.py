@@ -10,9 +10,9 @@ from emberline.protocol.answer import Answer
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.request import GenerateRequest
 
-State = Literal["held", "queued", "leased", "succeeded", "failed", "cancelled", "expired", "dead"]
+JobState = Literal["held", "queued", "leased", "succeeded", "failed", "cancelled", "expired", "dead"]
 ENDED = ("succeeded", "failed", "cancelled", "expired", "dead")
-Key = tuple[str, int]  # batch id, number
+JobKey = tuple[str, int]  # batch id, number
 
 _PREFIX_CHARS = 1024
 _USUAL_TOKENS = 256  # of a reply whose length nobody bounds, for the estimate of its cost
@@ -30,7 +30,7 @@ class Job(msgspec.Struct, kw_only=True):
     number: int
     custom_id: str
     model: str
-    state: State
+    state: JobState
     epoch: int
     owner: str
     attempts: int
@@ -66,7 +66,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     alone: bool = False  # workers died under it: nothing else of the queue runs beside it
 
     @property
-    def key(self) -> Key:
+    def key(self) -> JobKey:
         return self.batch_id, self.number
 
     @property
@@ -74,20 +74,20 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         return request_id(self.batch_id, self.number)
 
 
-class Told(msgspec.Struct, frozen=True):
+class HeartbeatReply(msgspec.Struct, frozen=True):
     """What a heartbeat brings back about the lines that the worker runs."""
 
-    cancelled: frozenset[Key] = frozenset()  # abort, then say `cancelled`
-    lost: frozenset[Key] = frozenset()  # no longer the worker's: abort, say nothing
+    cancelled: frozenset[JobKey] = frozenset()  # abort, then say `cancelled`
+    lost: frozenset[JobKey] = frozenset()  # no longer the worker's: abort, say nothing
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is to become of a leased line, if it is still leased under this epoch."""
 
-    key: Key
+    key: JobKey
     epoch: int
     owner: str
-    state: State
+    state: JobState
     ready_us: int = 0
     attempts: int = 0  # added
     kills: int = 0  # added

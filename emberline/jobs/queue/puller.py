@@ -1,23 +1,110 @@
-"""The executing side of the queue: claims lines as engines have room for them, runs them, writes down what came out.
+"""The name under which a process holds leases, and the proof on this machine that it lives: a lock on a file.
 
-It pulls: a line stays in the store until an engine has granted it a place, and then it goes straight there. Any number
-of pullers may work on one store. Whatever dies, the store knows which lines were done; the others run again.
+A process that was killed has let go of its lock. The next one that starts on the same data folder sees it and gives
+the dead one's lines back at once, where others would wait for its leases to end.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 import random
-from collections.abc import Callable, Coroutine, Sequence
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from emberline.jobs.queue.attempt import Attempt, Place, Runs, Why
-from emberline.jobs.queue.job import Key, Lease
-from emberline.jobs.queue.lease_owner import Owner
-from emberline.jobs.queue.metrics import Figures
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from emberline.jobs.queue.attempt import AdmissionGrant, GenerationService, JobAttempt, StopReason
+from emberline.jobs.queue.job import JobKey, Lease
 from emberline.jobs.queue.queue import Queue
+from emberline.jobs.queue.reader import QueueDepth
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
+
+FOLDER = "pullers"
+
+
+class LeaseOwner:
+    def __init__(self, data_dir: Path) -> None:
+        folder = data_dir / FOLDER
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(6)}"
+        self._path = folder / self.name
+        self._file: int | None = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def dead(self) -> list[str]:
+        """Names that processes on this data folder had which are no more; `forget` each once it is dealt with."""
+        others = [path for path in self._path.parent.iterdir() if path != self._path]
+        return [path.name for path in others if _unlocked(path)]
+
+    def forget(self, name: str) -> None:
+        (self._path.parent / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+
+def _unlocked(path: Path) -> bool:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+class QueueMetrics(Collector):
+    """Counts what this process did. Depth and age are those of the whole queue, when they were last looked at."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._depths: Sequence[QueueDepth] = ()
+        self._dead = 0
+        self._now_us = 0
+
+    def count(self, what: str, model: str, n: int = 1) -> None:
+        self._counts[what, model] += n
+
+    def total(self, what: str) -> int:
+        return sum(n for (name, _), n in self._counts.items() if name == what)
+
+    def looked(self, depths: Sequence[QueueDepth], dead: int, now_us: int) -> None:
+        self._depths, self._dead, self._now_us = depths, dead, now_us
+
+    def collect(self) -> Iterator[Metric]:
+        queued = GaugeMetricFamily("emberline_queue_depth", "Lines that wait.", labels=["model"])
+        leased = GaugeMetricFamily("emberline_queue_leased", "Lines that run.", labels=["model"])
+        oldest = GaugeMetricFamily("emberline_queue_age_seconds", "Age of the line that is next.", labels=["model"])
+        for model in sorted({depth.model for depth in self._depths}):
+            depths = [depth for depth in self._depths if depth.model == model]
+            queued.add_metric([model], sum(depth.n_queued for depth in depths))
+            leased.add_metric([model], sum(depth.n_leased for depth in depths))
+            since_us = min((depth.oldest_us for depth in depths if depth.oldest_us is not None), default=self._now_us)
+            oldest.add_metric([model], max(0.0, (self._now_us - since_us) / 1e6))
+        yield from (queued, leased, oldest)
+        dead = GaugeMetricFamily("emberline_queue_dead_letters", "Lines under which workers died too often.")
+        dead.add_metric([], self._dead)
+        yield dead
+        lines = CounterMetricFamily("emberline_queue_lines", "What became of lines here.", labels=["event", "model"])
+        for (what, model), n in sorted(self._counts.items()):
+            lines.add_metric([what, model], n)
+        yield lines
+
 
 MOST = 256  # lines claimed at once
 POLL_S = 1.0  # for lines that nobody told us of
@@ -29,12 +116,12 @@ LEAVE_S = 5.0  # for lines to finish once we shall stop; the rest is given back
 log = logging.getLogger("emberline.jobs")
 
 
-class Room(Protocol):
+class BatchAdmission(Protocol):
     """Admission, as far as queued work is concerned."""
 
-    def issue(self, model: str, most: int) -> Sequence[Place]: ...
+    def issue(self, model: str, most: int) -> Sequence[AdmissionGrant]: ...
 
-    def issue_alone(self, model: str) -> Place | None:
+    def issue_alone(self, model: str) -> AdmissionGrant | None:
         """An engine with no other line on it; None: not yet, one is being emptied."""
 
     def call_off(self, model: str) -> None:
@@ -52,20 +139,20 @@ class Puller:
     def __init__(
         self,
         queue: Queue,
-        service: Runs,
-        grants: Room,
+        service: GenerationService,
+        grants: BatchAdmission,
         models: Sequence[str],
         principal: Callable[[str, str], Principal],
-        owner: Owner,
+        owner: LeaseOwner,
     ) -> None:
-        self.figures = Figures()
+        self.metrics = QueueMetrics()
         self._queue = queue
         self._service = service
         self._grants = grants
         self._models = models
         self._principal = principal  # of an account and the key it used
         self._owner = owner
-        self._attempts: dict[Key, Attempt] = {}
+        self._attempts: dict[JobKey, JobAttempt] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._dry: set[str] = set()  # models of which there was nothing left to claim, until something is heard
@@ -91,12 +178,12 @@ class Puller:
         if self._running:
             await asyncio.wait(self._running, timeout=leave_s)
         for attempt in self._attempts.values():
-            attempt.stop(Why.LEAVING)
+            attempt.stop(StopReason.LEAVING)
         await asyncio.gather(*self._running, return_exceptions=True)
         if self._beating is not None:
             await _end([self._beating])
         try:
-            await self._queue.leave(self._owner.name)
+            await self._queue.deregister(self._owner.name)
             self._owner.close()
         except EmberlineError as error:  # its lock will be found open, its leases will end
             log.warning("lines were not given back: %s", error.message)
@@ -114,7 +201,7 @@ class Puller:
     async def _bury_dead(self) -> None:
         """Give back at once what processes before us on this machine held."""
         for name in self._owner.dead():
-            await self._queue.bury(name)
+            await self._queue.reclaim_from(name)
             self._owner.forget(name)
 
     async def _fill(self, model: str) -> None:
@@ -129,22 +216,22 @@ class Puller:
             raise
         if len(leases) < len(grants):
             self._dry.add(model)
-        self.figures.count("claimed", model, len(leases))
+        self.metrics.count("claimed", model, len(leases))
         for lease, grant in zip(leases, grants, strict=False):
             self._begin(lease, grant)
         _give_back(grants[len(leases) :])
 
-    def _begin(self, lease: Lease, grant: Place) -> asyncio.Task[None]:
-        attempt = Attempt(self._queue, lease, grant, self.figures.count)
+    def _begin(self, lease: Lease, grant: AdmissionGrant) -> asyncio.Task[None]:
+        attempt = JobAttempt(self._queue, lease, grant, self.metrics.count)
         if (before := self._attempts.get(lease.key)) is not None:  # our lease had ended, and the line came to us again
-            before.stop(Why.LOST)
+            before.stop(StopReason.LOST)
         self._attempts[lease.key] = attempt
         task = asyncio.create_task(self._run(attempt))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _run(self, attempt: Attempt) -> None:
+    async def _run(self, attempt: JobAttempt) -> None:
         lease = attempt.lease
         try:
             await attempt.run(self._service, self._principal(lease.account, lease.key_id))
@@ -165,9 +252,9 @@ class Puller:
 
     async def _hear_cancels(self) -> None:
         """The bell rings for every line that ends, too: look before asking for more."""
-        async for batch_id in self._queue.hear("batches", BEAT_S):
+        async for batch_id in self._queue.listen("batches", BEAT_S):
             ours = any(batch_id in ("", key[0]) for key in self._attempts)
-            if ours and await self._queue.must_stop(self._owner.name):
+            if ours and await self._queue.has_stop_requests(self._owner.name):
                 self._beat_now.set()
                 await asyncio.sleep(ROOM_S)
 
@@ -181,7 +268,7 @@ class Puller:
             if not asked:
                 continue
             told = await self._queue.heartbeat(self._owner.name, [attempt.lease for attempt in asked.values()])
-            for keys, why in ((told.cancelled, Why.CANCELLED), (told.lost, Why.LOST)):
+            for keys, why in ((told.cancelled, StopReason.CANCELLED), (told.lost, StopReason.LOST)):
                 for key in keys:
                     asked[key].stop(why)
 
@@ -190,8 +277,8 @@ class Puller:
     async def _look(self) -> None:
         """At what waits. Lines under which workers died run alone, one after another, taking turns with the rest."""
         while True:
-            depths = await self._queue.waiting()
-            self.figures.looked(depths, await self._queue.count_dead(), self._queue.now_us())
+            depths = await self._queue.depths()
+            self.metrics.looked(depths, await self._queue.count_dead_letters(), self._queue.now_us())
             suspects = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
             for model in self._emptying - suspects:
                 self._emptying.discard(model)
@@ -215,7 +302,7 @@ class Puller:
         if not leases:  # each is in another's hands, or not due yet
             grant.give_back()
             return False
-        self.figures.count("claimed", model)
+        self.metrics.count("claimed", model)
         began_s = asyncio.get_running_loop().time()
         task = self._begin(leases[0], grant)
         await asyncio.wait([task])
@@ -251,6 +338,6 @@ async def _first(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
             await waiting
 
 
-def _give_back(grants: Sequence[Place]) -> None:
+def _give_back(grants: Sequence[AdmissionGrant]) -> None:
     for grant in grants:
         grant.give_back()

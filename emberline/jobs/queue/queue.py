@@ -14,19 +14,19 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.accounts.usage_ledger import UsageRow
-from emberline.jobs.batches.batch import Batch, NewBatch, from_row
-from emberline.jobs.batches.blobs import Blobs
-from emberline.jobs.batches.files import Files, held_bytes
-from emberline.jobs.batches.idempotency import IdempotencyKeys
+from emberline.jobs.batches.batch import Batch, NewBatch, batch_from_row
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.files import FileStore, held_bytes
+from emberline.jobs.batches.idempotency_keys import IdempotencyKeys
+from emberline.jobs.limits import INSERT_CHUNK, QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.batch_end import reject
 from emberline.jobs.queue.claims import Claimed, claim
 from emberline.jobs.queue.completion import replay, settle, stop
 from emberline.jobs.queue.enqueue import Load, add, all_at_once, encode, start
 from emberline.jobs.queue.group_commit import Gatherer
-from emberline.jobs.queue.job import Job, Key, Lease, NewJob, Outcome, Told
-from emberline.jobs.queue.limits import CHUNK, Limits
-from emberline.jobs.queue.reader import Depth, Place, QueueReader, place
+from emberline.jobs.queue.job import HeartbeatReply, Job, JobKey, JobOutcome, Lease, NewJob
+from emberline.jobs.queue.reader import QueueDepth, QueuePosition, QueueReader, place
 from emberline.jobs.queue.sweeper import Sweeper, backoff_us, killed
 from emberline.jobs.queue.transcript import Transcripts
 from emberline.protocol.answer import Answer
@@ -41,24 +41,24 @@ _to_bytes = msgspec.msgpack.Encoder().encode
 _to_request = msgspec.msgpack.Decoder(GenerateRequest).decode
 
 
-async def open_queue(store: Database, data_dir: Path, limits: Limits | None = None) -> "Queue":
+async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None = None) -> "Queue":
     """The queue over an open store, sweeping from now on. Close it before the store."""
-    queue = Queue(store, Blobs(data_dir / BLOBS), limits or Limits())
+    queue = Queue(store, BlobStore(data_dir / BLOBS), limits or QueueLimits())
     queue.start_sweeping()
     return queue
 
 
 class Queue:
-    def __init__(self, store: Database, blobs: Blobs, limits: Limits) -> None:
+    def __init__(self, store: Database, blobs: BlobStore, limits: QueueLimits) -> None:
         self.blobs = blobs
         self.limits = limits
-        self.files = Files(store, blobs, limits)
-        self.keys = IdempotencyKeys(store, limits)
+        self.files = FileStore(store, blobs, limits)
+        self.idempotency_keys = IdempotencyKeys(store, limits)
         self.transcripts = Transcripts(store)
         self._store = store
         self._shelf = QueueReader(store, blobs)
         self._sweeper = Sweeper(store, blobs, self.files, limits)
-        self._settling: Gatherer[Key, Outcome] = Gatherer(self._settle_group)
+        self._settling: Gatherer[JobKey, JobOutcome] = Gatherer(self._settle_group)
         self._sweeping: asyncio.Task[None] | None = None
 
     def start_sweeping(self) -> None:
@@ -81,7 +81,7 @@ class Queue:
         first: list[NewJob] = await anext(chunks, [])
         if not first:
             raise BadInput("a batch needs at least one line")
-        if len(first) < CHUNK:
+        if len(first) < INSERT_CHUNK:
             await self._submit_small(new, first)
         else:
             await self._submit_large(new, first, chunks)
@@ -100,18 +100,18 @@ class Queue:
         await self._store.notify("validating", new.id)
         return await self.batch(new.account, new.id)
 
-    async def take_validating(self, owner: str) -> Batch | None:
+    async def claim_validating(self, owner: str) -> Batch | None:
         """One whose lines nobody reads now; the caller does, from line `n_loaded` on, and has a lease to renew."""
         now_us = self._store.now_us()
         rows = await self._store.write(sql.TAKE_LOAD, (owner, now_us + self.limits.lease_us, now_us))
-        return from_row(rows[0]) if rows else None
+        return batch_from_row(rows[0]) if rows else None
 
     async def append(self, batch: Batch, lines: Sequence[NewJob]) -> None:
         """The next lines of a batch that the caller took; renews its lease."""
-        for at in range(0, len(lines), CHUNK):
+        for at in range(0, len(lines), INSERT_CHUNK):
             total = batch.counts.total
-            self._check_lines(total + len(lines[at : at + CHUNK]))
-            encoded = await encode(batch.id, total, lines[at : at + CHUNK], self.blobs, self.limits)
+            self._check_lines(total + len(lines[at : at + INSERT_CHUNK]))
+            encoded = await encode(batch.id, total, lines[at : at + INSERT_CHUNK], self.blobs, self.limits)
             load = self._load_of(batch)
             await self._store.run(lambda load=load, encoded=encoded: add(load, encoded))  # type: ignore[misc]
             n_failed = batch.counts.failed + sum(line.error is not None for line in encoded)
@@ -145,7 +145,7 @@ class Queue:
         claimed = await self._store.run(lambda: claim(owner, model, n, alone, now_us, self.limits))
         return [await self._lease(owner, row, alone) for row in claimed]
 
-    async def heartbeat(self, owner: str, running: Collection[Lease]) -> Told:
+    async def heartbeat(self, owner: str, running: Collection[Lease]) -> HeartbeatReply:
         """Keep the worker's leases; what it shall stop. Lines it does not know of (any more) go back to the queue."""
         now_us = self._store.now_us()
         await self._store.write(sql.ALIVE, (owner, now_us + self.limits.lease_us, now_us))
@@ -158,7 +158,7 @@ class Queue:
         for key, row in held.items():
             if key not in mine and int(row[4] or 0) < forgotten_us:
                 await self._put_back(key, int(row[2] or 0), owner)
-        return Told(frozenset(stop), frozenset(lost))
+        return HeartbeatReply(frozenset(stop), frozenset(lost))
 
     async def complete(self, lease: Lease, answer: Answer, usage: UsageRow | None = None) -> bool:
         """The result, its usage row with it. False: the line is no longer the caller's, and nothing was written."""
@@ -189,7 +189,7 @@ class Queue:
         tokens = _tokens(usage)
         return await self._settle(lease, "failed", data=data, blob=blob, n_bytes=size, usage=usage, **tokens)
 
-    async def cancelled(self, lease: Lease, usage: UsageRow | None = None) -> bool:
+    async def finish_stopped(self, lease: Lease, usage: UsageRow | None = None) -> bool:
         """The end of a line that a heartbeat said to stop: cancelled or expired, whichever was why."""
         return await self._settle(lease, "queued", usage=usage, **_tokens(usage))
 
@@ -198,7 +198,7 @@ class Queue:
         await asyncio.gather(*(self._put_back(lease.key, lease.epoch, lease.owner) for lease in leases))
         await self._store.notify("lines")
 
-    async def leave(self, owner: str) -> None:
+    async def deregister(self, owner: str) -> None:
         """A worker's clean end."""
         rows = await self._store.read(sql.LEASED_BY, (owner,))
         keys = [((str(row[0]), int(row[1] or 0)), int(row[2] or 0)) for row in rows]
@@ -210,15 +210,15 @@ class Queue:
         """Yields when there may be lines to claim."""
         return self._store.listen("lines", poll_s)
 
-    def hear(self, channel: Literal["batches", "validating"], poll_s: float) -> AsyncIterator[str]:
+    def listen(self, channel: Literal["batches", "validating"], poll_s: float) -> AsyncIterator[str]:
         """Ids of batches that changed, or that have a file to be read; "": look at all."""
         return self._store.listen(channel, poll_s)
 
-    async def must_stop(self, owner: str) -> bool:
+    async def has_stop_requests(self, owner: str) -> bool:
         """Whether a heartbeat would tell the worker to stop something."""
         return bool(await self._store.read(sql.STOPPING_OF, (owner,)))
 
-    async def bury(self, owner: str) -> None:
+    async def reclaim_from(self, owner: str) -> None:
         """The worker is known to be dead: what it held goes back now, not when its lease ends."""
         await self._sweeper.bury(owner)
 
@@ -226,10 +226,10 @@ class Queue:
         """By the clock of leases and deadlines."""
         return self._store.now_us()
 
-    async def waiting(self) -> list[Depth]:
+    async def depths(self) -> list[QueueDepth]:
         return await self._shelf.depths(self.limits.quarantine_kills)
 
-    async def count_dead(self) -> int:
+    async def count_dead_letters(self) -> int:
         ((n_lines,),) = await self._store.read(sql.COUNT_DEAD)
         return int(n_lines or 0)
 
@@ -244,22 +244,22 @@ class Queue:
         """A page, newest first, and whether there is more in that direction."""
         return await self._shelf.batches(account, kind, after, before, limit)
 
-    async def lines(
+    async def jobs(
         self, batch_id: str, *, after: int = -1, limit: int = 500, states: Collection[str] = (), bodies: bool = True
     ) -> list[Job]:
         """By number; the caller has checked whose batch it is."""
         return await self._shelf.lines(batch_id, after, limit, states, bodies)
 
-    async def line(self, batch_id: str, number: int) -> Job:
+    async def job(self, batch_id: str, number: int) -> Job:
         found = await self._shelf.lines(batch_id, number - 1, 1, (), True)
         if not found or found[0].number != number:
             raise NotFound(f"no line {number} in {batch_id}")
         return found[0]
 
-    async def place(self, batch: Batch) -> Place:
+    async def position(self, batch: Batch) -> QueuePosition:
         return await place(self._store, batch)
 
-    async def changed(self, batch_id: str, timeout_s: float) -> None:
+    async def wait_for_change(self, batch_id: str, timeout_s: float) -> None:
         """Return when the batch may have changed, or after `timeout_s`."""
 
         async def heard() -> None:
@@ -282,12 +282,12 @@ class Queue:
         await self._changed(batch_id)
         return await self.batch(account, batch_id)
 
-    async def cancel_line(self, account: str, batch_id: str, number: int) -> Job:
+    async def cancel_job(self, account: str, batch_id: str, number: int) -> Job:
         batch = await self.batch(account, batch_id)
         now_us = self._store.now_us()
         await self._store.run(lambda: stop(batch, number, number + 1, "cancelled", now_us, self.limits))
         await self._changed(batch_id)
-        return await self.line(batch_id, number)
+        return await self.job(batch_id, number)
 
     async def delete(self, account: str, batch_id: str) -> None:
         """It and its results are gone. Only of a batch that has ended."""
@@ -297,7 +297,7 @@ class Queue:
         if await self._sweeper.hide(batch_id, 1, batch.status):
             await self._sweeper.remove(batch_id)
 
-    async def dead(self, *, after: Key | None = None, limit: int = 100) -> list[Job]:
+    async def dead_letters(self, *, after: JobKey | None = None, limit: int = 100) -> list[Job]:
         """The dead letters of all accounts, by batch and number."""
         return await self._shelf.dead(after, limit)
 
@@ -313,7 +313,7 @@ class Queue:
     async def sweep(self) -> None:
         await self._sweeper.sweep()
 
-    async def tidy(self) -> None:
+    async def purge_expired(self) -> None:
         """Remove what is past its time, now rather than with one of the next sweeps."""
         await self._sweeper.tidy()
 
@@ -324,7 +324,7 @@ class Queue:
         rows = await self._store.read(sql.BATCH, (new.id,))
         if not rows:
             return None
-        batch = from_row(rows[0])
+        batch = batch_from_row(rows[0])
         if batch.account != new.account:
             raise Conflict(f"there is another batch {new.id}")
         if batch.status != "incoming":
@@ -354,7 +354,7 @@ class Queue:
         if not await self._store.write(*_insert(new, "incoming", load, blob)):
             raise Conflict(f"{new.id} is being submitted: ask again in a moment", retry_after_s=1)
         rows = await self._store.read(sql.BATCH, (new.id,))
-        batch = from_row(rows[0])
+        batch = batch_from_row(rows[0])
         try:
             await self.append(batch, first)
             async for chunk in rest:
@@ -394,12 +394,12 @@ class Queue:
             raise TooLarge("the account's files and batches have used up its storage: delete some")
         ((queued,),) = await self._store.read(_QUEUED, (account,))
         n_queued = int(queued or 0)
-        if n_queued >= self.limits.max_queued_lines:
+        if n_queued >= self.limits.max_queued_jobs:
             raise Overloaded(f"the account has {n_queued:,} lines in the queue: wait for some to end", retry_after_s=60)
 
     def _check_lines(self, total: int) -> None:
-        if total > self.limits.max_lines:
-            raise TooLarge(f"a batch has at most {self.limits.max_lines:,} lines: split it")
+        if total > self.limits.max_jobs:
+            raise TooLarge(f"a batch has at most {self.limits.max_jobs:,} lines: split it")
 
     async def _end_validating(self, batch: Batch, status: Any, errors: Sequence[ErrorInfo]) -> bool:
         """Whether it was still being read."""
@@ -422,21 +422,21 @@ class Queue:
         return None, await self.blobs.put(data), len(data)
 
     async def _settle(self, lease: Lease, state: Any, **fields: Any) -> bool:
-        outcome = Outcome(key=lease.key, epoch=lease.epoch, owner=lease.owner, state=state, **fields)
+        outcome = JobOutcome(key=lease.key, epoch=lease.epoch, owner=lease.owner, state=state, **fields)
         return await self._settling.put(lease.key, outcome)
 
     async def _died(self, lease: Lease) -> bool:
         row = (*lease.key, lease.epoch, lease.kills)
         return await self._settling.put(lease.key, killed(row, lease.owner, self._store.now_us(), self.limits))
 
-    async def _put_back(self, key: Key, epoch: int, owner: str) -> bool:
-        outcome = Outcome(key=key, epoch=epoch, owner=owner, state="queued", attempts=-1)
+    async def _put_back(self, key: JobKey, epoch: int, owner: str) -> bool:
+        outcome = JobOutcome(key=key, epoch=epoch, owner=owner, state="queued", attempts=-1)
         return await self._settling.put(key, outcome)
 
-    async def _settle_group(self, outcomes: list[Outcome]) -> set[Key]:
+    async def _settle_group(self, outcomes: list[JobOutcome]) -> set[JobKey]:
         now_us = self._store.now_us()
         work: Callable[[], Any] = lambda: settle(outcomes, now_us, self.limits)  # noqa: E731
-        states: dict[Key, str] = await self._store.run(work)
+        states: dict[JobKey, str] = await self._store.run(work)
         for batch_id in {batch_id for batch_id, _ in states}:
             await self._store.notify("batches", batch_id)
         await self._store.notify("events")
@@ -466,7 +466,7 @@ async def _chunks(lines: Iterable[NewJob] | AsyncIterable[NewJob]) -> AsyncItera
     chunk: list[NewJob] = []
     async for line in _each(lines):
         chunk.append(line)
-        if len(chunk) == CHUNK:
+        if len(chunk) == INSERT_CHUNK:
             yield chunk
             chunk = []
     if chunk:

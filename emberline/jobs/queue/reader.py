@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from emberline.jobs.batches.batch import Batch, from_row
-from emberline.jobs.batches.blobs import Blobs
+from emberline.jobs.batches.batch import Batch, batch_from_row
+from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.completion import MINUTE_US
-from emberline.jobs.queue.job import Job, Key
+from emberline.jobs.queue.job import Job, JobKey
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database, Sql, Value
@@ -24,7 +24,7 @@ _WITHOUT_BODY = {
 }
 
 
-class Depth(msgspec.Struct, frozen=True):
+class QueueDepth(msgspec.Struct, frozen=True):
     """Who waits for what."""
 
     model: str
@@ -37,7 +37,7 @@ class Depth(msgspec.Struct, frozen=True):
 
 
 class QueueReader:
-    def __init__(self, store: Database, blobs: Blobs) -> None:
+    def __init__(self, store: Database, blobs: BlobStore) -> None:
         self._store = store
         self._blobs = blobs
 
@@ -45,13 +45,13 @@ class QueueReader:
         rows = await self._store.read(sql.BATCH_SHOWN, (batch_id, account))
         if not rows:
             raise NotFound(f"no batch {batch_id}", param="batch_id")
-        return from_row(rows[0])
+        return batch_from_row(rows[0])
 
     async def any_batch(self, batch_id: str) -> Batch:
         rows = await self._store.read(sql.BATCH, (batch_id,))
         if not rows:
             raise NotFound(f"no batch {batch_id}", param="batch_id")
-        return from_row(rows[0])
+        return batch_from_row(rows[0])
 
     async def batches(
         self, account: str, kind: str, after: str | None, before: str | None, limit: int
@@ -62,7 +62,7 @@ class QueueReader:
             text = sql.BATCHES_AFTER if after else sql.BATCHES_BEFORE
             params = (*params, (await self.batch(account, cursor)).created_us, cursor)
         rows = await self._store.read(text, (*params, limit + 1))
-        page = [from_row(row) for row in rows[:limit]]
+        page = [batch_from_row(row) for row in rows[:limit]]
         return page[::-1] if before and not after else page, len(rows) > limit
 
     async def lines(self, batch_id: str, after: int, limit: int, states: Collection[str], bodies: bool) -> list[Job]:
@@ -73,16 +73,16 @@ class QueueReader:
             rows = await self._store.read(sql.LINES_WITH_BODIES if bodies else sql.LINES, (batch_id, after, limit))
         return [await self._line(row) for row in rows]
 
-    async def dead(self, after: Key | None, limit: int) -> list[Job]:
+    async def dead(self, after: JobKey | None, limit: int) -> list[Job]:
         rows = await self._store.read(sql.DEAD, (*(after or ("", -1)), limit))
         return [await self._line(row) for row in rows]
 
     async def dead_numbers(self, batch_id: str) -> list[int]:
         return [int(number or 0) for (number,) in await self._store.read(_DEAD_NUMBERS, (batch_id,))]
 
-    async def depths(self, quarantine_kills: int) -> list[Depth]:
+    async def depths(self, quarantine_kills: int) -> list[QueueDepth]:
         rows = await self._store.read(sql.DEPTHS, (quarantine_kills,))
-        return [msgspec.convert(dict(zip(Depth.__struct_fields__, row, strict=True)), Depth) for row in rows]
+        return [msgspec.convert(dict(zip(QueueDepth.__struct_fields__, row, strict=True)), QueueDepth) for row in rows]
 
     async def _line(self, row: tuple[Value, ...]) -> Job:
         n = len(_LINE_NAMES)
@@ -116,7 +116,7 @@ _RUNS = "SELECT 1 FROM lines{hint} WHERE state = 'leased' AND batch_id = ? LIMIT
 _RUNNING = Sql(_RUNS.format(hint=" INDEXED BY lines_leased"), postgres=_RUNS.format(hint=""))
 
 
-class Place(msgspec.Struct, frozen=True):
+class QueuePosition(msgspec.Struct, frozen=True):
     position: int  # lines that are claimed before this batch's next one; 0: it is its turn
     n_left: int
     running: bool  # one of its lines is with an engine
@@ -124,10 +124,10 @@ class Place(msgspec.Struct, frozen=True):
     eta_s: float | None
 
 
-async def place(store: Database, batch: Batch) -> Place:
+async def place(store: Database, batch: Batch) -> QueuePosition:
     """The account's own earlier deadlines go first; with other accounts it takes turns, line by line."""
     if batch.ended or not batch.counts.left:
-        return Place(0, 0, False, None, 0.0)
+        return QueuePosition(0, 0, False, None, 0.0)
     ((own,),) = await store.read(_OWN_AHEAD, (batch.account, batch.deadline_us, batch.id))
     ahead, left = int(own or 0), batch.counts.left
     lanes = await store.read(_LANES, (batch.model, batch.model))
@@ -136,7 +136,7 @@ async def place(store: Database, batch: Batch) -> Place:
     last = sum(min(n, ahead + left) for n in others)
     rate = await _rate(store, batch.model, sum(int(n_leased or 0) for *_, n_leased in lanes))
     running = bool(await store.read(_RUNNING, (batch.id,)))
-    return Place(position, left, running, rate, (ahead + left + last) / rate if rate else None)
+    return QueuePosition(position, left, running, rate, (ahead + left + last) / rate if rate else None)
 
 
 async def _rate(store: Database, model: str, n_running: int) -> float | None:

@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from emberline.jobs.batches.batch import Batch, from_row
-from emberline.jobs.batches.blobs import Blobs
-from emberline.jobs.batches.files import Files
+from emberline.jobs.batches.batch import Batch, batch_from_row
+from emberline.jobs.batches.blobs import BlobStore
+from emberline.jobs.batches.files import FileStore
+from emberline.jobs.limits import INSERT_CHUNK, UPDATE_CHUNK, QueueLimits
 from emberline.jobs.queue import sql
 from emberline.jobs.queue.batch_end import reject
 from emberline.jobs.queue.completion import MINUTE_US, settle, stop
 from emberline.jobs.queue.enqueue import release
-from emberline.jobs.queue.job import Outcome, State
-from emberline.jobs.queue.limits import CHUNK, RELEASE, Limits
+from emberline.jobs.queue.job import JobOutcome, JobState
 from emberline.protocol.errors import Conflict, ErrorInfo
 from emberline.store import Database, Rows, Step, Value, Work
 
@@ -29,7 +29,7 @@ log = logging.getLogger("emberline.queue")
 
 
 class Sweeper:
-    def __init__(self, store: Database, blobs: Blobs, files: Files, limits: Limits) -> None:
+    def __init__(self, store: Database, blobs: BlobStore, files: FileStore, limits: QueueLimits) -> None:
         self._store = store
         self._blobs = blobs
         self._files = files
@@ -97,11 +97,11 @@ class Sweeper:
         await self._store.run(lambda: reject(batch_id, "expired", errors, now_us, self._limits))
         await self.drop_lines(batch_id)
 
-    async def stop_all(self, batch_id: str, state: State) -> None:
+    async def stop_all(self, batch_id: str, state: JobState) -> None:
         """End the batch's waiting lines, a few thousand at a time; tell the workers of those that run."""
         batch, now_us = await self._batch(batch_id), self._store.now_us()
-        for first in range(0, batch.counts.total, RELEASE):
-            some = lambda at=first: stop(batch, at, at + RELEASE, state, now_us, self._limits)  # noqa: E731
+        for first in range(0, batch.counts.total, UPDATE_CHUNK):
+            some = lambda at=first: stop(batch, at, at + UPDATE_CHUNK, state, now_us, self._limits)  # noqa: E731
             await self._store.run(some)
         await self._store.notify("batches", batch_id)
         await self._store.notify("events")
@@ -151,8 +151,8 @@ class Sweeper:
 
     async def drop_lines(self, batch_id: str) -> None:
         ((last,),) = await self._store.read(sql.LAST_NUMBER, (batch_id,))
-        for first in range(0, int(last if last is not None else -1) + 1, CHUNK):
-            chunk = (batch_id, first, first + CHUNK)
+        for first in range(0, int(last if last is not None else -1) + 1, INSERT_CHUNK):
+            chunk = (batch_id, first, first + INSERT_CHUNK)
             await self._store.transaction([Step(sql.DELETE_LINES, chunk), Step(sql.DELETE_BODIES, chunk)])
 
     async def collect(self) -> None:
@@ -165,10 +165,10 @@ class Sweeper:
         rows = await self._store.read(sql.BATCH, (batch_id,))
         if not rows:
             raise Conflict(f"{batch_id} is gone")
-        return from_row(rows[0])
+        return batch_from_row(rows[0])
 
 
-def backoff_us(times: int, limits: Limits) -> int:
+def backoff_us(times: int, limits: QueueLimits) -> int:
     """Twice as long each time, within the limits, anywhere in the upper half: those that failed together part."""
     least, most = limits.backoff_s
     return int(min(most, least * 2 ** min(times, 30)) * random.uniform(0.5, 1.0) * 1e6 + least * 0.5e6)
@@ -177,36 +177,36 @@ def backoff_us(times: int, limits: Limits) -> int:
 DEATH = msgspec.msgpack.encode(ErrorInfo("internal", "the workers that ran this line died, each time it was tried"))
 
 
-def killed(row: tuple[Value, ...], owner: str, now_us: int, limits: Limits) -> Outcome:
+def killed(row: tuple[Value, ...], owner: str, now_us: int, limits: QueueLimits) -> JobOutcome:
     """What becomes of a line whose worker died; the row is its batch, number, epoch and earlier kills."""
     key, epoch, kills = (str(row[0]), int(row[1] or 0)), int(row[2] or 0), int(row[3] or 0)
     if kills + 1 >= limits.max_kills:
         size = len(DEATH)
-        return Outcome(key=key, epoch=epoch, owner=owner, state="dead", kills=1, data=DEATH, n_bytes=size)
+        return JobOutcome(key=key, epoch=epoch, owner=owner, state="dead", kills=1, data=DEATH, n_bytes=size)
     ready_us = now_us + backoff_us(kills, limits)
-    return Outcome(key=key, epoch=epoch, owner=owner, state="queued", kills=1, ready_us=ready_us)
+    return JobOutcome(key=key, epoch=epoch, owner=owner, state="queued", kills=1, ready_us=ready_us)
 
 
-def _reclaim(owner: str, now_us: int, limits: Limits) -> Work[bool]:
+def _reclaim(owner: str, now_us: int, limits: QueueLimits) -> Work[bool]:
     """Lines first, then whether the worker lives: one that claims this moment is seen with its sign of life."""
-    rows = yield Step(sql.HELD_BY, (owner, CHUNK))
+    rows = yield Step(sql.HELD_BY, (owner, INSERT_CHUNK))
     yield Step(sql.BURY, (owner, now_us))
     if not rows or (yield Step(sql.LIVES, (owner,))):
         return False
     return (yield from _take_from_dead(rows, owner, now_us, limits))
 
 
-def _bury(owner: str, now_us: int, limits: Limits) -> Work[bool]:
+def _bury(owner: str, now_us: int, limits: QueueLimits) -> Work[bool]:
     """No question whether it lives: a sign of life that it sent before it died may arrive at any moment."""
-    rows = yield Step(sql.HELD_BY, (owner, CHUNK))
+    rows = yield Step(sql.HELD_BY, (owner, INSERT_CHUNK))
     yield Step(sql.FORGET_WORKER, (owner,))
     return (yield from _take_from_dead(rows, owner, now_us, limits))
 
 
-def _take_from_dead(rows: Rows, owner: str, now_us: int, limits: Limits) -> Work[bool]:
+def _take_from_dead(rows: Rows, owner: str, now_us: int, limits: QueueLimits) -> Work[bool]:
     """Whether there may be more."""
     yield from settle([killed(row, owner, now_us, limits) for row in rows], now_us, limits)
-    return len(rows) == CHUNK
+    return len(rows) == INSERT_CHUNK
 
 
 def _hide(batch_id: str, ended: int, status: str) -> Work[bool]:

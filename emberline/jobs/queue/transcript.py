@@ -43,7 +43,7 @@ _ADD = """
 _AFTER = f"SELECT data FROM bodies WHERE batch_id = ? AND number = ? AND kind >= {_FIRST} + ? ORDER BY kind"
 
 
-class Part(msgspec.Struct, array_like=True):
+class TranscriptPart(msgspec.Struct, array_like=True):
     """What some tokens said. The tokens are kept too: they are where another attempt goes on."""
 
     pieces: list[Piece] = []
@@ -68,7 +68,7 @@ class Transcripts:
     def __init__(self, store: Database) -> None:
         self._store = store
 
-    async def add(self, lease: Lease, place: int, part: Part) -> bool:
+    async def add(self, lease: Lease, place: int, part: TranscriptPart) -> bool:
         """The next part. False: the line is no longer the caller's, and nothing was written."""
         row = (*lease.key, _FIRST + place, _encode(part))
 
@@ -82,13 +82,13 @@ class Transcripts:
         await self._store.notify("batches", lease.batch_id)
         return added
 
-    async def read(self, batch_id: str, number: int, after: int = 0) -> list[Part]:
+    async def read(self, batch_id: str, number: int, after: int = 0) -> list[TranscriptPart]:
         """All parts but the first `after`."""
         rows = await self._store.read(_AFTER, (batch_id, number, after))
         return [_decode(data) for (data,) in rows if isinstance(data, bytes)]
 
 
-def so_far(parts: Sequence[Part], request_id: str) -> TokenDelta | None:
+def joined_tokens(parts: Sequence[TranscriptPart], request_id: str) -> TokenDelta | None:
     """All tokens of the parts, as if an engine had given them at once."""
     if not parts:
         return None
@@ -97,15 +97,15 @@ def so_far(parts: Sequence[Part], request_id: str) -> TokenDelta | None:
     return TokenDelta(request_id, ids, parts[-1].finish, None, logprobs or None)
 
 
-def _encode(part: Part) -> bytes:
+def _encode(part: TranscriptPart) -> bytes:
     told = [(_KINDS.index(type(piece)), piece) for piece in part.pieces]
     return _encoder.encode((told, part.token_ids, part.logprobs, part.finish))
 
 
-def _decode(data: bytes) -> Part:
+def _decode(data: bytes) -> TranscriptPart:
     stored = _decoder.decode(data)
     pieces = [_piece_decoders[kind].decode(raw) for kind, raw in stored.pieces]
-    return Part(pieces, stored.token_ids, stored.logprobs, stored.finish)
+    return TranscriptPart(pieces, stored.token_ids, stored.logprobs, stored.finish)
 
 
 EVERY_S = 0.1  # at most so often: a part costs a commit
@@ -121,9 +121,9 @@ class TranscriptWriter:
         self._transcripts = transcripts
         self._lease = lease
         self._on_lost = on_lost
-        self._before: list[Part] = []
+        self._before: list[TranscriptPart] = []
         self._place = 0  # of the next part
-        self._part = Part([])  # what is not written yet
+        self._part = TranscriptPart([])  # what is not written yet
         self._stirred = asyncio.Event()
         self._ended = asyncio.Event()  # nothing follows
         self._patient = True  # what was said is to be written, however long the store takes
@@ -132,7 +132,7 @@ class TranscriptWriter:
         """The tokens that were drawn already; None: none were."""
         self._before = await self._transcripts.read(*self._lease.key)
         self._place = len(self._before)
-        return so_far(self._before, self._lease.request_id)
+        return joined_tokens(self._before, self._lease.request_id)
 
     def heard(self, delta: TokenDelta) -> None:
         """What the engine gave; its events come right behind it."""
@@ -179,7 +179,7 @@ class TranscriptWriter:
         await self._flush()
 
     async def _flush(self) -> None:
-        part, self._part = self._part, Part([])
+        part, self._part = self._part, TranscriptPart([])
         while part.token_ids or part.pieces:
             try:
                 kept = await self._transcripts.add(self._lease, self._place, part)

@@ -16,12 +16,12 @@ from prometheus_client.registry import Collector
 
 from emberline import __version__
 from emberline.accounts.secret import Secret
-from emberline.jobs.webhooks.deliveries import LEASE_S, Attempt, Deliveries, PendingDelivery
+from emberline.jobs.webhooks.deliveries import LEASE_S, ClaimedDelivery, Deliveries, DeliveryAttempt
 from emberline.jobs.webhooks.egress_policy import EgressPolicy, parse_target
+from emberline.jobs.webhooks.endpoints import signed_headers
 from emberline.jobs.webhooks.event_feed import ChannelListener
 from emberline.jobs.webhooks.events import Event, webhook_body
-from emberline.jobs.webhooks.http_post import Answer, PostFailed, post
-from emberline.jobs.webhooks.signatures import signed_headers
+from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
 from emberline.protocol.errors import EmberlineError
 from emberline.store import Database
 
@@ -136,7 +136,7 @@ class Deliverer:
         if time.monotonic() - self._counted_s >= _COUNT_INTERVAL_S:
             self.n_pending, self._counted_s = await self._deliveries.count_pending(), time.monotonic()
 
-    def _launch(self, errand: PendingDelivery) -> None:
+    def _launch(self, errand: ClaimedDelivery) -> None:
         endpoint_id = errand.endpoint.id
         self._busy[endpoint_id] += 1
         task = asyncio.create_task(self._deliver(errand))
@@ -151,11 +151,13 @@ class Deliverer:
 
         task.add_done_callback(ended)
 
-    async def _deliver(self, errand: PendingDelivery) -> None:
+    async def _deliver(self, errand: ClaimedDelivery) -> None:
         try:
             if errand.event is None or not errand.endpoint.enabled:
                 why = "the endpoint was disabled" if errand.event else "the event is no longer kept"
-                await self._deliveries.failed(errand, Attempt(number=errand.delivery.attempts, problem=why), None)
+                await self._deliveries.failed(
+                    errand, DeliveryAttempt(number=errand.delivery.attempts, problem=why), None
+                )
                 return
             attempt, answer = await self._attempt(errand, errand.event)
             await self._settle(errand, attempt, answer)
@@ -164,7 +166,7 @@ class Deliverer:
         except Exception:
             log.exception("a delivery failed", extra=_about(errand))
 
-    async def _attempt(self, errand: PendingDelivery, event: Event) -> tuple[Attempt, Answer | None]:
+    async def _attempt(self, errand: ClaimedDelivery, event: Event) -> tuple[DeliveryAttempt, PostResponse | None]:
         started_us, began_s = self._db.now_us(), time.monotonic()
         status, problem, answer = None, "", None
         try:
@@ -181,9 +183,11 @@ class Deliverer:
             problem = refused.message
         took_us = int((time.monotonic() - began_s) * 1e6)
         number = errand.delivery.attempts
-        return Attempt(number=number, started_us=started_us, took_us=took_us, status=status, problem=problem), answer
+        return DeliveryAttempt(
+            number=number, started_us=started_us, took_us=took_us, status=status, problem=problem
+        ), answer
 
-    async def _send(self, errand: PendingDelivery, event: Event) -> Answer:
+    async def _send(self, errand: ClaimedDelivery, event: Event) -> PostResponse:
         """The address is resolved and checked anew at every attempt."""
         target = parse_target(errand.endpoint.url)
         addresses = await self._reach.addresses(target)
@@ -196,7 +200,7 @@ class Deliverer:
         }
         return await post(target, addresses, headers, body)
 
-    async def _settle(self, errand: PendingDelivery, attempt: Attempt, answer: Answer | None) -> None:
+    async def _settle(self, errand: ClaimedDelivery, attempt: DeliveryAttempt, answer: PostResponse | None) -> None:
         if attempt.succeeded:
             await self._deliveries.succeeded(errand, attempt)
             self.counts["delivered"] += 1
@@ -209,7 +213,7 @@ class Deliverer:
         log.info("a delivery failed: %s", attempt.problem or f"status {attempt.status}", extra=_about(errand))
         await self._perhaps_disable(errand, attempt)
 
-    async def _perhaps_disable(self, errand: PendingDelivery, attempt: Attempt) -> None:
+    async def _perhaps_disable(self, errand: ClaimedDelivery, attempt: DeliveryAttempt) -> None:
         since_us, now_us = errand.endpoint.failing_since_us, self._db.now_us()
         if attempt.status == _GONE:
             reason = "it answered 410 Gone"
@@ -224,7 +228,7 @@ class Deliverer:
             log.warning("a webhook endpoint was disabled: %s", reason, extra=_about(errand))
 
 
-def _about(errand: PendingDelivery) -> dict[str, object]:
+def _about(errand: ClaimedDelivery) -> dict[str, object]:
     return {"delivery": errand.delivery.id, "endpoint": errand.endpoint.id, "attempt": errand.delivery.attempts}
 
 

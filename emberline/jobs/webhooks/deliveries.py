@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from emberline.jobs.webhooks.endpoints import ENDPOINT_COLUMNS, Endpoint, endpoint_from_row, give_up_pending
-from emberline.jobs.webhooks.events import CHANNEL, Event
+from emberline.jobs.webhooks.endpoints import ENDPOINT_COLUMNS, WebhookEndpoint, endpoint_from_row, give_up_pending
+from emberline.jobs.webhooks.events import EVENTS_CHANNEL, Event
 from emberline.protocol.errors import BadInput, NotFound
 from emberline.store import Database, Sql, Step, Value
 from emberline.store.database import Row
@@ -19,10 +19,10 @@ from emberline.store.database import Row
 LEASE_S = 60.0  # longer than an attempt can last
 MAX_REPLAYED = 1000  # at once
 
-State = Literal["pending", "delivered", "failed"]
+DeliveryState = Literal["pending", "delivered", "failed"]
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeliveryAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One try, as it is logged. Neither status nor problem: its process ended before it could tell."""
 
     number: int
@@ -41,7 +41,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_id: str
     account: str
     event_number: int
-    state: State
+    state: DeliveryState
     attempts: int
     base: int  # attempts made before the latest replay; the schedule counts from here
     ready_us: int
@@ -53,20 +53,20 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
         return self.attempts - self.base
 
 
-class PendingDelivery(msgspec.Struct, frozen=True):
+class ClaimedDelivery(msgspec.Struct, frozen=True):
     """A delivery that was taken, with all that sending it needs. No event: it was removed in the meantime."""
 
     delivery: Delivery
-    endpoint: Endpoint
+    endpoint: WebhookEndpoint
     event: Event | None
 
 
-class Logged(msgspec.Struct, frozen=True):
+class DeliveryRecord(msgspec.Struct, frozen=True):
     """A delivery as its owner sees it."""
 
     delivery: Delivery
     event: Event | None
-    attempts: list[Attempt]
+    attempts: list[DeliveryAttempt]
 
 
 def _of(table: str, columns: str) -> str:
@@ -135,7 +135,7 @@ class Deliveries:
         ((ready_us,),) = await self._db.read(_NEXT_READY)
         return None if ready_us is None else int(ready_us)
 
-    async def take(self, endpoint_id: str, limit: int) -> list[PendingDelivery]:
+    async def take(self, endpoint_id: str, limit: int) -> list[ClaimedDelivery]:
         """At most `limit` deliveries that are due, ours until the lease ends."""
         now_us = self._db.now_us()
         until_us = now_us + int(LEASE_S * 1e6)
@@ -148,16 +148,16 @@ class Deliveries:
             return []
         endpoint = endpoint_from_row(found[0])
         taken = sorted((_delivery(row) for row in rows), key=lambda delivery: delivery.event_number)
-        return [PendingDelivery(delivery, endpoint, await self._event(delivery)) for delivery in taken]
+        return [ClaimedDelivery(delivery, endpoint, await self._event(delivery)) for delivery in taken]
 
-    async def succeeded(self, errand: PendingDelivery, attempt: Attempt) -> None:
+    async def succeeded(self, errand: ClaimedDelivery, attempt: DeliveryAttempt) -> None:
         delivery = errand.delivery
         done = (self._db.now_us(), delivery.id, delivery.attempts)
         await self._db.transaction(
             [_log(delivery, attempt), Step(_DELIVERED, done), Step(_WELL, (errand.endpoint.id,))]
         )
 
-    async def failed(self, errand: PendingDelivery, attempt: Attempt, delay_s: float | None) -> bool:
+    async def failed(self, errand: ClaimedDelivery, attempt: DeliveryAttempt, delay_s: float | None) -> bool:
         """Try again after `delay_s`, or never (None). True: that was never."""
         now_us, delivery = self._db.now_us(), errand.delivery
         if delay_s is None:
@@ -167,7 +167,7 @@ class Deliveries:
         outcomes = await self._db.transaction([_log(delivery, attempt), fate, Step(_ILL, (now_us, errand.endpoint.id))])
         return delay_s is None and bool(outcomes[1])
 
-    async def disable(self, errand: PendingDelivery, reason: str, failing_since_us: int | None = None) -> bool:
+    async def disable(self, errand: ClaimedDelivery, reason: str, failing_since_us: int | None = None) -> bool:
         """Whether it was enabled until now, and (where given) fails since then. What waits for it has failed."""
         now_us, endpoint_id = self._db.now_us(), errand.endpoint.id
         still, since = ("", ()) if failing_since_us is None else (_STILL_FAILING, (failing_since_us,))
@@ -181,7 +181,9 @@ class Deliveries:
 
     # --- for the endpoint's owner ------------------------------------------------------------------------------------
 
-    async def log(self, endpoint: Endpoint, state: State | None, before: int | None, limit: int) -> list[Logged]:
+    async def log(
+        self, endpoint: WebhookEndpoint, state: DeliveryState | None, before: int | None, limit: int
+    ) -> list[DeliveryRecord]:
         """The endpoint's deliveries, the latest events first; `before` an event's number."""
         conditions, params = ["endpoint_id = ?"], list[Value]([endpoint.id])
         if state is not None:
@@ -193,7 +195,7 @@ class Deliveries:
         rows = await self._db.read(_LOGGED.format(where=" AND ".join(conditions)), (*params, limit))
         return [_logged(list(group)) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
-    async def replay(self, endpoint: Endpoint, delivery_id: str | None = None) -> int:
+    async def replay(self, endpoint: WebhookEndpoint, delivery_id: str | None = None) -> int:
         """Send one again, whatever became of it, or all that failed; the schedule begins anew. How many those are."""
         if not endpoint.enabled:
             raise BadInput("the endpoint is disabled: enable it first", param="enabled")
@@ -203,7 +205,7 @@ class Deliveries:
         rows = await self._db.write(_REPLAY.format(which=which) + " RETURNING id", (self._db.now_us(), *params))
         if delivery_id is not None and not rows:
             raise NotFound(f"there is no delivery {delivery_id[:80]!r} of this endpoint", param="delivery_id")
-        await self._db.notify(CHANNEL)
+        await self._db.notify(EVENTS_CHANNEL)
         return len(rows)
 
     async def remove_before(self, before_us: int) -> None:
@@ -231,17 +233,19 @@ def _delivery(row: Row) -> Delivery:
     return msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), Delivery)
 
 
-def _logged(rows: list[Row]) -> Logged:
+def _logged(rows: list[Row]) -> DeliveryRecord:
     """One delivery, from a row for each of its attempts: also one that was begun and of which nothing was written."""
     n_own, n_event = len(_COLUMNS.split(", ")), len(EVENT_COLUMNS.split(", "))
     delivery, event = _delivery(rows[0][:n_own]), rows[0][n_own : n_own + n_event]
     names = _ATTEMPT_COLUMNS.split(", ")
     written = [dict(zip(names, row[n_own + n_event :], strict=True)) for row in rows]
-    known = {fields["number"]: msgspec.convert(fields, Attempt) for fields in written if fields["number"] is not None}
-    attempts = [known.get(number, Attempt(number=number)) for number in range(1, delivery.attempts + 1)]
-    return Logged(delivery, None if event[0] is None else event_from_row(event), attempts)
+    known = {
+        fields["number"]: msgspec.convert(fields, DeliveryAttempt) for fields in written if fields["number"] is not None
+    }
+    attempts = [known.get(number, DeliveryAttempt(number=number)) for number in range(1, delivery.attempts + 1)]
+    return DeliveryRecord(delivery, None if event[0] is None else event_from_row(event), attempts)
 
 
-def _log(delivery: Delivery, attempt: Attempt) -> Step:
+def _log(delivery: Delivery, attempt: DeliveryAttempt) -> Step:
     row = (attempt.started_us, attempt.took_us, attempt.status, attempt.problem)
     return Step(_LOG, (delivery.id, attempt.number, *row, delivery.id))

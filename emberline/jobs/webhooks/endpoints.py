@@ -1,6 +1,11 @@
-"""Webhook endpoints: who is told of which events, where. A Workers AI event subscription is one of them."""
+"""Signatures of deliveries after Standard Webhooks 1.0, so that a receiver can tell that one came from here.
 
+An endpoint's secret is derived from the root secret, its id and its version: none is kept anywhere.
+"""
+
+import hmac
 import secrets
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -9,16 +14,42 @@ import msgspec
 from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.egress_policy import EgressPolicy, parse_target
 from emberline.jobs.webhooks.events import TYPES
-from emberline.jobs.webhooks.signatures import shown, signing_key
 from emberline.protocol.errors import BadInput, NotFound
 from emberline.store import Database, Step, Value
+
+PREFIX = "whsec_"
+_KEY_BYTES = 32
+
+
+def signing_key(secret: Secret, endpoint_id: str, version: int) -> bytes:
+    return secret.derive("webhook-signing", endpoint_id, str(version), size=_KEY_BYTES)
+
+
+def shown(key: bytes) -> str:
+    """The key as its owner configures it at the receiver."""
+    return PREFIX + b64encode(key).decode()
+
+
+def signed_headers(keys: Sequence[bytes], message_id: str, timestamp_s: int, body: bytes) -> dict[str, str]:
+    """The headers of one attempt. Several keys: while a secret is being rotated, each of them signs."""
+    content = b"%s.%d.%s" % (message_id.encode(), timestamp_s, body)
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp_s),
+        "webhook-signature": " ".join(f"v1,{_signature(key, content)}" for key in keys),
+    }
+
+
+def _signature(key: bytes, content: bytes) -> str:
+    return b64encode(hmac.digest(key, content, "sha256")).decode()
+
 
 MAX_ENDPOINTS = 100  # of an account: each event costs a delivery for each
 MAX_NAME_CHARS = 200
 OVERLAP_S = 24 * 3600  # how long the secret before a rotation still signs
 ANY = "*"
 
-Form = Literal["standard", "workers_ai"]
+EndpointForm = Literal["standard", "workers_ai"]
 ENDPOINT_COLUMNS = (
     "id, account, form, name, url, model, types, enabled, disabled_reason, secret_version, previous_until_us, "
     "failing_since_us, created_us, modified_us"
@@ -32,10 +63,10 @@ class NoSuchEndpoint(NotFound):
         super().__init__(f"there is no webhook endpoint {endpoint_id[:80]!r}", param="id")
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class WebhookEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     account: str
-    form: Form
+    form: EndpointForm
     name: str
     url: str
     model: str  # "": every model's
@@ -60,7 +91,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return [signing_key(secret, self.id, version) for version in versions]
 
 
-class Changes(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner changes; None leaves it."""
 
     name: str | None = None
@@ -70,7 +101,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool | None = None
 
 
-class Endpoints:
+class WebhookEndpoints:
     """An account's endpoints, for their owner. Nothing here finds another account's."""
 
     def __init__(self, db: Database, secret: Secret, reach: EgressPolicy) -> None:
@@ -78,13 +109,13 @@ class Endpoints:
         self._secret = secret
         self._reach = reach
 
-    async def create(self, account: str, form: Form, changes: Changes) -> Endpoint:
+    async def create(self, account: str, form: EndpointForm, changes: EndpointUpdate) -> WebhookEndpoint:
         """A new one, whose URL may be reached now; that is checked again at every attempt."""
         if changes.url is None:
             raise BadInput("the endpoint needs a URL", param="url")
         await self._check_url(changes.url)
         now_us = self._db.now_us()
-        endpoint = Endpoint(
+        endpoint = WebhookEndpoint(
             id=f"we_{secrets.token_hex(12)}",
             account=account,
             form=form,
@@ -110,20 +141,22 @@ class Endpoints:
             raise BadInput(f"an account has at most {MAX_ENDPOINTS} webhook endpoints: delete one first")
         return endpoint
 
-    async def get(self, account: str, endpoint_id: str, form: Form | None = None) -> Endpoint:
+    async def get(self, account: str, endpoint_id: str, form: EndpointForm | None = None) -> WebhookEndpoint:
         query = f"SELECT {ENDPOINT_COLUMNS} FROM webhook_endpoints WHERE id = ? AND account = ?"
         rows = await self._db.read(query, (endpoint_id, account))
         if not rows or (form is not None and rows[0][2] != form):
             raise NoSuchEndpoint(endpoint_id)
         return endpoint_from_row(rows[0])
 
-    async def of_account(self, account: str, form: Form | None = None) -> list[Endpoint]:
+    async def of_account(self, account: str, form: EndpointForm | None = None) -> list[WebhookEndpoint]:
         """All there are (at most MAX_ENDPOINTS), the oldest first."""
         query = f"SELECT {ENDPOINT_COLUMNS} FROM webhook_endpoints WHERE account = ? ORDER BY created_us, id"
         endpoints = [endpoint_from_row(row) for row in await self._db.read(query, (account,))]
         return [endpoint for endpoint in endpoints if form is None or endpoint.form == form]
 
-    async def update(self, account: str, endpoint_id: str, changes: Changes, form: Form | None = None) -> Endpoint:
+    async def update(
+        self, account: str, endpoint_id: str, changes: EndpointUpdate, form: EndpointForm | None = None
+    ) -> WebhookEndpoint:
         """Change what is given. Enabling forgets past failures; disabling ends what waits, to be replayed later."""
         await self.get(account, endpoint_id, form)
         if changes.url is not None:
@@ -148,7 +181,7 @@ class Endpoints:
         await self._db.transaction(steps)
         return await self.get(account, endpoint_id)
 
-    async def delete(self, account: str, endpoint_id: str, form: Form | None = None) -> None:
+    async def delete(self, account: str, endpoint_id: str, form: EndpointForm | None = None) -> None:
         """The endpoint, and its deliveries with it."""
         await self.get(account, endpoint_id, form)
         of_it = "SELECT id FROM deliveries WHERE endpoint_id = ?"
@@ -160,7 +193,7 @@ class Endpoints:
             ]
         )
 
-    async def rotate(self, account: str, endpoint_id: str, overlap_s: int = OVERLAP_S) -> Endpoint:
+    async def rotate(self, account: str, endpoint_id: str, overlap_s: int = OVERLAP_S) -> WebhookEndpoint:
         """A new secret; for `overlap_s` the one before signs beside it."""
         now_us = self._db.now_us()
         statement = (
@@ -172,7 +205,7 @@ class Endpoints:
             raise NoSuchEndpoint(endpoint_id)
         return await self.get(account, endpoint_id)
 
-    def secret_of(self, endpoint: Endpoint) -> str:
+    def secret_of(self, endpoint: WebhookEndpoint) -> str:
         return shown(signing_key(self._secret, endpoint.id, endpoint.secret_version))
 
     async def _check_url(self, url: str) -> None:
@@ -200,8 +233,8 @@ def joined(types: Iterable[str]) -> str:
     return f",{','.join(wanted)},"
 
 
-def endpoint_from_row(row: Sequence[Value]) -> Endpoint:
-    return msgspec.convert(dict(zip(ENDPOINT_COLUMNS.split(", "), row, strict=True)), Endpoint)
+def endpoint_from_row(row: Sequence[Value]) -> WebhookEndpoint:
+    return msgspec.convert(dict(zip(ENDPOINT_COLUMNS.split(", "), row, strict=True)), WebhookEndpoint)
 
 
 def _checked_name(name: str) -> str:

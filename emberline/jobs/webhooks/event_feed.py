@@ -63,7 +63,7 @@ _AFTER = f"SELECT {EVENT_COLUMNS} FROM events WHERE account = ? AND number > ? O
 _LAST = "SELECT last FROM event_heads WHERE account = ?"
 
 
-class Feed:
+class EventFeed:
     def __init__(self, db: Database, bell: ChannelListener) -> None:
         self.ended = False  # the process stops: nobody waits any longer
         self._db = db

@@ -14,7 +14,7 @@ import msgspec
 from emberline.protocol.errors import BadInput, ErrorInfo
 from emberline.store import Step, Value
 
-CHANNEL = "events"  # notified after every commit that held event_statements
+EVENTS_CHANNEL = "events"  # notified after every commit that held event_statements
 WORKERS_AI = "cf.workersAi.model."
 WORKERS_AI_TYPES = tuple(f"{WORKERS_AI}batch.{end}" for end in ("queued", "succeeded", "failed"))
 BATCH_TYPES = tuple(f"batch.{end}" for end in ("completed", "failed", "cancelled", "expired"))
@@ -160,7 +160,7 @@ def cursor_number(event_id: str) -> int:
         raise BadInput(f"{event_id[:80]!r} is not an event's id", param="after") from None
 
 
-def as_object(event: Event) -> dict[str, Any]:
+def event_object(event: Event) -> dict[str, Any]:
     """The event as lists and streams show it, and webhooks of OpenAI's kind."""
     data = event.data
     if event.type.startswith(WORKERS_AI):
@@ -172,7 +172,7 @@ def as_object(event: Event) -> dict[str, Any]:
 def webhook_body(event: Event, endpoint_id: str) -> bytes:
     """The bytes a receiver gets, the same at every attempt: Workers AI's events in its documented form."""
     if not event.type.startswith(WORKERS_AI):
-        return msgspec.json.encode(as_object(event))
+        return msgspec.json.encode(event_object(event))
     return msgspec.json.encode(
         {
             "type": event.type,

@@ -25,12 +25,12 @@ class PostFailed(Exception):
     """No answer came; the text says why, for the delivery's log."""
 
 
-class Answer(NamedTuple):
+class PostResponse(NamedTuple):
     status: int
     retry_after_s: float | None = None
 
 
-async def post(target: Target, addresses: Sequence[str], headers: Mapping[str, str], body: bytes) -> Answer:
+async def post(target: Target, addresses: Sequence[str], headers: Mapping[str, str], body: bytes) -> PostResponse:
     """Send and return the final status. The caller bounds the time; cancelling closes the connection."""
     reader, writer = await _connect(target, addresses)
     try:
@@ -83,7 +83,7 @@ def _head(target: Target, headers: Mapping[str, str], n_bytes: int) -> bytes:
     return "\r\n".join(lines).encode("ascii") + b"\r\n\r\n"
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Answer:
+async def _read_head(reader: asyncio.StreamReader) -> PostResponse:
     for _ in range(_MAX_INTERIM):
         status_line, *fields = (await reader.readuntil(b"\r\n\r\n")).rstrip(b"\r\n").split(b"\r\n")
         found = _STATUS.fullmatch(status_line)
@@ -91,7 +91,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Answer:
             raise PostFailed("the answer is not HTTP/1.1")
         status = int(found[1])
         if status >= 200:
-            return Answer(status, _retry_after_s(fields))
+            return PostResponse(status, _retry_after_s(fields))
     raise PostFailed("interim answers without an end")
 
 

@@ -9,9 +9,9 @@ from emberline.accounts.secret import Secret
 from emberline.jobs.webhooks.deliverer import DISABLE_AFTER_DAYS, TIMEOUT_S, Deliverer
 from emberline.jobs.webhooks.deliveries import Deliveries
 from emberline.jobs.webhooks.egress_policy import EgressPolicy, Resolve
-from emberline.jobs.webhooks.endpoints import Endpoints
-from emberline.jobs.webhooks.event_feed import ChannelListener, Feed
-from emberline.jobs.webhooks.events import CHANNEL
+from emberline.jobs.webhooks.endpoints import WebhookEndpoints
+from emberline.jobs.webhooks.event_feed import ChannelListener, EventFeed
+from emberline.jobs.webhooks.events import EVENTS_CHANNEL
 from emberline.protocol.errors import EmberlineError
 from emberline.store import Database
 
@@ -38,14 +38,14 @@ class WebhookService:
         reach = EgressPolicy(settings.allow, resolve)
         self._db = db
         self._retention_us = int(settings.retention_days * _DAY_US)
-        self._bell = ChannelListener(db, CHANNEL, settings.poll_s)
+        self._bell = ChannelListener(db, EVENTS_CHANNEL, settings.poll_s)
         self._own_bell = ChannelListener(
-            db, CHANNEL, settings.poll_s
+            db, EVENTS_CHANNEL, settings.poll_s
         )  # it rings at every delivery's end: not for readers
         self._tidying: asyncio.Task[None] | None = None
-        self.endpoints = Endpoints(db, secret, reach)
+        self.endpoints = WebhookEndpoints(db, secret, reach)
         self.deliveries = Deliveries(db)
-        self.feed = Feed(db, self._bell)
+        self.feed = EventFeed(db, self._bell)
         self.deliverer = Deliverer(
             db,
             secret,

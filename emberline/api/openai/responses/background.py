@@ -26,7 +26,7 @@ from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.api.openai.responses.stream import draft_of
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import Job, NewJob
-from emberline.jobs.queue.transcript import Part
+from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol.answer import Record
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.protocol.events import ChoiceDone
@@ -51,7 +51,7 @@ class _Kept(msgspec.Struct):
 class Background(NamedTuple):
     batch: Batch
     line: Job
-    parts: list[Part]  # of the transcript, as far as it is
+    parts: list[TranscriptPart]  # of the transcript, as far as it is
     body: ResponsesRequest
     items: str  # JSON
 
@@ -107,7 +107,7 @@ async def find(call: Call, own_id: str) -> Background | None:
         batch = await queue.batch(call.principal.account, own_id)
         if batch.kind != "response" or batch.input_blob is None:
             return None
-        line = await queue.line(own_id, 0)
+        line = await queue.job(own_id, 0)
     except NotFound:
         return None
     kept = decode(await queue.blobs.get(batch.input_blob), _kept_decoder)
@@ -120,7 +120,7 @@ async def _refreshed(call: Call, found: Background) -> Background:
     queue, own_id = call.batches.queue, found.batch.id
     try:
         batch = await queue.batch(call.principal.account, own_id)
-        line = await queue.line(own_id, 0)
+        line = await queue.job(own_id, 0)
     except NotFound:  # deleted while somebody watched
         return found._replace(line=msgspec.structs.replace(found.line, state="cancelled", answer=None))
     new = await queue.transcripts.read(own_id, 0, after=len(found.parts))
@@ -185,7 +185,7 @@ async def _stream(call: Call, found: Background, after: int) -> None:
             await call.send({"type": "http.response.body", "body": piece, "more_body": not over})
         if over:
             return
-        await desk.queue.changed(found.batch.id, LIVE_S if found.line.state == "leased" else LOOK_S)
+        await desk.queue.wait_for_change(found.batch.id, LIVE_S if found.line.state == "leased" else LOOK_S)
         found = await _refreshed(call, found)
 
 

@@ -6,7 +6,7 @@ kept, the next try gets the same id, and submitting under it finds the batch tha
 
 import msgspec
 
-from emberline.jobs.queue.limits import Limits
+from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import BadInput, Conflict, IdempotencyMismatch
 from emberline.store import Database, Step, Work
 
@@ -26,24 +26,24 @@ _FINISH = "UPDATE idempotency SET answer = ? WHERE account = ? AND key = ?"
 _ABANDON = "UPDATE idempotency SET until_us = 0 WHERE account = ? AND key = ? AND answer IS NULL"
 
 
-class Fresh(msgspec.Struct, frozen=True):
+class FirstUse(msgspec.Struct, frozen=True):
     """Do it, under this id."""
 
     id: str
 
 
-class Replay(msgspec.Struct, frozen=True):
+class StoredAnswer(msgspec.Struct, frozen=True):
     """It was done: this was the answer."""
 
     answer: bytes
 
 
 class IdempotencyKeys:
-    def __init__(self, store: Database, limits: Limits) -> None:
+    def __init__(self, store: Database, limits: QueueLimits) -> None:
         self._store = store
         self._limits = limits
 
-    async def begin(self, account: str, key: str, digest: bytes, fresh_id: str) -> Fresh | Replay:
+    async def begin(self, account: str, key: str, digest: bytes, fresh_id: str) -> FirstUse | StoredAnswer:
         """`digest` stands for the request. IdempotencyMismatch: the key came with another; Conflict: it still runs."""
         if not key or len(key) > MAX_CHARS or not key.isprintable():
             raise BadInput(f"an Idempotency-Key has 1 to {MAX_CHARS} printable characters", param="Idempotency-Key")
@@ -61,19 +61,19 @@ class IdempotencyKeys:
         await self._store.write(_ABANDON, (account, key))
 
 
-def _begin(row: tuple[str, str, bytes, str, int, int], now_us: int) -> Work[Fresh | Replay]:
+def _begin(row: tuple[str, str, bytes, str, int, int], now_us: int) -> Work[FirstUse | StoredAnswer]:
     account, key, digest, fresh_id, until_us, _ = row
     yield Step(_FORGET, (account, key, now_us))
     if (yield Step(_INSERT, row)):
-        return Fresh(fresh_id)
+        return FirstUse(fresh_id)
     ((known, known_id, answer, running_until_us, _),) = yield Step(_FIND, (account, key))
     if known != digest:
         raise IdempotencyMismatch("this Idempotency-Key was used for another request: use a new one for a new request")
     if isinstance(answer, bytes):
-        return Replay(answer)
+        return StoredAnswer(answer)
     running_us = int(running_until_us or 0)
     set_back = running_us - until_us > until_us - now_us  # no try has so long; the clock was ahead when it began
     stale = running_us <= now_us or set_back
     if stale and (yield Step(_TAKE, (until_us, account, key, running_us))):
-        return Fresh(str(known_id))
+        return FirstUse(str(known_id))
     raise Conflict("the request with this Idempotency-Key is still running: ask again in a moment", retry_after_s=1)

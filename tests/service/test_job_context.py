@@ -93,13 +93,13 @@ async def test_a_reply_goes_on_behind_what_was_said(
     ids = tokens.unpack(text_model.encode("Hello!", special=False))
     engine.script = lambda request: [*ids, EOS][len(request.output_ids) // 4 :]
     for n_said in range(len(ids) + 1):
-        heard: list[TokenDelta] = []
+        deltas: list[TokenDelta] = []
         name = f"b-{n_said}"
-        so_far = TokenDelta(name, tokens.pack(ids[:n_said]))
-        events = service.generate(queued(name), ALICE, JobContext("e0", lambda row: None, so_far, heard.append))
+        resume_from = TokenDelta(name, tokens.pack(ids[:n_said]))
+        events = service.generate(queued(name), ALICE, JobContext("e0", lambda row: None, resume_from, deltas.append))
         told = [event async for event in events]
         assert "".join(event.text for event in told if isinstance(event, TextDelta)) == "Hello!"[n_said:]
-        assert b"".join(delta.token_ids for delta in heard) == tokens.pack([*ids[n_said:], EOS])
+        assert b"".join(delta.token_ids for delta in deltas) == tokens.pack([*ids[n_said:], EOS])
         assert isinstance(told[-1], Completed)
         assert told[-1].usage.completion_tokens == len(ids) + 1
         assert engine.submitted[-1].output_ids == tokens.pack(ids[:n_said])
@@ -110,8 +110,8 @@ async def test_a_reply_that_was_all_said_needs_no_engine(
 ) -> None:
     ids = [*tokens.unpack(text_model.encode("Hello!", special=False)), EOS]
     rows: list[UsageRow] = []
-    so_far = TokenDelta("b-0", tokens.pack(ids), "stop")
-    told = [event async for event in service.generate(queued(), ALICE, JobContext("e0", rows.append, so_far))]
+    resume_from = TokenDelta("b-0", tokens.pack(ids), "stop")
+    told = [event async for event in service.generate(queued(), ALICE, JobContext("e0", rows.append, resume_from))]
     assert [type(event) for event in told] == [Completed]
     assert [(row.status, row.output_tokens) for row in rows] == [("finished", len(ids))]
     assert engine.submitted == []
