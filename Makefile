@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test lint test-gpu agents peers soak bench lock clean
+.PHONY: help serve test test-all lint test-gpu agents peers soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -13,6 +13,9 @@ serve: ## set up and serve the default model on 127.0.0.1:8686
 
 test: ## style, types, tests
 	@scripts/test $(ARGS)
+
+test-all: ## the same with every slow test and more random examples, before a release
+	@scripts/test --all $(ARGS)
 
 lint: ## style and types alone
 	@scripts/lint

@@ -1,5 +1,6 @@
 """What tests of several rooms share."""
 
+import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,12 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads fight over two 
 
 import pytest
 
+from tests.examples import n_examples
+
 try:
     from hypothesis import settings
 except ImportError:  # a GPU host may have pytest and nothing more
     pass
 else:  # the same examples every time, and no clock: machines that run tests are busy
-    settings.register_profile("steady", derandomize=True, deadline=None, max_examples=40)
+    settings.register_profile("steady", derandomize=True, deadline=None, max_examples=n_examples(40))
     settings.load_profile("steady")
 
 from emberline.catalog.model_store import ModelStore
@@ -24,8 +27,11 @@ from tests.databases import KINDS, Place, a_place, postgres_server
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model's GGUF, pulled once per machine."""
-    cache = os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests"
-    return pull("smollm2", ModelStore(Path(cache).expanduser())).path
+    cache = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "pull.lock", "w") as lock:  # test processes share the download
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return pull("smollm2", ModelStore(cache)).path
 
 
 @pytest.fixture(scope="session")
