@@ -21,14 +21,14 @@ from emberline.accounts.secret import Secret
 from emberline.api.batches.service import BatchService
 from emberline.api.http.app import ApiSettings, create_app
 from emberline.jobs.queue.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, AnswerChoice, Said
+from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage
 from emberline.store import open_store
 from tests.api.scripted import MODEL, ScriptedService
 
 N_LINES = 10_000
 TEXT = "word " * 380
-ANSWER = Answer([AnswerChoice([Said("word " * 160)])], Usage(prompt_tokens=400, completion_tokens=160))
+ANSWER = Answer([AnswerChoice([TextPart("word " * 160)])], Usage(prompt_tokens=400, completion_tokens=160))
 WORKERS_AI = f"/client/v4/accounts/local/ai/run/{MODEL}"
 
 

@@ -24,7 +24,7 @@ from benchmarks.peers.venv import ensure_venv
 from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.queue.queue import Queue, open_queue
-from emberline.protocol.answer import Answer, AnswerChoice, Said
+from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.store import Database, open_store
@@ -34,7 +34,7 @@ MODEL = "m"
 PULLERS = 4
 AT_ONCE = 64
 PEER = ("procrastinate==3.10.0", "psycopg[binary]==3.3.8")
-ANSWER = Answer([AnswerChoice([Said("word " * 100)])], Usage(prompt_tokens=400, completion_tokens=100))
+ANSWER = Answer([AnswerChoice([TextPart("word " * 100)])], Usage(prompt_tokens=400, completion_tokens=100))
 
 
 def lines(n: int) -> Iterator[NewJob]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from emberline.api.openai.responses.output import Composer
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.events import TextDelta
 from emberline.service.responses import Responses
 from emberline.store import SqliteStore
@@ -23,13 +23,13 @@ AT_ONCE = 2000
 DELTAS = 100_000
 
 
-def record(number: int, n_bytes: int, parent: str | None = None) -> Record:
+def record(number: int, n_bytes: int, parent: str | None = None) -> StoredResponse:
     part = {"type": "input_text", "text": "x" * n_bytes}
     item = {"type": "message", "id": f"m{number}", "role": "user", "status": "completed", "content": [part]}
     created_us = time.time_ns() // 1000
     body = json.dumps({"id": f"r{number}", "output": []})
     depth = number if parent else 0
-    return Record(
+    return StoredResponse(
         id=f"r{number}",
         account="a",
         parent=parent,

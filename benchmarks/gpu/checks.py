@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu.workspace import Sizes
-from emberline.models import Model, load
-from emberline.models.decoder import StepInputs
+from emberline.kernels.gpu.workspace import WorkspaceSizes
+from emberline.models.decoder import Decoder, StepInputs
+from emberline.models.registry import load_model
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.weights.checkpoint import open_checkpoint
 
@@ -49,7 +49,7 @@ def against_transformers(device: str = "cuda") -> dict[str, float]:
         theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
-            ours = load(open_checkpoint(Path(folder)), device=device)
+            ours = load_model(open_checkpoint(Path(folder)), device=device)
         theirs = theirs.to(device, torch.float32).eval()
         ids = torch.randint(0, config.vocab_size, (LENGTH,))
         with torch.no_grad():
@@ -61,10 +61,10 @@ def against_transformers(device: str = "cuda") -> dict[str, float]:
     return errors
 
 
-def logits(model: Model, ids: Tensor, device: str) -> Tensor:
+def logits(model: Decoder, ids: Tensor, device: str) -> Tensor:
     """Of every position: a first chunk, a second one behind it, then single tokens."""
     n_blocks = -(-len(ids) // BLOCK_TOKENS) + 1
-    model.kernels.reserve(Sizes.of(model.config, len(ids), 1, len(ids)))
+    model.kernels.reserve(WorkspaceSizes.of(model.config, len(ids), 1, len(ids)))
     kv = [
         torch.zeros(
             n_blocks,
@@ -83,7 +83,7 @@ def logits(model: Model, ids: Tensor, device: str) -> Tensor:
     return torch.cat([model.forward(_step(ids, table, model, *part, device), kv).clone() for part in parts])
 
 
-def _step(ids: Tensor, table: Tensor, model: Model, start: int, end: int, device: str) -> StepInputs:
+def _step(ids: Tensor, table: Tensor, model: Decoder, start: int, end: int, device: str) -> StepInputs:
     def ints(values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(device)
 

@@ -15,20 +15,27 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
-from emberline.kernels.gpu import attention_plan as plan
-from emberline.kernels.gpu import cascade_attention as cascade
 from emberline.kernels.gpu import cudnn_attention as dense_attention
-from emberline.kernels.gpu import quantized_weights as quantised
+from emberline.kernels.gpu import decode_attention as cascade
+from emberline.kernels.gpu import quantized_gemm as quantised
+from emberline.kernels.gpu import split_kv as plan
 from emberline.kernels.gpu import split_kv as split_keys
-from emberline.kernels.gpu.decode_attention import decode
-from emberline.kernels.gpu.elementwise import add_norm, add_norm_reference, gate, gate_reference, rows, rows_reference
-from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
-from emberline.kernels.gpu.prefill_attention import chunks, scratch_floats, split
-from emberline.kernels.gpu.rope import rope_write, rope_write_reference
-from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
-from emberline.kernels.gpu.sampling import draw
-from emberline.kernels.gpu.split_kv import Scratch
-from emberline.kernels.gpu.workspace import Sizes, Workspace
+from emberline.kernels.gpu.decode_attention import decode_attention
+from emberline.kernels.gpu.elementwise import (
+    add_norm,
+    add_norm_reference,
+    embedding,
+    embedding_reference,
+    gated_activation,
+    gated_activation_reference,
+)
+from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention, prefill_scratch_floats
+from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table
+from emberline.kernels.gpu.sampler import sample_batch
+from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
+from emberline.kernels.gpu.split_kv import SplitScratch
+from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -144,18 +151,18 @@ def _small(card: Card, scale: int) -> Iterator[Case]:
         both, gated = card.noise(tokens, 2 * mlp), card.noise(tokens, mlp).fill_(torch.nan)
         yield Case(
             f"SiLU · mul, {tokens} tokens",
-            lambda i, b=both, o=gated: gate(b, "silu", o),
+            lambda i, b=both, o=gated: gated_activation(b, "silu", o),
             lambda o=gated: o,
-            lambda b=both: gate_reference(b, "silu"),
+            lambda b=both: gated_activation_reference(b, "silu"),
             3 * gated.numel() * item,
         )
     table, ids = card.noise(32_000 // scale**2, hidden), card.ints(torch.randint(0, 32_000 // scale**2, (64,)))
     out = card.noise(64, hidden).fill_(torch.nan)
     yield Case(
         "embedding, 64 tokens",
-        lambda i: rows(table, ids, 2.0, out),
+        lambda i: embedding(table, ids, 2.0, out),
         lambda: out,
-        lambda: rows_reference(table, ids, 2.0),
+        lambda: embedding_reference(table, ids, 2.0),
         2 * out.numel() * item,
     )
 
@@ -209,12 +216,14 @@ def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> C
     cache = Cache.of(card, scale, n_rows, context, shared)
     at, f32 = cache.at, dict(dtype=torch.float32, device=card.device)
     qkv = card.noise(n_rows, (at.heads + 2 * at.kv_heads) * 128)
-    angles = plan.angles(cache.lens - 1, _rope(card), torch.empty(n_rows * 128, **f32))
+    angles = rotary_table(cache.lens - 1, _rope(card), torch.empty(n_rows * 128, **f32))
     shares = card.ints([shared] * n_rows) if shared else None
-    spare = torch.empty(plan.n_pieces(n_rows, at.kv_heads) * plan.PIECE_FIELDS, dtype=torch.int32, device=card.device)
-    pieces = plan.cut(cache.lens, n_rows, at.kv_heads, None, shares, spare)
+    spare = torch.empty(
+        plan.max_decode_splits(n_rows, at.kv_heads) * plan.DECODE_SPLIT_FIELDS, dtype=torch.int32, device=card.device
+    )
+    pieces = plan.plan_decode_splits(cache.lens, n_rows, at.kv_heads, None, shares, spare)
     partial, peaks = torch.empty(pieces.n * at.heads * 128, **f32), torch.empty(pieces.n * at.heads * 2, **f32)
-    parts = cascade.n_parts(n_rows, at.heads, at.kv_heads)
+    parts = cascade.n_prefix_splits(n_rows, at.heads, at.kv_heads)
     prefix, prefix_peaks = (torch.empty(parts * n_rows * at.heads * size, **f32) for size in (128, 2))
     out = card.noise(n_rows, at.heads * 128).fill_(torch.nan)
     counters, pointer = card.ints([0] * (n_rows * at.kv_heads)), card.ints([n_rows - 1, shared])
@@ -222,14 +231,14 @@ def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> C
     def run(i: int) -> None:
         pool, read = cache.pool[:, i % LAYERS], None
         if shares is not None:
-            cascade.attend_prefix(qkv, at, angles, pool, cache.tables, pointer, prefix, prefix_peaks, n_rows)
+            cascade.shared_prefix_attention(qkv, at, angles, pool, cache.tables, pointer, prefix, prefix_peaks, n_rows)
             read = (prefix, prefix_peaks, shares, parts)
-        decode(qkv, out, at, angles, pool, cache.tables, pieces, partial, peaks, counters, n_rows, read)
+        decode_attention(qkv, out, at, angles, pool, cache.tables, pieces, partial, peaks, counters, n_rows, read)
 
     def want() -> Tensor:
         starts = card.ints(range(n_rows + 1))
         pool = cache.pool[:, 0]
-        q = rope_write_reference(qkv, at, angles, pool, cache.tables, starts, cache.lens - 1)
+        q = rope_and_cache_reference(qkv, at, angles, pool, cache.tables, starts, cache.lens - 1)
         each = [
             attend(q[r : r + 1], *cache.keys_values(r, context), at.scale, context - 1, None) for r in range(n_rows)
         ]
@@ -245,14 +254,14 @@ def _rope_write(card: Card, scale: int) -> Case:
     cache = Cache.of(card, scale, 1, tokens)
     at, starts, positions = cache.at, card.ints([0, tokens]), card.ints(range(tokens))
     qkv, out = card.noise(tokens, (at.heads + 2 * at.kv_heads) * 128), card.noise(tokens, at.heads * 128)
-    angles = plan.angles(positions, _rope(card), torch.empty(tokens * 128, device=card.device))
+    angles = rotary_table(positions, _rope(card), torch.empty(tokens * 128, device=card.device))
     other = cache.pool.clone()
 
     def run(i: int) -> None:
-        rope_write(qkv, out, at, angles, cache.pool[:, i % LAYERS], cache.tables, starts, positions)
+        rope_and_cache(qkv, out, at, angles, cache.pool[:, i % LAYERS], cache.tables, starts, positions)
 
     def want() -> Tensor:
-        q = rope_write_reference(qkv, at, angles, other[:, 0], cache.tables, starts, positions)
+        q = rope_and_cache_reference(qkv, at, angles, other[:, 0], cache.tables, starts, positions)
         return torch.cat([q.flatten(), other[:, 0].flatten()])
 
     def got() -> Tensor:
@@ -265,13 +274,15 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
     cache = Cache.of(card, scale, 1, context)
     at, q = cache.at, card.noise(n, cache.at.heads * 128)
     out, starts = torch.full_like(q, torch.nan), card.ints([0, n])
-    space = [card.noise(dense_attention.SEGMENT * at.kv_heads * 128) for _ in range(2)] if dense else []
-    exact = dense_attention.is_round(n)
-    parts = torch.empty(scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
-    scratch = Scratch(parts, card.ints([0] * split_keys.MAX_ITEMS))
-    table = card.ints([0] * split_keys.MAX_ITEMS * split_keys.FIELDS)
-    items = split(at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch)  # once for all layers
-    own = [dense_attention.room(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
+    space = [card.noise(dense_attention.SEGMENT_TOKENS * at.kv_heads * 128) for _ in range(2)] if dense else []
+    exact = dense_attention.has_exact_plan(n)
+    parts = torch.empty(prefill_scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
+    scratch = SplitScratch(parts, card.ints([0] * split_keys.MAX_WORK_ITEMS))
+    table = card.ints([0] * split_keys.MAX_WORK_ITEMS * split_keys.WORK_ITEM_FIELDS)
+    items = plan_prefill_splits(
+        at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch
+    )  # once for all layers
+    own = [dense_attention.kv_view(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
     for place, source in zip(own, cache.keys_values(0, context)):
         place.copy_(source[-n:])
 
@@ -280,7 +291,7 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
         if dense:
             dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
         else:
-            chunks(q, out, at, pool, cache.tables, starts, cache.lens, n, items=items)
+            prefill_attention(q, out, at, pool, cache.tables, starts, cache.lens, n, items=items)
 
     few = [*range(4), *range(n - 4, n)]
 
@@ -301,13 +312,13 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
 
 def _matmuls(card: Card, scale: int) -> Iterator[Case]:
     hidden, mlp, heads, kv_heads = _llama(scale)
-    sizes = Sizes(hidden, heads, kv_heads, 128, mlp, 1024, 1, 512, 512, 512, card.dtype.itemsize, True)
-    multiply = Multiplier(Workspace(sizes, card.device, card.dtype), False, False)
+    sizes = WorkspaceSizes(hidden, heads, kv_heads, 128, mlp, 1024, 1, 512, 512, 512, card.dtype.itemsize, True)
+    multiply = Matmul(Workspace(sizes, card.device, card.dtype), False, False)
     shapes = {
-        "qkv": ((heads + 2 * kv_heads) * 128, hidden, Job(card.noise(hidden).float(), 1e-5)),
-        "output": (hidden, heads * 128, Job(add=True)),
-        "gate, up": (mlp, hidden, Job(card.noise(hidden).float(), 1e-5, gate=1)),
-        "down": (hidden, mlp, Job(add=True)),
+        "qkv": ((heads + 2 * kv_heads) * 128, hidden, Fusion(card.noise(hidden).float(), 1e-5)),
+        "output": (hidden, heads * 128, Fusion(add=True)),
+        "gate, up": (mlp, hidden, Fusion(card.noise(hidden).float(), 1e-5, gate=1)),
+        "down": (hidden, mlp, Fusion(add=True)),
     }
     for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 64, 256)):
         yield _matmul(card, multiply, f"{name}, {m} tokens", m, n, k, job, 0)
@@ -315,7 +326,7 @@ def _matmuls(card: Card, scale: int) -> Iterator[Case]:
         yield _matmul(card, multiply, f"{name}, {bits} bits, {m} tokens", m, n, k, job, bits)
 
 
-def _matmul(card: Card, multiply: Multiplier, name: str, m: int, n: int, k: int, job: Job, bits: int) -> Case:
+def _matmul(card: Card, multiply: Matmul, name: str, m: int, n: int, k: int, job: Fusion, bits: int) -> Case:
     total = 2 * n if job.gate else n
     copies = 1 if card.device == "cpu" else max(2, int(2e8 // (total * k * 2)) + 1)  # more than the L2 cache holds
     weights = [_weight(card, total, k, bits)]
@@ -325,9 +336,9 @@ def _matmul(card: Card, multiply: Multiplier, name: str, m: int, n: int, k: int,
 
     def want() -> Tensor:
         weight = weights[0]
-        dense = weight.weight.float() if isinstance(weight, Matrix) else quantised.dequantise_reference(weight)
+        dense = weight.weight.float() if isinstance(weight, DenseMatrix) else quantised.dequantize_reference(weight)
         y = (x.float() if job.norm is None else rms_norm(x.float(), job.norm, job.eps)) @ dense.T
-        y = gate_reference(y, "silu") if job.gate else y
+        y = gated_activation_reference(y, "silu") if job.gate else y
         return y + start.float() if job.add else y
 
     stored = sum(t.numel() * t.element_size() for t in _tensors(weights[0]))
@@ -342,23 +353,25 @@ def _matmul(card: Card, multiply: Multiplier, name: str, m: int, n: int, k: int,
     )
 
 
-def _weight(card: Card, n: int, k: int, bits: int) -> Matrix | quantised.QuantisedMatrix:
+def _weight(card: Card, n: int, k: int, bits: int) -> DenseMatrix | quantised.QuantizedMatrix:
     if not bits:
-        return Matrix(card.noise(n, k, scale=k**-0.5))
+        return DenseMatrix(card.noise(n, k, scale=k**-0.5))
     rng = np.random.default_rng()
     scale = (rng.uniform(0.5, 1.5, (n, k // 32)) * 2**-bits * k**-0.5).astype(np.float32)
     codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
-    return quantised.pack([Affine(codes, scale, -scale * 2 ** (bits - 1), bits)], None, card.device, card.dtype)
+    return quantised.pack_quantized(
+        [Affine(codes, scale, -scale * 2 ** (bits - 1), bits)], None, card.device, card.dtype
+    )
 
 
-def _copy(matrix: Matrix | quantised.QuantisedMatrix) -> Matrix | quantised.QuantisedMatrix:
-    if isinstance(matrix, Matrix):
-        return Matrix(matrix.weight.clone())
-    return quantised.QuantisedMatrix(matrix.codes.clone(), matrix.affine.clone(), matrix.bits)
+def _copy(matrix: DenseMatrix | quantised.QuantizedMatrix) -> DenseMatrix | quantised.QuantizedMatrix:
+    if isinstance(matrix, DenseMatrix):
+        return DenseMatrix(matrix.weight.clone())
+    return quantised.QuantizedMatrix(matrix.codes.clone(), matrix.affine.clone(), matrix.bits)
 
 
-def _tensors(matrix: Matrix | quantised.QuantisedMatrix) -> list[Tensor]:
-    return [matrix.weight] if isinstance(matrix, Matrix) else [matrix.codes, matrix.affine]
+def _tensors(matrix: DenseMatrix | quantised.QuantizedMatrix) -> list[Tensor]:
+    return [matrix.weight] if isinstance(matrix, DenseMatrix) else [matrix.codes, matrix.affine]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -379,15 +392,21 @@ def _draws(card: Card) -> Iterator[Case]:
         for slot in range(n_rows):
             table.set(slot, SamplerRow(seed=slot * 77, **how))
         table.upload()
-        slots, out, other = card.ints(range(n_rows)), Drawn.empty(n_rows, card.device), Drawn.empty(n_rows, card.device)
+        slots, out, other = (
+            card.ints(range(n_rows)),
+            SampledBatch.empty(n_rows, card.device),
+            SampledBatch.empty(n_rows, card.device),
+        )
 
-        def want(logits: Tensor = logits, table: Any = table, slots: Tensor = slots, other: Drawn = other) -> Tensor:
-            draw_reference(logits, table, slots, slots, other)
+        def want(
+            logits: Tensor = logits, table: Any = table, slots: Tensor = slots, other: SampledBatch = other
+        ) -> Tensor:
+            sample_reference(logits, table, slots, slots, other)
             return other.token_ids
 
         yield Case(
             f"draw, {name}, {n_rows} rows",
-            lambda i, x=logits, t=table, s=slots, o=out: draw(x, t, s, s, o),
+            lambda i, x=logits, t=table, s=slots, o=out: sample_batch(x, t, s, s, o),
             lambda o=out: o.token_ids,
             want,
             logits.numel() * 4,

@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, Role
+from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
 Kind = Literal["emberline", "vllm", "sglang", "openai"]
 DEFAULT_MAX_RUNNING = 16  # where an engine does not say
@@ -16,7 +16,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     address: str  # "unix:/path/to.sock", "tcp:host:port"; of other people's servers "http(s)://host:port"
     token: str = ""  # the secret to join
-    role: Role = "both"
+    role: WorkerRole = "both"
     kind: Kind = "emberline"
     models: tuple[str, ...] = ()
     alone: bool = True  # it can compute prompts; where not, it draws tokens beside a prefill endpoint only

@@ -19,7 +19,7 @@ from emberline.kv.transfer.manager import TransferManager
 from emberline.kv.transfer.mooncake import Engine
 from emberline.kv.transfer.transport import TransportClosed
 from emberline.protocol.errors import BadInput, EmberlineError
-from emberline.protocol.frames import Role
+from emberline.protocol.frames import WorkerRole
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame names its own limit
@@ -33,7 +33,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
     parser.add_argument("--name", default="", help="the model's name, as clients call it")
     parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")
-    parser.add_argument("--role", choices=get_args(Role), default="both", help="prompts, replies or both")
+    parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="prompts, replies or both")
     parser.add_argument("--cores", type=cores, metavar="N,N", help="the only cores to run on")
     parser.add_argument(
         "--nice", type=lambda text: os.nice(int(text)), metavar="N", help="give way to others by so much"

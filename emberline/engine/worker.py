@@ -65,7 +65,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
     import torch  # takes a second or more: not for a start that fails
 
-    from emberline.models import begin
+    from emberline.models.registry import begin_loading
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _set_defaults(args, device)
@@ -73,7 +73,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         from emberline.engine.gpu.engine import load_attention
 
         load_attention(device)
-    model, weights = begin(checkpoint, device, args.deterministic, args.threads, ahead)
+    model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead)
     if model.backend == "native":
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
     elif args.threads is not None:

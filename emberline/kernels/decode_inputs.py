@@ -14,10 +14,10 @@ from torch import Tensor
 
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
-FOLLOWS = -1  # in place of a token id: the token that the slot drew last
+LAST_SAMPLED = -1  # in place of a token id: the token that the slot drew last
 PADDING = -1
-NONE = -1  # in place of a block: the row stays inside its last one
-HEAD_ROWS = 3  # of a packet, before what each group has
+NO_BLOCK = -1  # in place of a block: the row stays inside its last one
+HEADER_ROWS = 3  # of a packet, before what each group has
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ def prepare(packet: Tensor, state: SlotState, to: DecodeInputs) -> None:
     to.positions[:rows] = packet[1].clamp(min=0)
     to.context_lens[:rows] = packet[1] + 1
     slots, tokens = packet[0].long(), packet[2]
-    to.token_ids[:rows] = torch.where(real, torch.where(tokens == FOLLOWS, state.last_tokens[slots], tokens), 0)
+    to.token_ids[:rows] = torch.where(real, torch.where(tokens == LAST_SAMPLED, state.last_tokens[slots], tokens), 0)
     for g in range(groups):
-        blocks, passed, table = packet[HEAD_ROWS + g], packet[HEAD_ROWS + groups + g], state.tables[g]
-        appends, passes = real & (blocks != NONE), real & (passed > 0)
+        blocks, passed, table = packet[HEADER_ROWS + g], packet[HEADER_ROWS + groups + g], state.tables[g]
+        appends, passes = real & (blocks != NO_BLOCK), real & (passed > 0)
         table[slots[appends], packet[1, appends].long() // BLOCK_TOKENS] = blocks[appends]
         table[slots[passes], passed[passes].long() - 1] = 0
         to.tables[g, :rows] = torch.where(real[:, None], table[slots], 0)

@@ -44,13 +44,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: in
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TorchMatrix:
     weight: Tensor  # [rows, cols]
     bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class TorchStepContext:
     step: Any
     kv: list[Tensor]
     ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per group: [tokens, head_dim / 2]
@@ -70,34 +70,38 @@ class TorchBackend:
 
     def matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
-    ) -> Matrix:
+    ) -> TorchMatrix:
         stacked = torch.cat([w.tensor(self.dtype, self.device) for w in weights])
-        return Matrix(stacked, None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias]))
+        return TorchMatrix(
+            stacked, None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
+        )
 
     def vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
+    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStepContext:
         tables = []
         for rope in ropes:
             angles = torch.outer(step.positions.float(), rope.inverse_frequencies.to(self.device))
             tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
-        return Context(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
+        return TorchStepContext(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
 
-    def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
+    def rows(self, matrix: TorchMatrix, ids: Tensor, factor: float) -> Tensor:
         return matrix.weight[ids.long()] * factor
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: TorchStepContext) -> None:
         for layer in layers:
             qkv = self.linear(x, layer.qkv, layer.norm, layer.eps)
             attended = self.attention(qkv, layer.attention, context)
             self.linear_add(attended, layer.output, x, layer.post_norm, layer.eps)
             self.mlp(layer.mlp, x)
 
-    def linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
+    def linear(self, x: Tensor, matrix: TorchMatrix, norm: Tensor, eps: float) -> Tensor:
         return self._multiply(rms_norm(x, norm, eps), matrix)
 
-    def linear_add(self, x: Tensor, matrix: Matrix, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+    def linear_add(
+        self, x: Tensor, matrix: TorchMatrix, residual: Tensor, post_norm: Tensor | None, eps: float
+    ) -> None:
         out = self._multiply(x, matrix)
         residual += out if post_norm is None else rms_norm(out, post_norm, eps)
 
@@ -105,7 +109,7 @@ class TorchBackend:
         gate, up = self._multiply(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up).chunk(2, dim=-1)
         self.linear_add(activate(mlp.activation, gate) * up, mlp.down, residual, mlp.post_norm, mlp.eps)
 
-    def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, context: TorchStepContext) -> Tensor:
         at, tokens = attention, qkv.shape[0]
         q, k, v = torch.split(qkv.view(tokens, -1, at.head_dim), [at.heads, at.kv_heads, at.kv_heads], dim=1)
         if at.q_norm is not None and at.k_norm is not None:
@@ -127,7 +131,7 @@ class TorchBackend:
                 out[t : t + n] = attend(q[t : t + n], keys[:seen], values[:seen], at.scale, seen - n, at.window)
         return out.view(tokens, -1)
 
-    def _multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def _multiply(self, x: Tensor, matrix: TorchMatrix) -> Tensor:
         if not self._row_by_row:
             return F.linear(x, matrix.weight, matrix.bias)
         out = x.new_empty(len(x), matrix.weight.shape[0])

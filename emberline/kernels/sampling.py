@@ -63,14 +63,14 @@ def sample(logits: Tensor, rows: list[SamplerRow]) -> list[Sampled]:
     logprobs = {r: host[r].log_softmax(0) for r, row in enumerate(rows) if row.logprobs is not None}
     table = host.numpy()
     for row, numbers in zip(rows, table, strict=True):
-        adjust(numbers, row)
+        apply_penalties(numbers, row)
     sampled = [Sampled(int(token_id)) for token_id in _choose(table, rows)]
     for r, distribution in logprobs.items():
         _attach_logprobs(sampled[r], distribution, rows[r].logprobs or 0)
     return sampled
 
 
-def adjust(logits: NDArray[np.float32], row: SamplerRow) -> None:
+def apply_penalties(logits: NDArray[np.float32], row: SamplerRow) -> None:
     """Penalties, bias and bans, in place. Repetition looks at prompt and output; the others at the output alone."""
     if row.penalised:
         empty = np.empty(0, np.uint32)
@@ -87,7 +87,7 @@ def adjust(logits: NDArray[np.float32], row: SamplerRow) -> None:
         logits[list(row.banned)] = -np.inf
 
 
-def forbid(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
+def apply_mask(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
     """-inf for every token whose bit is not set, those beyond the bits included."""
     bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)].view(bool)
     logits[: len(bits)][~bits] = -np.inf
@@ -137,7 +137,7 @@ def _choose(logits: NDArray[np.float32], rows: list[SamplerRow]) -> NDArray[np.i
     if lib is None:
         for numbers, row in zip(logits, rows, strict=True):
             if row.allowed is not None:
-                forbid(numbers, row.allowed)
+                apply_mask(numbers, row.allowed)
         return np.array([choose_reference(numbers, row) for numbers, row in zip(logits, rows, strict=True)])
     ids = np.empty(len(rows), np.int64)
     choices = (_Choice * len(rows))(*map(_choice, rows))

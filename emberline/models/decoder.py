@@ -24,7 +24,7 @@ class StepInputs:
     shape: Any = None  # kernels.gpu.step.StepShape: what the host knows, so that a backend need not ask the device
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint, as far as a model looks into it. See `emberline.weights.checkpoint.Checkpoint`."""
 
     @property
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTable:
+class LayerTensorNames:
     """Which tensors of a checkpoint make up a layer; names are relative to `blk.N.`."""
 
     norm: str = "attn_norm"
@@ -53,7 +53,7 @@ class LayerTable:
 class Decoder:
     """Weights in the backend's form, and the forward pass over them."""
 
-    def __init__(self, source: Source, backend: Backend, table: LayerTable) -> None:
+    def __init__(self, source: CheckpointSource, backend: Backend, table: LayerTensorNames) -> None:
         config = source.config
         self.config = config
         self._backend = backend
@@ -88,7 +88,7 @@ class Decoder:
     def device(self) -> str:
         return self._backend.device
 
-    def _layer(self, source: Source, table: LayerTable, n: int) -> Layer:
+    def _layer(self, source: CheckpointSource, table: LayerTensorNames, n: int) -> Layer:
         config, backend = self.config, self._backend
 
         def weights(names: tuple[str, ...], kind: str = "weight") -> list[WeightSource]:
@@ -167,4 +167,4 @@ def _rope(config: Any, group: KVGroup, device: str) -> Rope:
     return Rope(frequencies.float().to(device), 1.0 if local else config.rope_scale)
 
 
-Architecture = Callable[[Source, Backend], Decoder]
+Architecture = Callable[[CheckpointSource, Backend], Decoder]

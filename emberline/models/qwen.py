@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5 add biases to q, k and v; Qwen 3 drops them and norms each head of q and k."""
 
-from emberline.models.decoder import LayerTable
+from emberline.models.decoder import LayerTensorNames
 
-QWEN2 = LayerTable(qkv_bias=True)
-QWEN3 = LayerTable(q_norm="attn_q_norm", k_norm="attn_k_norm")
+QWEN2 = LayerTensorNames(qkv_bias=True)
+QWEN3 = LayerTensorNames(q_norm="attn_q_norm", k_norm="attn_k_norm")

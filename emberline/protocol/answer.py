@@ -8,38 +8,38 @@ from emberline.protocol.events import TextLogprob, Usage
 from emberline.protocol.request import ToolCall
 
 
-class Said(msgspec.Struct, tag="said"):
+class TextPart(msgspec.Struct, tag="said"):
     text: str
 
 
-class Thought(msgspec.Struct, tag="thought"):
+class ReasoningPart(msgspec.Struct, tag="thought"):
     text: str
 
 
-class Called(ToolCall, frozen=True, tag="called"):
+class ToolCallPart(ToolCall, frozen=True, tag="called"):
     """A call that the model made; tagged, so that it can be told from text when it is read back."""
 
 
-Part = Said | Thought | Called
+AnswerPart = TextPart | ReasoningPart | ToolCallPart
 
 
 class AnswerChoice(msgspec.Struct, omit_defaults=True):
-    parts: list[Part] = []  # in the order in which the model wrote them; none is empty text
+    parts: list[AnswerPart] = []  # in the order in which the model wrote them; none is empty text
     logprobs: list[TextLogprob] = []
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     stop_sequence: str | None = None
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Said))
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return [ToolCall(part.id, part.name, part.arguments) for part in self.parts if isinstance(part, Called)]
+        return [ToolCall(part.id, part.name, part.arguments) for part in self.parts if isinstance(part, ToolCallPart)]
 
 
 class Answer(msgspec.Struct):
@@ -52,7 +52,7 @@ MAX_HISTORY_BYTES = 32 << 20  # of one conversation
 _ROW_BYTES = 256  # what a row takes beside its texts, roughly
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One response. `input` is the JSON list of the items its turn brought, `body` the JSON of its answer."""
 
     id: str

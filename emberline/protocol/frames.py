@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
 
-Role = Literal["prefill", "decode", "both"]
+WorkerRole = Literal["prefill", "decode", "both"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     backend: str = ""
     max_running: int = 0
-    role: Role = "both"
+    role: WorkerRole = "both"
     transfers: tuple[str, ...] = ()  # ways in which others may push KV to it, best first
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Priority(IntEnum):
@@ -44,7 +44,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    role: Role
+    role: MessageRole
     content: str
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()

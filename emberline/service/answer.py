@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from emberline.protocol.answer import Answer, AnswerChoice, Called, Part, Said, Thought
+from emberline.protocol.answer import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.errors import Internal
 from emberline.protocol.events import (
     ChoiceDone,
@@ -24,15 +24,15 @@ class Draft:
     def __init__(self) -> None:
         self._done = ChoiceDone(0, "stop")
         self._logprobs: list[TextLogprob] = []
-        self._parts: list[tuple[type[Said | Thought] | ToolCallStarted, list[str]]] = []
+        self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted, list[str]]] = []
         self._arguments: dict[int, list[str]] = {}
 
     def add(self, event: TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone) -> None:
         if isinstance(event, TextDelta):
-            self._say(Said, event.text)
+            self._say(TextPart, event.text)
             self._logprobs += event.logprobs or ()
         elif isinstance(event, ReasoningDelta):
-            self._say(Thought, event.text)
+            self._say(ReasoningPart, event.text)
         elif isinstance(event, ToolCallDelta):
             self._arguments[event.call].append(event.arguments)
         elif isinstance(event, ToolCallStarted):
@@ -42,13 +42,13 @@ class Draft:
             self._done = event
 
     def choice(self) -> AnswerChoice:
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         for kind, pieces in self._parts:
             text = "".join(pieces)
-            parts.append(Called(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
+            parts.append(ToolCallPart(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
         return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence)
 
-    def _say(self, kind: type[Said | Thought], text: str) -> None:
+    def _say(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
         if not text:
             return
         if not self._parts or self._parts[-1][0] is not kind:

@@ -3,7 +3,7 @@
 import msgspec
 
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.service.core import Settlement
@@ -30,7 +30,7 @@ class Settle(msgspec.Struct, tag="settle"):
 
 class Keep(msgspec.Struct, tag="keep"):
     seq: int
-    record: Record
+    record: StoredResponse
 
 
 class Recall(msgspec.Struct, tag="recall"):
@@ -85,7 +85,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     route: Route | None = None
     health: Health | None = None
     metrics: bytes = b""
-    records: list[Record] = []
+    records: list[StoredResponse] = []
     done: bool = False  # of keep and forget
 
 

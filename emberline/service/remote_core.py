@@ -12,7 +12,7 @@ from emberline.balancer.connection import Link, dial, retry_delays
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.service.core import Settlement
 from emberline.service.core_protocol import (
@@ -144,10 +144,10 @@ class RemoteResponses:
     def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[Answer]]) -> None:
         self._call = call
 
-    async def keep(self, record: Record) -> bool:
+    async def keep(self, record: StoredResponse) -> bool:
         return (await self._call(lambda seq: Keep(seq, record))).done
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         return (await self._call(lambda seq: Recall(seq, account, response_id, whole))).records
 
     async def forget(self, account: str, response_id: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.protocol.answer import MAX_HISTORY_BYTES, Record
+from emberline.protocol.answer import MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import EmberlineError, TooLarge
 from emberline.store import Database
 
@@ -28,10 +28,10 @@ log = logging.getLogger("emberline.responses")
 
 
 class ResponseStore(Protocol):
-    async def keep(self, record: Record) -> bool:
+    async def keep(self, record: StoredResponse) -> bool:
         """Return once the record is durable. False: its parent is gone, and nothing was kept."""
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         """The response, and with `whole` before it all that it continues, oldest first. Empty: there is none."""
 
     async def forget(self, account: str, response_id: str) -> bool:
@@ -87,7 +87,7 @@ class Responses:
             self._tidying.cancel()
             await asyncio.gather(self._tidying, return_exceptions=True)
 
-    async def keep(self, record: Record) -> bool:
+    async def keep(self, record: StoredResponse) -> bool:
         own = (record.id, record.account, record.parent, record.depth, record.created_us, record.input, record.body)
         bounds = (record.created_us + self._retention_us, record.n_bytes)
         parent = (int(record.parent is not None), record.parent, record.account)
@@ -98,7 +98,7 @@ class Responses:
             self._full.set()
         return True
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         wanted = (response_id, account, _now_us())
         if not whole:
             rows = await self._store.read(_ONE, wanted)
@@ -110,7 +110,7 @@ class Responses:
                     param="previous_response_id",
                 )
             rows = await self._store.read(_WALK_ROWS, wanted)
-        return [msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), Record) for row in rows]
+        return [msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), StoredResponse) for row in rows]
 
     async def forget(self, account: str, response_id: str) -> bool:
         if not await self._store.write(_HIDE, (response_id, account, _now_us())):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from emberline.protocol.frames import Role
+from emberline.protocol.frames import WorkerRole
 from emberline.simulator.coefficients import Chunking, Coefficients
 from emberline.simulator.job import Job, Seq
 from emberline.simulator.router import Router
@@ -19,7 +19,7 @@ class Fleet:
 
     def __init__(
         self,
-        roles: Sequence[Role],
+        roles: Sequence[WorkerRole],
         model: Coefficients,
         chunking: Chunking,
         clock: Clock,
@@ -36,7 +36,7 @@ class Fleet:
         self.workers = [self._worker(n, role, chunking, block_tokens) for n, role in enumerate(roles)]
         self._by_name = {worker.name: worker for worker in self.workers}
 
-    def _worker(self, number: int, role: Role, chunking: Chunking, block_tokens: int) -> Worker:
+    def _worker(self, number: int, role: WorkerRole, chunking: Chunking, block_tokens: int) -> Worker:
         def changed(stored: bool, segment: int, start: int, end: int) -> None:
             for router in self.routers:
                 router.cached(self.workers[number], stored, segment, start, end)

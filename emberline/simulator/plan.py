@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from emberline.balancer.cost_model import Settings
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import Role
+from emberline.protocol.frames import WorkerRole
 from emberline.simulator.coefficients import Chunking, Coefficients, Timed
 from emberline.simulator.transfer import Wire
 
@@ -50,8 +50,8 @@ class Plan:
             raise BadInput("several cores are modelled for our own policies", param="cores")
 
     @property
-    def roles(self) -> list[Role]:
-        numbers: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
+    def roles(self) -> list[WorkerRole]:
+        numbers: list[tuple[WorkerRole, int]] = [("prefill", self.prefill), ("decode", self.decode)]
         if not self.prefill:
             numbers = [("both", self.workers)]
         return [role for role, n in numbers for _ in range(n)]

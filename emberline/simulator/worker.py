@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.frames import EngineLoad, Role
+from emberline.protocol.frames import EngineLoad, WorkerRole
 from emberline.simulator.coefficients import Chunking, Coefficients
 from emberline.simulator.job import Job, Seq
 from emberline.simulator.kv_memory import Cache, Changed
@@ -38,7 +38,7 @@ class Worker:
         clock: Clock,
         listener: Listener,
         block_tokens: int,
-        role: Role = "both",
+        role: WorkerRole = "both",
         kv_changed: Changed | None = None,
     ) -> None:
         assert model.context_len <= model.kv_tokens, "a lone sequence must be able to reach the end of its context"

@@ -18,7 +18,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.config import EndpointConfig, EngineConfig
 from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
-from emberline.protocol.frames import Role
+from emberline.protocol.frames import WorkerRole
 from emberline.supervisor import machine
 from emberline.supervisor.process import Child, ChildSpec
 
@@ -39,7 +39,7 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None  # the one it may see
     kv_bytes: int  # 0: the worker decides, from its GPU's free memory
     threads: int  # 0: the worker decides
-    role: Role = "both"
+    role: WorkerRole = "both"
     cores: tuple[int, ...] = ()  # the only ones it may run on; empty: any
 
 
@@ -72,19 +72,19 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
     ]
 
 
-def _roles(config: EngineConfig, n_gpus: int) -> list[Role]:
+def _roles(config: EngineConfig, n_gpus: int) -> list[WorkerRole]:
     if bool(config.prefill) != bool(config.decode):
         raise BadInput("prompts and replies apart need workers for both: give --prefill N and --decode M")
     if not config.prefill:
         return ["both"] * (config.replicas or max(1, n_gpus))
     if config.replicas:
         raise BadInput("--replicas is for workers that do both; with --prefill and --decode leave it out")
-    prefill: Role = "prefill"
-    decode: Role = "decode"
+    prefill: WorkerRole = "prefill"
+    decode: WorkerRole = "decode"
     return [prefill] * config.prefill + [decode] * config.decode
 
 
-def _labelled(roles: Sequence[Role], first: int) -> list[tuple[Role, str]]:
+def _labelled(roles: Sequence[WorkerRole], first: int) -> list[tuple[WorkerRole, str]]:
     """What tells a model's workers apart: their number, of those of a role."""
     labels = []
     for place, role in enumerate(roles):

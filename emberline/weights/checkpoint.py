@@ -1,31 +1,32 @@
-"""A model on disk, whatever its format: its description and its weights under canonical names."""
+"""Opening a checkpoint of any supported format: its configuration, its weights and a fingerprint of both."""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from emberline.weights import tensors as names
+from emberline.weights.gguf import read_gguf
+from emberline.weights.hf_checkpoint import read_folder
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
-from emberline.weights.tensors import Weight
+from emberline.weights.tensors import CheckpointFiles, Weight
 
-_SAMPLE_BYTES = 256  # read at the start, middle and end of every tensor
+_SAMPLE_BYTES = 256  # hashed at the start, middle and end of every tensor
 
 
 class Checkpoint:
-    """Weights stay in the mapped file until asked for. What they mean is the same for every format:
+    """A model on disk. Weights stay in the memory-mapped file until they are requested.
 
-    names are GGUF's, shapes [out, in]; rope pairs dimension i with i + head_dim / 2; norms multiply as they are.
+    Conventions are the same for every format: tensor names are GGUF's, shapes are [out, in], RoPE pairs dimension i
+    with i + head_dim / 2, and norm weights multiply as stored.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight], close: Callable[[], None]) -> None:
-        names.check(config, weights)
-        self.config = config
-        self.fingerprint = _fingerprint(config, weights)
-        self._weights = weights
-        self._close = close
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.config: ModelConfig = files.config
+        self.fingerprint = _fingerprint(files.config, files.weights)
+        self._weights = files.weights
+        self._close = files.close
 
     @property
     def names(self) -> Iterable[str]:
@@ -38,56 +39,53 @@ class Checkpoint:
         return self._weights[name]
 
     def close(self) -> None:
-        """Forgets the weights; a file is unmapped when the last view of it is gone."""
+        """Drop the weights; a file is unmapped when the last view of it is released."""
         self._weights = {}
         self._close()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, or a Hugging Face folder with config.json and safetensors; else BadCheckpoint."""
-    from emberline.weights.gguf_checkpoint import open_gguf
-    from emberline.weights.hf_checkpoint import open_folder
-
+    """Open a GGUF file, or a Hugging Face folder with config.json and safetensors; raises BadCheckpoint."""
     path = Path(path)
     try:
-        return open_folder(path) if path.is_dir() else open_gguf(path)
+        return Checkpoint(read_folder(path) if path.is_dir() else read_gguf(path))
     except OSError as error:
         raise BadCheckpoint(f"{path.name}: {error.strerror or error}") from None
 
 
 def _fingerprint(config: ModelConfig, weights: dict[str, Weight]) -> str:
-    """Identifies the content, cheaply: the description, every tensor's form, and samples of its bytes."""
+    """Identify the content by the configuration, and each tensor's type, shape and samples of its bytes."""
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=16)
-    _announce(weights)
+    _prefetch_samples(weights)
     for name in sorted(weights):
         weight = weights[name]
         digest.update(f"{name} {weight.kind} {weight.shape}".encode())
         raw = weight.raw.reshape(-1)
-        for start in _samples(raw.nbytes):
+        for start in _sample_offsets(raw.nbytes):
             digest.update(raw[start : start + _SAMPLE_BYTES].tobytes())
     return digest.hexdigest()
 
 
-def _samples(n_bytes: int) -> tuple[int, int, int]:
+def _sample_offsets(n_bytes: int) -> tuple[int, int, int]:
     return 0, n_bytes // 2, max(0, n_bytes - _SAMPLE_BYTES)
 
 
-def _announce(weights: dict[str, Weight]) -> None:
-    """Have all samples read at once: one after the other, a cold drive takes a second for them."""
+def _prefetch_samples(weights: dict[str, Weight]) -> None:
+    """Ask the kernel for all samples at once: read one after the other, they take a cold drive a second."""
     if not hasattr(os, "posix_fadvise"):
         return
     opened: dict[Path, int] = {}
     try:
         for weight in weights.values():
-            if weight.place is None:
+            if weight.location is None:
                 continue
-            path, offset = weight.place
+            path, offset = weight.location
             if path not in opened:
                 opened[path] = os.open(path, os.O_RDONLY)
-            for start in _samples(weight.raw.nbytes):
+            for start in _sample_offsets(weight.raw.nbytes):
                 os.posix_fadvise(opened[path], offset + start, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
     except OSError:
-        return  # they are read all the same
+        return  # only a hint: the samples are read anyway
     finally:
         for descriptor in opened.values():
             os.close(descriptor)

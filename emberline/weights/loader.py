@@ -25,20 +25,20 @@ _ALIGNED = 4096  # what reads past the page cache begin and end at
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     path: Path
     offset: int
     mapped: int  # address of the same bytes in the mapped file
     target: Tensor  # uint8, contiguous
 
 
-class Loader:
+class WeightLoader:
     """Notes what goes where; then reads it all, once, in the order of the files."""
 
     def __init__(self, device: torch.device | str, ahead: ReadAhead | None = None) -> None:
         self._device = torch.device(device)
         self._ahead = ahead
-        self._pieces: list[Piece] = []
+        self._pieces: list[FilePiece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._reading: list[Future[None]] = []
@@ -48,7 +48,7 @@ class Loader:
     def fill(self, weight: Weight, target: Tensor) -> None:
         """The weight's numbers belong into `target`, which must not be read before `finish`."""
         as_is = _DTYPES.get(weight.kind) == target.dtype and weight.order is None and not weight.shift
-        if not as_is or weight.place is None or not target.is_contiguous():
+        if not as_is or weight.location is None or not target.is_contiguous():
             self._conversions.append((weight, target))
             return
         assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit"
@@ -56,7 +56,7 @@ class Loader:
         for start in range(0, flat.numel(), PIECE_BYTES):
             piece = flat[start : start + PIECE_BYTES]
             mapped = weight.raw.ctypes.data + start
-            self._pieces.append(Piece(weight.place.path, weight.place.offset + start, mapped, piece))
+            self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
 
     def start(self) -> None:
         """Begin to read everything that was noted, on threads."""
@@ -110,7 +110,7 @@ class _Reader:
         self._files: dict[Path, _File] = {}
         self._turn = 0
 
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: FilePiece) -> None:
         self._turn ^= 1
         buffer = self._buffers[self._turn]
         if self._copied[self._turn] is not None:
@@ -190,10 +190,10 @@ class _File:
             os.close(self._direct)
 
 
-class Deferred:
+class DeferredCheckpoint:
     """A checkpoint whose weights are read by a loader, after the model was built around their places."""
 
-    def __init__(self, source: Any, loader: Loader) -> None:
+    def __init__(self, source: Any, loader: WeightLoader) -> None:
         self.config = source.config
         self._source = source
         self._loader = loader
@@ -206,7 +206,7 @@ class Deferred:
 
 
 class DeferredWeight:
-    def __init__(self, weight: Weight, loader: Loader) -> None:
+    def __init__(self, weight: Weight, loader: WeightLoader) -> None:
         self._weight = weight
         self._loader = loader
         self.shape = weight.shape

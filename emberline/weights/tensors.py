@@ -1,6 +1,10 @@
-"""One weight of a checkpoint: bytes in the file until somebody asks for numbers."""
+"""One weight of a checkpoint: its block format on disk, and its conversion to numbers.
 
-from collections.abc import Iterator
+Every quantized format is read as `w = scale * code + offset` over small groups, exactly: a code has at most 8 bits and
+a scale at most 18, so the product fits float32's mantissa and only the final sum rounds, as in the reference.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,18 +13,142 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
-from emberline.weights.quantization import FORMATS, Bytes, Floats, floats
 
 if TYPE_CHECKING:
     import torch
 
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Shape = tuple[int, ...]
+
 GROUP = 32  # weights that share a scale and an offset in the affine form
-_CHUNK_WEIGHTS = 1 << 24  # float32 numbers held at once while a quantised weight becomes another dtype
+_CHUNK_WEIGHTS = 1 << 24  # float32 numbers held at once while a quantized weight is converted to another dtype
+
+# --- block formats ----------------------------------------------------------------------------------------------------
+
+
+class AffineBlocks(NamedTuple):
+    """Blocks in affine form: codes [n, block], scale and offset [n, block / group]."""
+
+    codes: Bytes
+    scale: Floats
+    offset: Floats
+
+
+class BlockFormat(NamedTuple):
+    block: int  # weights in a block
+    block_bytes: int
+    unpack: Callable[[Bytes], AffineBlocks] | None = None  # None for the float formats
+    bits: int = 0  # of a code, rounded up to 4 or 8; 0 for the float formats
+    group: int = 0  # weights that share a scale
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)  # [n, 1]
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """[..., k] bytes -> [..., 2k] codes: all low halves, then all high halves."""
+    k = packed.shape[-1]
+    codes = np.empty((*packed.shape[:-1], 2 * k), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[..., :k])
+    np.right_shift(packed, 4, out=codes[..., k:])
+    return codes
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """[n, 4] bytes of bits, lowest first -> [n, 32] of 0 or 16."""
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q4_0(blocks: Bytes) -> AffineBlocks:
+    d = _half(blocks, 0)
+    return AffineBlocks(_nibbles(blocks[:, 2:]), d, d * -8)
+
+
+def _q4_1(blocks: Bytes) -> AffineBlocks:
+    return AffineBlocks(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Bytes) -> AffineBlocks:
+    d = _half(blocks, 0)
+    return AffineBlocks(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), d, d * -16)
+
+
+def _q5_1(blocks: Bytes) -> AffineBlocks:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return AffineBlocks(codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Bytes) -> AffineBlocks:
+    d = _half(blocks, 0)
+    return AffineBlocks(blocks[:, 2:] ^ np.uint8(128), d, d * -128)  # flipping the top bit: two's complement + 128
+
+
+def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """The 12 bytes of 6-bit scales and minima that Q4_K and Q5_K share, times their half-precision factors."""
+    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([low & 63, (mixed & 15) | (low >> 6 << 4)], axis=1)
+    minimum = np.concatenate([high & 63, (mixed >> 4) | (high >> 6 << 4)], axis=1)
+    return _half(blocks, 0) * scale, _half(blocks, 2) * -minimum.astype(np.float32)
+
+
+def _q4_k(blocks: Bytes) -> AffineBlocks:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    return AffineBlocks(codes.reshape(-1, 256), *_k_scales(blocks))
+
+
+def _q5_k(blocks: Bytes) -> AffineBlocks:
+    codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    for group in range(8):  # bit g of the 32 high bytes belongs to group g
+        codes[:, group] |= (blocks[:, 16:48] >> group & 1) << 4
+    return AffineBlocks(codes.reshape(-1, 256), *_k_scales(blocks))
+
+
+def _q6_k(blocks: Bytes) -> AffineBlocks:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))  # [n, 2, 128]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]  # [n, 2, 4, 32]
+    codes = low | ((high & np.uint8(3)) << np.uint8(4)).reshape(low.shape)
+    scale = _half(blocks, 208) * blocks[:, 192:208].copy().view(np.int8)
+    return AffineBlocks(codes.reshape(-1, 256), scale, scale * -32)
+
+
+FORMATS: dict[str, BlockFormat] = {
+    "f32": BlockFormat(1, 4),
+    "f16": BlockFormat(1, 2),
+    "bf16": BlockFormat(1, 2),
+    "q4_0": BlockFormat(32, 18, _q4_0, 4, 32),
+    "q4_1": BlockFormat(32, 20, _q4_1, 4, 32),
+    "q5_0": BlockFormat(32, 22, _q5_0, 8, 32),
+    "q5_1": BlockFormat(32, 24, _q5_1, 8, 32),
+    "q8_0": BlockFormat(32, 34, _q8_0, 8, 32),
+    "q4_k": BlockFormat(256, 144, _q4_k, 4, 32),
+    "q5_k": BlockFormat(256, 176, _q5_k, 8, 32),
+    "q6_k": BlockFormat(256, 210, _q6_k, 8, 16),
+}
+
+
+def dequantize(kind: str, rows: Bytes) -> Floats:
+    """Rows of bytes in format `kind` as float32 [rows, cols]."""
+    fmt = FORMATS[kind]
+    if fmt.unpack is not None:
+        codes, scale, offset = fmt.unpack(rows.reshape(-1, fmt.block_bytes))
+        out = codes.reshape(*scale.shape, -1).astype(np.float32)  # [n, groups, group]
+        out *= scale[..., None]
+        out += offset[..., None]
+        return out.reshape(len(rows), -1)
+    rows = np.ascontiguousarray(rows)
+    if kind == "bf16":
+        return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return rows.view("<f4" if kind == "f32" else "<f2").astype(np.float32)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`w = scale * code + offset`, scale and offset shared by GROUP neighbours of a row."""
+    """`w = scale * code + offset`, with scale and offset shared by GROUP neighbors of a row."""
 
     codes: Bytes  # [rows, cols]; 0..15 when bits == 4, else 0..255
     scale: Floats  # [rows, cols / GROUP]
@@ -32,8 +160,8 @@ class Affine:
         return (grouped * self.scale[..., None] + self.offset[..., None]).reshape(self.codes.shape)
 
 
-class Place(NamedTuple):
-    """Where a weight's bytes lie."""
+class FileLocation(NamedTuple):
+    """Where a weight's bytes begin on disk."""
 
     path: Path
     offset: int
@@ -42,42 +170,42 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Weight:
     name: str
-    shape: tuple[int, ...]  # (rows, cols) or (n,)
-    kind: str  # a key of quants.FORMATS
+    shape: Shape  # (rows, cols) or (n,)
+    kind: str  # a key of FORMATS
     raw: Bytes  # [rows, row_bytes], a view of the mapped file; a vector is n rows of one number
     order: NDArray[np.intp] | None = None  # row i of the weight is row order[i] of the file
     shift: float = 0.0  # added to every number (Hugging Face's Gemma stores norms minus one)
-    place: Place | None = None  # of `raw`, for those who read the file themselves
+    location: FileLocation | None = None  # of `raw`, for a loader that reads the file itself
 
     def _rows(self, start: int = 0, stop: int | None = None) -> Bytes:
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
 
     def dense(self) -> Floats:
         """The numbers as float32."""
-        out = floats(self.kind, self._rows()).reshape(self.shape)
+        out = dequantize(self.kind, self._rows()).reshape(self.shape)
         return out + np.float32(self.shift) if self.shift else out
 
     def affine(self) -> Affine | None:
-        """The group-32 affine form: exact, but for Q6_K, whose groups of 16 are requantised to 8 bits.
+        """The group-32 affine form, or None for float formats and vectors.
 
-        None where there is no such form: the float kinds.
+        Exact, except for Q6_K, whose groups of 16 are requantized to 8 bits.
         """
         fmt = FORMATS[self.kind]
         if fmt.unpack is None or len(self.shape) != 2:
             return None
         if fmt.group != GROUP:
-            return _requantise(self.dense())
+            return _requantize(self.dense())
         rows, cols = self.shape
         codes, scale, offset = fmt.unpack(self._rows().reshape(-1, fmt.block_bytes))
         groups = (rows, cols // GROUP)
         return Affine(codes.reshape(rows, cols), scale.reshape(groups), offset.reshape(groups), fmt.bits)
 
     def into(self, target: "torch.Tensor") -> None:
-        """The numbers to where they are wanted, in that tensor's type."""
+        """Copy the numbers into `target`, converted to its dtype."""
         target.copy_(self.tensor(target.dtype, "cpu"))
 
     def tensor(self, dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> "torch.Tensor":
-        """The numbers as a torch tensor; half precision is not detoured through float32."""
+        """The numbers as a torch tensor; half precision is not converted through float32."""
         import torch
 
         same = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}.get(self.kind)
@@ -87,70 +215,70 @@ class Weight:
         out = torch.empty(self.shape, dtype=dtype, device=device)
         step = max(1, _CHUNK_WEIGHTS // max(1, int(np.prod(self.shape[1:]))))
         for start in range(0, self.shape[0], step):
-            part = floats(self.kind, self._rows(start, start + step)).reshape(-1, *self.shape[1:])
+            part = dequantize(self.kind, self._rows(start, start + step)).reshape(-1, *self.shape[1:])
             out[start : start + step] = torch.from_numpy(part + np.float32(self.shift))
         return out
 
 
-def _requantise(dense: Floats) -> Affine:
-    """Float32 [rows, cols] to 8 bits, each group of GROUP spanning its own least to greatest value."""
+def _requantize(dense: Floats) -> Affine:
+    """Float32 [rows, cols] to 8 bits, each group of GROUP spanning its own minimum to maximum."""
     rows, cols = dense.shape
     grouped = dense.reshape(rows, cols // GROUP, GROUP)
     low = grouped.min(axis=2)
     scale = (grouped.max(axis=2) - low) / np.float32(255)
     step = np.where(scale == 0, np.float32(1), scale)
-    with np.errstate(invalid="ignore"):  # a NaN in the file stays the model's problem, not a warning of ours
+    with np.errstate(invalid="ignore"):  # a NaN in the file shows in the model's output; it needs no warning here
         codes = np.rint((grouped - low[..., None]) / step[..., None]).astype(np.uint8)
     return Affine(codes.reshape(rows, cols), scale, low, 8)
 
 
-Shape = tuple[int, ...]
+class CheckpointFiles(NamedTuple):
+    """What a format's reader finds: the configuration, the weights by canonical name, and how to unmap the files."""
+
+    config: ModelConfig
+    weights: dict[str, Weight]
+    close: Callable[[], None]
 
 
-def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Every tensor a model of this description has, and its shape [out, in]."""
-    hidden = config.hidden_size
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Canonical name and shape [out, in] of every tensor that a model of this configuration has."""
+    hidden, q, kv = config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     yield "token_embd.weight", (config.vocab_size, hidden)
     yield "output_norm.weight", (hidden,)
     if not config.tie_embeddings:
         yield "output.weight", (config.vocab_size, hidden)
     for layer in range(config.n_layers):
-        for part, shape in _layer(config):
-            yield f"blk.{layer}.{part}", shape
+        prefix = f"blk.{layer}."
+        yield f"{prefix}attn_norm.weight", (hidden,)
+        for part, rows in ("attn_q", q), ("attn_k", kv), ("attn_v", kv):
+            yield f"{prefix}{part}.weight", (rows, hidden)
+            if config.qkv_bias:
+                yield f"{prefix}{part}.bias", (rows,)
+        yield f"{prefix}attn_output.weight", (hidden, q)
+        if config.qk_norm:
+            yield f"{prefix}attn_q_norm.weight", (config.head_dim,)
+            yield f"{prefix}attn_k_norm.weight", (config.head_dim,)
+        if config.post_norms:
+            yield f"{prefix}post_attention_norm.weight", (hidden,)
+            yield f"{prefix}post_ffw_norm.weight", (hidden,)
+        yield f"{prefix}ffn_norm.weight", (hidden,)
+        yield f"{prefix}ffn_gate.weight", (config.mlp_size, hidden)
+        yield f"{prefix}ffn_up.weight", (config.mlp_size, hidden)
+        yield f"{prefix}ffn_down.weight", (hidden, config.mlp_size)
 
 
-def _layer(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, q, kv = config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield "attn_norm.weight", (hidden,)
-    for part, rows in ("attn_q", q), ("attn_k", kv), ("attn_v", kv):
-        yield f"{part}.weight", (rows, hidden)
-        if config.qkv_bias:
-            yield f"{part}.bias", (rows,)
-    yield "attn_output.weight", (hidden, q)
-    if config.qk_norm:
-        yield "attn_q_norm.weight", (config.head_dim,)
-        yield "attn_k_norm.weight", (config.head_dim,)
-    if config.post_norms:
-        yield "post_attention_norm.weight", (hidden,)
-        yield "post_ffw_norm.weight", (hidden,)
-    yield "ffn_norm.weight", (hidden,)
-    yield "ffn_gate.weight", (config.mlp_size, hidden)
-    yield "ffn_up.weight", (config.mlp_size, hidden)
-    yield "ffn_down.weight", (hidden, config.mlp_size)
-
-
-def check(config: ModelConfig, found: dict[str, Weight]) -> None:
-    """Refuses a checkpoint with tensors missing, left over or of another shape: any would give wrong numbers."""
+def check_tensors(config: ModelConfig, found: dict[str, Weight]) -> None:
+    """Reject a checkpoint whose tensors are missing, unexpected or misshapen: any would give wrong results."""
     if 9 * config.n_layers > len(found):  # bounds the loop below before it starts
         raise BadCheckpoint(f"{len(found)} tensors cannot make {config.n_layers} layers")
     if config.n_heads % config.n_kv_heads:
         raise BadCheckpoint(f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads")
-    wanted = dict(shapes(config))
-    for name, shape in wanted.items():
+    expected = dict(expected_shapes(config))
+    for name, shape in expected.items():
         if name not in found:
             raise BadCheckpoint(f"tensor {name!r} is missing")
         if found[name].shape != shape:
-            raise BadCheckpoint(f"tensor {name!r} has shape {found[name].shape}, the model's description wants {shape}")
-    extra = [name for name in found if name not in wanted]
-    if extra:
-        raise BadCheckpoint(f"tensor {extra[0]!r} has no place in a {config.architecture} model")
+            raise BadCheckpoint(f"tensor {name!r} has shape {found[name].shape}, but the configuration implies {shape}")
+    unexpected = next((name for name in found if name not in expected), None)
+    if unexpected is not None:
+        raise BadCheckpoint(f"tensor {unexpected!r} has no place in a {config.architecture} model")

@@ -14,7 +14,7 @@ from emberline.api.http.asgi import ASGIApp
 from emberline.api.http.backend import Events
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
@@ -67,13 +67,13 @@ class MemoryResponses:
     """Responses kept in a dict, for tests of other things; what keeping means is tested on the real store."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, StoredResponse] = {}
 
-    async def keep(self, record: Record) -> bool:
+    async def keep(self, record: StoredResponse) -> bool:
         self.records[record.id] = record
         return True
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         record = self.records.get(response_id)
         if record is None or record.account != account:
             return []

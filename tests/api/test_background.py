@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from emberline.api.batches.service import BatchService
-from emberline.protocol.answer import Answer, AnswerChoice, Said
+from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
@@ -263,7 +263,7 @@ async def test_a_deleted_one_ends_its_streams(service: ScriptedService, batches:
         response = await made(client)
         watching = asyncio.create_task(streamed(client, response["id"]))
         (lease,) = await batches.queue.claim("w", MODEL, 1)
-        await batches.queue.complete(lease, Answer([AnswerChoice([Said("x")])], Usage()))
+        await batches.queue.complete(lease, Answer([AnswerChoice([TextPart("x")])], Usage()))
         await client.delete(f"/v1/responses/{response['id']}")
         events = await asyncio.wait_for(watching, 5)
         assert events[-1]["type"] in ("response.completed", "response.cancelled")

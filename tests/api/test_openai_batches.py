@@ -16,7 +16,7 @@ from emberline.api.batches.service import BatchService
 from emberline.api.openai.batch_jobs import OpenAILines
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.answer import Answer, AnswerChoice, Said
+from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Priority
@@ -348,7 +348,7 @@ async def test_cancel_with_partial_results(
     assert (status["status"], status["request_counts"]["total"]) == ("in_progress", 3)
     assert status["queue"]["position"] == 0
     await desk.queue.complete(
-        lease, Answer([AnswerChoice([Said("Done.")])], Usage(prompt_tokens=1, completion_tokens=1))
+        lease, Answer([AnswerChoice([TextPart("Done.")])], Usage(prompt_tokens=1, completion_tokens=1))
     )
     cancelled = (await client.post(f"/v1/batches/{made['id']}/cancel")).json()
     assert cancelled["status"] in ("cancelling", "cancelled")

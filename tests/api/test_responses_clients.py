@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, ToolCall
@@ -34,10 +34,10 @@ class InServersLoop:
             self._opened = Responses(await SqliteStore.open(self._path))
         return self._opened
 
-    async def keep(self, record: Record) -> bool:
+    async def keep(self, record: StoredResponse) -> bool:
         return await (await self._responses()).keep(record)
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[Record]:
+    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         return await (await self._responses()).recall(account, response_id, whole)
 
     async def forget(self, account: str, response_id: str) -> bool:

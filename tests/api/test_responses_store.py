@@ -12,7 +12,7 @@ import pytest
 from emberline.api.http.app import ApiSettings, create_app
 from emberline.api.openai.responses import endpoints as openai_responses
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
@@ -250,7 +250,7 @@ async def test_kept_before_it_is_said(
     """A response that cannot be kept is not called complete."""
 
     class Full(Responses):
-        async def keep(self, record: Record) -> bool:
+        async def keep(self, record: StoredResponse) -> bool:
             raise Unavailable("the disk is full")
 
     service.responses = Full(responses._store)

@@ -16,7 +16,7 @@ from emberline.engine.scheduler.plan import Admission, DeviceLost, Masks, Row, S
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels import decode_inputs as inputs
-from emberline.kernels.decode_inputs import FOLLOWS, PADDING, DecodeInputs, SlotState
+from emberline.kernels.decode_inputs import LAST_SAMPLED, PADDING, DecodeInputs, SlotState
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import StepInputs
 from emberline.protocol.token_ids import pack
@@ -212,7 +212,7 @@ def decode_inputs(rows, groups, width):
 def test_prepare_takes_changes_in_and_makes_inputs():
     state = SlotState(as_int32([70, 71, 72]), torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4))
     to = decode_inputs(4, 1, 4)
-    packet = as_int32([[2, 0, 0], [32, 17, PADDING], [FOLLOWS, 5, 0], [40, -1, -1], [2, 0, 0]])
+    packet = as_int32([[2, 0, 0], [32, 17, PADDING], [LAST_SAMPLED, 5, 0], [40, -1, -1], [2, 0, 0]])
     inputs.prepare(packet, state, to)
     assert to.slots[:3].tolist() == [2, 0, -1]
     assert to.token_ids[:3].tolist() == [72, 5, 0]

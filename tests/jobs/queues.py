@@ -9,7 +9,7 @@ from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Answer, AnswerChoice, Called, Said, Thought
+from emberline.protocol.answer import Answer, AnswerChoice, ReasoningPart, TextPart, ToolCallPart
 from emberline.protocol.events import Usage
 from emberline.protocol.request import GenerateRequest, Message, SamplingParams
 from emberline.store import Database
@@ -52,7 +52,7 @@ def new(account: str = "a", **fields: object) -> NewBatch:
 
 
 def answer(text: str = "yes", n_in: int = 5, n_out: int = 7) -> Answer:
-    parts = [Thought("hm"), Said(text), Called("call_1", "f", "{}")]
+    parts = [ReasoningPart("hm"), TextPart(text), ToolCallPart("call_1", "f", "{}")]
     return Answer([AnswerChoice(parts)], Usage(prompt_tokens=n_in, completion_tokens=n_out))
 
 

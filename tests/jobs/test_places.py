@@ -81,13 +81,13 @@ async def test_lines_that_never_ran_tell_nothing(queue: Queue, time: Time) -> No
 
 
 async def test_usage_of_a_batch_has_its_parts(queue: Queue) -> None:
-    from emberline.protocol.answer import Answer, AnswerChoice, Said
+    from emberline.protocol.answer import Answer, AnswerChoice, TextPart
     from emberline.protocol.events import Usage
 
     batch = await queue.submit(new(), lines(3))
     for lease in await queue.claim("w", MODEL, 3):
         used = Usage(prompt_tokens=10, completion_tokens=5, reasoning_tokens=2, cached_by_tier={"device": 6, "host": 1})
-        assert await queue.complete(lease, Answer([AnswerChoice([Said("x")])], used))
+        assert await queue.complete(lease, Answer([AnswerChoice([TextPart("x")])], used))
     batch = await queue.batch(batch.account, batch.id)
     assert (batch.input_tokens, batch.cached_tokens) == (30, 21)
     assert (batch.output_tokens, batch.reasoning_tokens) == (15, 6)

@@ -9,7 +9,7 @@ from emberline.accounts.usage_ledger import UsageLedger
 from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
-from emberline.protocol.answer import Answer, AnswerChoice, Said
+from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
 from emberline.protocol.events import Usage
 from emberline.store import Database
@@ -536,7 +536,7 @@ async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
     assert len(blobs()) == 2  # the ids in them differ
     leases = await queue.claim("w", MODEL, 5)
     assert max(len(lease.request.messages[0].content) for lease in leases if lease.request.messages) == len(big)
-    reply = Answer([AnswerChoice([Said(big)])], Usage())
+    reply = Answer([AnswerChoice([TextPart(big)])], Usage())
     for lease in leases:
         assert await queue.complete(lease, reply)
     assert len(blobs()) == 3  # three times the same answer

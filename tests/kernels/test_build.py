@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from emberline import models
 from emberline.kernels.cpu import build
+from emberline.models import registry
 
 
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,5 +40,5 @@ def test_serving_goes_on_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smo
     def refuse(target: str | None = None) -> None:
         raise build.BuildError("no C compiler found")
 
-    monkeypatch.setattr("emberline.kernels.cpu.backend.load_library", refuse)
-    assert models._backend(open_checkpoint(smollm2), "cpu", False, None).name == "torch"
+    monkeypatch.setattr("emberline.kernels.cpu.native_backend.load_library", refuse)
+    assert registry.select_backend(open_checkpoint(smollm2), "cpu", False, None).name == "torch"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Rope
-from emberline.kernels.cpu.backend import NativeBackend
+from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.weights.tensors import Affine

@@ -136,7 +136,7 @@ def test_c_masks_as_numpy_does(seed: int, vocab: int, share: float, more_words: 
     row = SamplerRow(temperature=temperature, seed=seed, allowed=bits, top_p=0.9 if seed % 2 else 1.0)
     [drawn] = sample(torch.from_numpy(logits.copy())[None], [row])
     expected = logits.copy()
-    sampling.forbid(expected, bits)
+    sampling.apply_mask(expected, bits)
     assert drawn.token_id == choose_reference(expected, row)
     if drawn.token_id != INVALID:
         assert bits[drawn.token_id // 32] >> (drawn.token_id % 32) & 1

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from emberline.kernels.cpu.backend import NativeBackend
+from emberline.kernels.cpu.native_backend import NativeBackend
 from emberline.kernels.reference import TorchBackend
-from emberline.models import ARCHITECTURES
 from emberline.models.decoder import Decoder
+from emberline.models.registry import ARCHITECTURES
 from emberline.weights.checkpoint import open_checkpoint
 from tests.models.steps import all_logits
 

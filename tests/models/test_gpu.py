@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from emberline.kernels.reference import TorchBackend
-from emberline.models.decoder import Decoder, LayerTable, StepInputs
+from emberline.models.decoder import Decoder, LayerTensorNames, StepInputs
 from emberline.weights.model_config import ModelConfig
 from tests.models.steps import pools, step
 
@@ -66,7 +66,7 @@ class RandomWeight:
 
 
 def model(device: str, dtype: torch.dtype, *, row_by_row: bool = False) -> Decoder:
-    table = LayerTable(q_norm="attn_q_norm", k_norm="attn_k_norm")
+    table = LayerTensorNames(q_norm="attn_q_norm", k_norm="attn_k_norm")
     return Decoder(Random(), TorchBackend(device, dtype, row_by_row=row_by_row), table)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from emberline import models
 from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
+from emberline.models.registry import ARCHITECTURES, load_model
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from tests.models.steps import all_logits, pools, step
@@ -25,7 +25,7 @@ MARGIN = 0.5  # between the two best logits of the reference: more than the erro
 @pytest.fixture(scope="module")
 def both(smollm2: Path) -> tuple[Decoder, Decoder]:
     checkpoint = open_checkpoint(smollm2)
-    return models.load(checkpoint), Decoder(checkpoint, TorchBackend(), models.ARCHITECTURES["llama"])
+    return load_model(checkpoint), Decoder(checkpoint, TorchBackend(), ARCHITECTURES["llama"])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.service import Service, open_core_server, open_http_worker, responses
 from emberline.service.responses import Responses
@@ -45,9 +45,9 @@ async def kept(store: Database, now_us: list[int]) -> Responses:
     return kept
 
 
-def record(number: int, created_us: int, account: str = "alice", size: int = 0) -> Record:
+def record(number: int, created_us: int, account: str = "alice", size: int = 0) -> StoredResponse:
     """r0 ← r1 ← r2 …"""
-    return Record(
+    return StoredResponse(
         id=f"r{number}",
         account=account,
         parent=f"r{number - 1}" if number else None,

@@ -8,14 +8,14 @@ import torch
 
 from emberline.weights import loader as loader_module
 from emberline.weights import readahead
-from emberline.weights.loader import Deferred, Loader
+from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.model_config import BadCheckpoint
-from emberline.weights.tensors import Place, Weight
+from emberline.weights.tensors import FileLocation, Weight
 
 
 def weight_of(path, offset, values, kind, **more):
     raw = np.frombuffer(path.read_bytes(), np.uint8, values.nbytes, offset).reshape(values.shape[0], -1)
-    return Weight(path.name, values.shape, kind, raw, place=Place(path, offset), **more)
+    return Weight(path.name, values.shape, kind, raw, location=FileLocation(path, offset), **more)
 
 
 @pytest.fixture(params=["drive", "cache", "no direct reads"])
@@ -35,7 +35,7 @@ def test_pieces_at_any_offset(tmp_path, monkeypatch, way, offset, piece_bytes):
     path.write_bytes(bytes(offset) + values.tobytes() + b"after")
     weight = weight_of(path, offset, values, "f32")
     target = torch.full((2, 123, 77), torch.nan)
-    loader = Loader("cpu")
+    loader = WeightLoader("cpu")
     loader.fill(weight, target[1])
     assert target.isnan().all(), "nothing is read before the end"
     assert loader.finish() == values.nbytes
@@ -50,7 +50,7 @@ def test_what_is_not_kept_as_it_lies_is_converted(tmp_path):
     order = np.array([5, 4, 3, 2, 1, 0])
     half = torch.zeros(6, 32, dtype=torch.bfloat16)
     turned, shifted, strided = torch.zeros(6, 32), torch.zeros(6, 32), torch.zeros(6, 2, 32)
-    loader = Loader("cpu")
+    loader = WeightLoader("cpu")
     loader.fill(weight_of(path, 0, values, "f32"), half)
     loader.fill(weight_of(path, 0, values, "f32", order=order), turned)
     loader.fill(weight_of(path, 0, values, "f32", shift=1.0), shifted)
@@ -70,7 +70,7 @@ def test_a_file_that_shrank_is_named(tmp_path):
     path.write_bytes(values.tobytes())
     weight = weight_of(path, 0, values, "f32")
     os.truncate(path, 1000)
-    loader = Loader("cpu")
+    loader = WeightLoader("cpu")
     loader.fill(weight, torch.zeros(64, 64))
     with pytest.raises(BadCheckpoint, match=r"model.safetensors ended 15384 bytes early"):
         loader.finish()
@@ -86,8 +86,8 @@ def test_a_deferred_checkpoint_is_the_same_but_later(tmp_path):
         has = staticmethod(lambda name: name == "a")
         weight = staticmethod(lambda name: weight_of(path, 0, values, "f32"))
 
-    loader = Loader("cpu")
-    source = Deferred(Source(), loader)
+    loader = WeightLoader("cpu")
+    source = DeferredCheckpoint(Source(), loader)
     assert (source.config, source.has("a"), source.has("b")) == ("a config", True, False)
     weight, target = source.weight("a"), torch.zeros(8, 8)
     assert weight.shape == (8, 8)
@@ -124,7 +124,7 @@ def test_what_was_read_ahead_is_taken_from_there(tmp_path, cold):
     weight = weight_of(path, 300, values, "f32")
     os.truncate(path, 0)  # whoever reads it now reads nothing
     target = torch.zeros(100, 50)
-    loader = Loader("cpu", ahead)
+    loader = WeightLoader("cpu", ahead)
     loader.fill(weight, target)
     loader.finish()
     assert torch.equal(target, torch.from_numpy(values))
@@ -137,7 +137,7 @@ def test_reading_ahead_has_a_limit_and_what_it_left_is_read_later(tmp_path, cold
     ahead = read_all([path], 8192)
     assert ahead.n_bytes in (0, 8192)
     target = torch.zeros(100, 50)
-    loader = Loader("cpu", ahead)
+    loader = WeightLoader("cpu", ahead)
     loader.fill(weight_of(path, 0, values, "f32"), target)
     loader.finish()
     assert torch.equal(target, torch.from_numpy(values))

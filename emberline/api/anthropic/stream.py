@@ -6,7 +6,7 @@ from emberline.api.common.answer import arguments_of
 from emberline.api.http.call import Call
 from emberline.api.http.errors import error_body
 from emberline.api.http.reply import encode
-from emberline.protocol.answer import Answer, AnswerChoice, Part, Said, Thought
+from emberline.protocol.answer import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 
@@ -51,10 +51,10 @@ def message_body(call: Call, model: str, answer: Answer, hides_thinking: bool = 
     }
 
 
-def _block(part: Part, hides_thinking: bool) -> dict[str, Any] | None:
-    if isinstance(part, Said):
+def _block(part: AnswerPart, hides_thinking: bool) -> dict[str, Any] | None:
+    if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
-    if isinstance(part, Thought):
+    if isinstance(part, ReasoningPart):
         return {"type": "thinking", "thinking": "" if hides_thinking else part.text, "signature": SIGNATURE}
     arguments = arguments_of(part)
     if arguments is None:

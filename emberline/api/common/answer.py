@@ -8,12 +8,12 @@ import msgspec
 from emberline.api.http.backend import Events
 from emberline.api.http.call import Call
 from emberline.api.http.disconnect import while_connected
-from emberline.protocol.answer import Answer, AnswerChoice, Called, Part, Said, Thought
+from emberline.protocol.answer import Answer, AnswerChoice, ReasoningPart, TextPart
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, ToolCallDelta, ToolCallStarted
 from emberline.protocol.request import ToolCall
 from emberline.service.answer import Draft, gather
 
-__all__ = ["Answer", "AnswerChoice", "Called", "Draft", "Part", "Said", "Thought", "arguments_of", "collect", "gather"]
+__all__ = ["Answer", "AnswerChoice", "Draft", "arguments_of", "collect", "gather"]
 
 
 async def collect(call: Call, events: Events, n_choices: int = 1) -> Answer:
@@ -39,13 +39,13 @@ def pieces_of(answer: Answer) -> Iterator[Piece]:
 
 
 def _pieces(index: int, choice: AnswerChoice) -> Iterator[Piece]:
-    n_said = sum(isinstance(part, Said) for part in choice.parts)
+    n_said = sum(isinstance(part, TextPart) for part in choice.parts)
     logprobs, n_calls = list(choice.logprobs), 0
     for part in choice.parts:
-        if isinstance(part, Said):
+        if isinstance(part, TextPart):
             n_said -= 1
             yield TextDelta(index, part.text, _of_text(part.text, logprobs, last=n_said == 0) or None)
-        elif isinstance(part, Thought):
+        elif isinstance(part, ReasoningPart):
             yield ReasoningDelta(index, part.text)
         else:
             yield ToolCallStarted(index, n_calls, part.id, part.name)

@@ -21,8 +21,8 @@ from emberline.engine.gpu.slots import Slots
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Row, StepPlan
 from emberline.engine.scheduler.shared_prefix import SharedPrefix
-from emberline.kernels.decode_inputs import FOLLOWS, HEAD_ROWS, NONE, PADDING, DecodeInputs, SlotState
-from emberline.kernels.gpu.workspace import Chunk, StepShape
+from emberline.kernels.decode_inputs import HEADER_ROWS, LAST_SAMPLED, NO_BLOCK, PADDING, DecodeInputs, SlotState
+from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
 from emberline.models.decoder import StepInputs
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
@@ -82,8 +82,8 @@ class DecodeBuffers:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._n_groups = n_groups
-        self._upload = Upload((HEAD_ROWS + 2 * n_groups) * max_rows, device)
-        self._packet = zeros((HEAD_ROWS + 2 * n_groups) * max_rows)
+        self._upload = Upload((HEADER_ROWS + 2 * n_groups) * max_rows, device)
+        self._packet = zeros((HEADER_ROWS + 2 * n_groups) * max_rows)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._samples = torch.arange(max_rows, device=device)
         self._sharing = Upload(max_rows + 2, device)
@@ -93,21 +93,21 @@ class DecodeBuffers:
         )
 
     def packet(self, n_rows: int) -> Tensor:
-        return self._packet[: (HEAD_ROWS + 2 * self._n_groups) * n_rows].view(-1, n_rows)
+        return self._packet[: (HEADER_ROWS + 2 * self._n_groups) * n_rows].view(-1, n_rows)
 
     def send(self, rows: list[Row], n_rows: int) -> None:
         """Queue the packet of these rows, filled up to n_rows."""
-        n, n_words = len(rows), (HEAD_ROWS + 2 * self._n_groups) * n_rows
+        n, n_words = len(rows), (HEADER_ROWS + 2 * self._n_groups) * n_rows
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
         columns[1, :n] = [row.start for row in rows]
-        columns[2, :n] = [FOLLOWS if row.follows else token_of(row) for row in rows]
-        columns[HEAD_ROWS:] = NONE
+        columns[2, :n] = [LAST_SAMPLED if row.follows else token_of(row) for row in rows]
+        columns[HEADER_ROWS:] = NO_BLOCK
         grown = [(r, row.blocks) for r, row in enumerate(rows) if row.blocks is not None]
         for g in range(self._n_groups):
-            columns[HEAD_ROWS + self._n_groups + g, :n] = [row.passed[g] for row in rows]
+            columns[HEADER_ROWS + self._n_groups + g, :n] = [row.passed[g] for row in rows]
             if grown:
-                columns[HEAD_ROWS + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
+                columns[HEADER_ROWS + g, [r for r, _ in grown]] = [blocks[g][0] for _, blocks in grown]
         columns[1, n:], columns[0, n:], columns[2, n:] = PADDING, 0, 0
         self._upload.send(n_words, self._packet)
 
@@ -266,14 +266,14 @@ class MixedBuffers:
         return longest
 
 
-def _chunks(batch: Batch) -> list[Chunk]:
+def _chunks(batch: Batch) -> list[PrefillChunk]:
     first, chunks = len(batch.decodes), []
     for n, row in enumerate(batch.chunks, first):
-        chunks.append(Chunk(n, first, row.end - row.start, row.end))
+        chunks.append(PrefillChunk(n, first, row.end - row.start, row.end))
         first += row.end - row.start
     return chunks
 
 
 def token_of(row: Row) -> int:
     """The one new token of a row, where the host knows it."""
-    return FOLLOWS if row.follows else int.from_bytes(row.token_ids, "little")
+    return LAST_SAMPLED if row.follows else int.from_bytes(row.token_ids, "little")

@@ -14,11 +14,11 @@ from emberline.engine.gpu.slots import SamplerTable
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.prefill_budget import PrefillBudget
 from emberline.kernels.gpu import decode_inputs as inputs
-from emberline.kernels.gpu import sampling
-from emberline.kernels.gpu.quantized_weights import QuantisedMatrix
+from emberline.kernels.gpu import sampler as sampling
+from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix
 from emberline.kernels.gpu.sampler_table import SamplerTable as DeviceTable
-from emberline.kernels.gpu.workspace import Sizes, Workspace
-from emberline.models import Model
+from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
+from emberline.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
 
@@ -27,20 +27,20 @@ _log = logging.getLogger(__name__)
 class GpuEngine:
     """What has its memory before the KV cache takes the rest."""
 
-    model: Model
+    model: Decoder
     device: str
     sampler: SamplerTable
     memory: MemoryBudget
     pace: PrefillBudget
 
     @classmethod
-    def open(cls, model: Model, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
+    def open(cls, model: Decoder, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
         """`limits` of the model; the cache may bound its context further."""
         weights = torch.cuda.memory_allocated(device)
         n_rows = limits.max_running + CHUNK_ROWS
-        quantised = any(isinstance(matrix, QuantisedMatrix) for matrix in model.matrices)
+        quantised = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
         n_tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
-        sizes = Sizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantised)
+        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantised)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
@@ -75,7 +75,7 @@ class _Kernels:
 
     prepare = staticmethod(inputs.prepare)
     keep = staticmethod(inputs.keep)
-    draw = staticmethod(sampling.draw)
+    draw = staticmethod(sampling.sample_batch)
 
 
 def load_attention(device: str) -> threading.Thread:

@@ -18,23 +18,23 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.launch import INTERPRETED, options, power_of_two
+from emberline.kernels.gpu.launch import INTERPRETED, launch_options, next_power_of_two
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 MIN_TOKENS = 2048  # of a chunk: shorter ones are ours
-SEGMENT = 8192  # tokens of context gathered at once
+SEGMENT_TOKENS = 8192  # tokens of context gathered at once
 ROUND_CHUNK, ROUND_CONTEXT = 2048, 4096  # multiples of these have plans of their own
-DIMS = (64, 128)
+HEAD_DIMS = (64, 128)
 
 os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")  # read at cuDNN's first attention
 
 
-def serves(at: Attention, n: int) -> bool:
-    return not INTERPRETED and at.window is None and at.head_dim in DIMS and n >= MIN_TOKENS
+def supports(at: Attention, n: int) -> bool:
+    return not INTERPRETED and at.window is None and at.head_dim in HEAD_DIMS and n >= MIN_TOKENS
 
 
 @triton.jit(do_not_specialize=["first"])
-def _gather(
+def _gather_kv(
     pool, table, k_out, v_out, first, tokens, kv_heads, block_stride, to_token, to_head,
     DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
@@ -51,18 +51,18 @@ def _gather(
     tl.store(v_out + to, tl.load(source + kv_heads * (16 * DIM), mask=ok, other=0.0), mask=ok)
 
 
-def gather(pool: Tensor, table: Tensor, first: int, tokens: int, k_out: Tensor, v_out: Tensor) -> None:
+def gather_kv(pool: Tensor, table: Tensor, first: int, tokens: int, k_out: Tensor, v_out: Tensor) -> None:
     """Tokens first .. first + tokens - 1 of one row, `first` at a block's start: to [tokens, kv_heads, dim]."""
     _, _, kv_heads, _, dim = pool.shape
     grid = (-(-tokens // BLOCK_TOKENS), kv_heads)
-    _gather[grid](
+    _gather_kv[grid](
         pool, table, k_out, v_out, first, tokens, kv_heads, pool.stride(0), *k_out.stride()[:2],
-        DIM=dim, PAD=power_of_two(dim), **options(False, num_warps=4),
+        DIM=dim, PAD=next_power_of_two(dim), **launch_options(False, num_warps=4),
     )  # fmt: skip
 
 
 @triton.jit
-def _join(
+def _merge_by_lse(
     out, more, sums, more_sums, heads, sum_token, sum_head, more_token, more_head,
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _join(
     tl.store(sums + token * sum_token + h * sum_head, top + tl.log(wa + wb), mask=real)
 
 
-def join(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
+def merge_by_lse(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     """Two attentions of the same queries over different keys become one, in place.
 
     out, more: [tokens, heads, dim], contiguous; sums: natural log-sum-exp [tokens, heads], any strides.
@@ -91,14 +91,14 @@ def join(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     tokens, heads, dim = out.shape
     assert out.is_contiguous()
     assert more.is_contiguous()
-    _join[(tokens,)](
+    _merge_by_lse[(tokens,)](
         out, more, sums, more_sums, heads, *sums.stride(), *more_sums.stride(),
-        DIM=dim, PAD=power_of_two(dim), HEADS=power_of_two(heads),
-        **options(False, num_warps=4),
+        DIM=dim, PAD=next_power_of_two(dim), HEADS=next_power_of_two(heads),
+        **launch_options(False, num_warps=4),
     )  # fmt: skip
 
 
-def room(space: Tensor, tokens: int, at: Attention, exact: bool) -> Tensor:
+def kv_view(space: Tensor, tokens: int, at: Attention, exact: bool) -> Tensor:
     """The beginning of `space` as [tokens, kv_heads, dim]: head by head in memory for exact plans, else token by token.
 
     With a single KV head the two are the same, and there are no exact plans.
@@ -109,7 +109,7 @@ def room(space: Tensor, tokens: int, at: Attention, exact: bool) -> Tensor:
     return flat.view(tokens, at.kv_heads, at.head_dim)
 
 
-def is_round(n: int) -> bool:
+def has_exact_plan(n: int) -> bool:
     return n % ROUND_CHUNK == 0
 
 
@@ -122,25 +122,25 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     return results[0].transpose(1, 2).squeeze(0), results[1].squeeze(0).squeeze(-1).T
 
 
-def rehearse(
+def warm_up(
     q: Tensor, own: Tensor, at: Attention, pool: Tensor, space: tuple[Tensor, Tensor], out: Tensor
 ) -> Iterator[bool]:
     """Attend what most prompts will, of nobody's: plans are made and kernels compiled, one at a time.
 
     q, out: [n, heads * dim] of the longest chunk; own: room for its k and v.
     """
-    table = torch.zeros(SEGMENT // BLOCK_TOKENS, dtype=torch.int32, device=q.device)
+    table = torch.zeros(SEGMENT_TOKENS // BLOCK_TOKENS, dtype=torch.int32, device=q.device)
     sizes = [size for size in (2048, 4096, 8192) if size <= len(q)]
     cases = [(size - BLOCK_TOKENS, context) for size in sizes for context in (0, *sizes)]
-    if is_round(len(q)):  # a long prompt is cut into chunks of this length
-        cases += [(len(q), context) for context in range(0, SEGMENT + 1, len(q))]
+    if has_exact_plan(len(q)):  # a long prompt is cut into chunks of this length
+        cases += [(len(q), context) for context in range(0, SEGMENT_TOKENS + 1, len(q))]
     for n, context in cases:
-        keys, values = (room(half, n, at, is_round(n)) for half in own)
+        keys, values = (kv_view(half, n, at, has_exact_plan(n)) for half in own)
         attend(q[:n], (keys, values), at, pool, table, n + context, space, out[:n])
         yield True
 
 
-def alone(q: Tensor, own: tuple[Tensor, Tensor], at: Attention) -> Tensor:
+def attend_without_context(q: Tensor, own: tuple[Tensor, Tensor], at: Attention) -> Tensor:
     """A chunk that begins its sequence; as `attend`, where cuDNN leaves it."""
     result, _ = _cudnn(q.view(len(q), at.heads, at.head_dim), *own, at.scale, True)
     return result.reshape(len(q), -1)
@@ -159,11 +159,11 @@ def attend(
     result, sums = _cudnn(queries, *own, at.scale, True)
     merged.copy_(result)
     del result  # cuDNN's results are as large as the queries: never have two of them
-    for first, tokens, exact in _segments(context - n, is_round(n)):
-        k, v = (room(t, tokens, at, exact) for t in space)
-        gather(pool, table, first, tokens, k, v)
+    for first, tokens, exact in _segments(context - n, has_exact_plan(n)):
+        k, v = (kv_view(t, tokens, at, exact) for t in space)
+        gather_kv(pool, table, first, tokens, k, v)
         more, more_sums = _cudnn(queries, k, v, at.scale, False)
-        join(merged, sums, more.contiguous(), more_sums)
+        merge_by_lse(merged, sums, more.contiguous(), more_sums)
         del more
 
 
@@ -171,7 +171,7 @@ def _segments(context: int, round_chunk: bool) -> Iterator[tuple[int, int, bool]
     """(first, tokens, whether a plan for this very length is worth its time): round lengths first."""
     first = 0
     while first < context:
-        tokens = min(SEGMENT, context - first)
+        tokens = min(SEGMENT_TOKENS, context - first)
         exact = round_chunk and tokens >= ROUND_CONTEXT
         tokens = tokens // ROUND_CONTEXT * ROUND_CONTEXT if exact else tokens
         yield first, tokens, exact

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.attention_plan import Pieces
-from emberline.kernels.gpu.launch import await_inputs, options, power_of_two, release_next
-from emberline.kernels.gpu.rope import turned
+from emberline.kernels.gpu.launch import SM_COUNT, cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.kernels.gpu.rope import norm_and_rotate
+from emberline.kernels.gpu.split_kv import DecodeSplits
 
 LOG2_E = 1.4426950408889634
 
@@ -28,7 +28,7 @@ class DecodeTile:
     many: int  # pieces merged at once
 
 
-def choose(rows: int, head_dim: int) -> DecodeTile:
+def decode_tile(rows: int, head_dim: int) -> DecodeTile:
     """Few rows wait for latency: more in flight at once. Many want small programs, as many as fit."""
     if head_dim > 128:  # one warp's registers do not hold it
         return DecodeTile(32, 4, 4, 4)
@@ -81,7 +81,7 @@ def attend_range(
 
 
 @triton.jit
-def _merge(
+def _merge_partials(
     partial, peaks, first, stride, n, head, g, d, peak, total, out,
     DIM: tl.constexpr, GROUP: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _merge(
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_prefix"])
-def _decode(
+def _decode_attention(
     qkv, out, cosine, sine, q_weight, k_weight, pool, tables, pieces, partial, peaks, counters, prefix, prefix_peaks,
     shares, n_rows, scale, eps, block_stride, table_stride, n_prefix,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
@@ -118,8 +118,8 @@ def _decode(
 ):  # fmt: skip
     head, item = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
-    await_inputs(PDL)
-    release_next(PDL)
+    pdl_wait(PDL)
+    pdl_launch_early(PDL)
     entry = pieces + item * 8
     row = tl.load(entry)
     if row >= 0:
@@ -131,10 +131,12 @@ def _decode(
         base = qkv + wide * (GROUP + 2) * kv_heads * DIM
         cos, sin = cosine + wide * (DIM // 2), sine + wide * (DIM // 2)
         mine = (g < GROUP)[:, None]
-        q = turned(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, mine, d, eps, DIM, NORM)
+        q = norm_and_rotate(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, mine, d, eps, DIM, NORM)
         one = tl.arange(0, 1)[:, None]
         own = (d < DIM)[None, :]
-        k_new = turned(base + ((GROUP * kv_heads + head) + one) * DIM, k_weight, cos, sin, one < 1, d, eps, DIM, NORM)
+        k_new = norm_and_rotate(
+            base + ((GROUP * kv_heads + head) + one) * DIM, k_weight, cos, sin, one < 1, d, eps, DIM, NORM
+        )
         v_new = tl.load(base + (GROUP * kv_heads + kv_heads + head + one) * DIM + d[None, :], mask=own, other=0.0)
         table = tables + wide * table_stride
         keys = pool + head * (16 * DIM)
@@ -175,11 +177,11 @@ def _decode(
                 high = tl.full([GROUP_PAD], float("-inf"), tl.float32)
                 sums = tl.zeros([GROUP_PAD], tl.float32)
                 merged = tl.zeros([GROUP_PAD, PAD], tl.float32)
-                high, sums, merged = _merge(
+                high, sums, merged = _merge_partials(
                     partial, peaks, item - split, 1, n_splits, head, s, d, high, sums, merged, DIM, GROUP, MANY
                 )
                 if SHARED:
-                    high, sums, merged = _merge(
+                    high, sums, merged = _merge_partials(
                         prefix, prefix_peaks, row, n_rows, n_shared, head, s, d, high, sums, merged, DIM, GROUP, MANY
                     )
                 target = out + (heads + s)[:, None] * DIM + d[None, :]
@@ -187,14 +189,14 @@ def _decode(
                 tl.store(target, (merged / sums[:, None]).to(out.dtype.element_ty), mask=wanted)
 
 
-def decode(
+def decode_attention(
     qkv: Tensor,
     out: Tensor,
     at: Attention,
     angles: tuple[Tensor, Tensor],
     pool: Tensor,
     tables: Tensor,
-    pieces: Pieces,
+    pieces: DecodeSplits,
     partial: Tensor,
     peaks: Tensor,
     counters: Tensor,
@@ -213,14 +215,99 @@ def decode(
     if not rows:
         return
     norm, group = at.q_norm is not None, at.heads // at.kv_heads
-    tile = tile or choose(rows, at.head_dim)
+    tile = tile or decode_tile(rows, at.head_dim)
     shared, shared_peaks, shares, parts = prefix or (partial, peaks, counters, 0)
-    _decode[(at.kv_heads, pieces.n)](
+    _decode_attention[(at.kv_heads, pieces.n)](
         qkv, out, *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool, tables, pieces.table,
         partial, peaks, counters, shared, shared_peaks, shares, rows, at.scale * LOG2_E, at.eps,
         pool.stride(0), tables.stride(0), parts,
-        GROUP=group, GROUP_PAD=power_of_two(group), QUERIES=max(16, power_of_two(group)), DIM=at.head_dim,
-        PAD=power_of_two(at.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None, STAGES=tile.stages,
+        GROUP=group, GROUP_PAD=next_power_of_two(group), QUERIES=max(16, next_power_of_two(group)), DIM=at.head_dim,
+        PAD=next_power_of_two(at.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None, STAGES=tile.stages,
         MANY=tile.many, ALIGNED=at.window is None, PDL=int(pdl or release),
-        **options(pdl, num_warps=tile.warps),
+        **launch_options(pdl, num_warps=tile.warps),
     )  # fmt: skip
+
+
+def n_prefix_splits(rows: int, heads: int, kv_heads: int) -> int:
+    """Into how many parts the prefix is cut: about two programs for each multiprocessor, at most 16."""
+    tiles = cdiv(rows * (heads // kv_heads), _prefix_tile_queries(rows * (heads // kv_heads)))
+    return max(1, min(16, 2 * SM_COUNT // (tiles * kv_heads)))
+
+
+def _prefix_tile_queries(n: int) -> int:
+    return 64 if n > 16 else 16
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _shared_prefix_attention(
+    qkv, partial, peaks, cosine, sine, q_weight, pool, tables, shared, n_rows, scale, eps, block_stride, table_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
+    NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head, part = tl.program_id(0), tl.program_id(2)
+    kv_heads, n_parts = tl.num_programs(0), tl.num_programs(2)
+    pdl_wait(PDL)
+    pdl_launch_early(PDL)
+    tokens = tl.load(shared + 1)
+    if tokens > 0:
+        each = tl.cdiv(tl.cdiv(tokens, n_parts), TILE) * TILE
+        begin, end = part * each, tl.minimum(part * each + each, tokens)
+        d = tl.arange(0, PAD)
+        m = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+        row = (m // GROUP).to(tl.int64)
+        mine = (row < n_rows)[:, None]
+        wide = ((GROUP + 2) * kv_heads * DIM).to(tl.int64)
+        HALF: tl.constexpr = DIM // 2
+        kind = qkv.dtype.element_ty
+        source = qkv + (row * wide + (head * GROUP + m % GROUP) * DIM)[:, None]
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        ok = mine & (d < DIM)[None, :]
+        x = tl.load(source + d[None, :], mask=ok, other=0.0).to(tl.float32)
+        y = tl.load(source + partner[None, :], mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            inverse = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            x = (x * inverse * tl.load(q_weight + d, mask=d < DIM, other=0.0)[None, :]).to(kind).to(tl.float32)
+            y = (y * inverse * tl.load(q_weight + partner, mask=d < DIM, other=0.0)[None, :]).to(kind).to(tl.float32)
+        turn = (row * HALF)[:, None] + (d % HALF)[None, :]
+        cos = tl.load(cosine + turn, mask=ok, other=0.0)
+        sin = tl.load(sine + turn, mask=ok, other=0.0)
+        q = (x * cos + y * tl.where((d < HALF)[None, :], -sin, sin)).to(kind)
+
+        table = tables + tl.load(shared).to(tl.int64) * table_stride
+        keys = pool + head * (16 * DIM)
+        values = keys + kv_heads * (16 * DIM)
+        peak, total, acc = attend_range(
+            q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, True
+        )
+        to = ((part * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
+        tl.store(partial + to[:, None] * DIM + d[None, :], acc, mask=ok)
+        tl.store(peaks + to * 2, peak, mask=row < n_rows)
+        tl.store(peaks + to * 2 + 1, total, mask=row < n_rows)
+
+
+def shared_prefix_attention(
+    qkv: Tensor,
+    at: Attention,
+    angles: tuple[Tensor, Tensor],
+    pool: Tensor,
+    tables: Tensor,
+    shared: Tensor,
+    partial: Tensor,
+    peaks: Tensor,
+    rows: int,
+    pdl: bool = False,
+) -> int:
+    """shared: int32 [2], a row whose table starts with the prefix and the prefix's tokens, a multiple of the block.
+
+    partial: float32 [parts, rows, heads, dim], peaks: [parts, rows, heads, 2]. Returns the number of parts.
+    """
+    group = at.heads // at.kv_heads
+    queries, parts = _prefix_tile_queries(rows * group), n_prefix_splits(rows, at.heads, at.kv_heads)
+    stages, warps = (3, 4) if at.head_dim <= 128 else (2, 8)  # what shared memory and registers hold
+    _shared_prefix_attention[(at.kv_heads, cdiv(rows * group, queries), parts)](
+        qkv, partial, peaks, *angles, at.q_norm if at.q_norm is not None else qkv, pool, tables, shared, rows,
+        at.scale * LOG2_E, at.eps, pool.stride(0), tables.stride(0),
+        GROUP=group, DIM=at.head_dim, PAD=next_power_of_two(at.head_dim), QUERIES=queries, TILE=64,
+        NORM=at.q_norm is not None, STAGES=stages, PDL=int(pdl), **launch_options(pdl, num_warps=warps),
+    )  # fmt: skip
+    return parts

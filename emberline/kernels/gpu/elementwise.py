@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """The gate of an MLP: activation(gate) * up."""
 
 import torch
@@ -5,19 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
+from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.reference import activate, rms_norm
 
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 
-
-def gate_reference(gate_up: Tensor, activation: str) -> Tensor:
+def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(activation, gate) * up
 
 
 @triton.jit
-def activated(x, GELU: tl.constexpr):
+def activation_fn(x, GELU: tl.constexpr):
     """SiLU or tanh-GELU of float32 numbers; tanh(z) = 1 - 2 / (e^2z + 1)."""
     if GELU:
         z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -28,30 +27,33 @@ def activated(x, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    release_next(PDL)
+def _gated_activation(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_launch_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < width
-    await_inputs(PDL)
+    pdl_wait(PDL)
     gate = tl.load(gate_up + row * 2 * width + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=ok, other=0.0).to(tl.float32)
-    gate = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
+    gate = activation_fn(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=ok)
 
 
-def gate(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> None:
+def gated_activation(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> None:
     """gate_up: [tokens, 2 * width], out: [tokens, width]."""
     tokens, width = out.shape
     if not tokens:
         return
     block = 2048
-    _gate[(tokens, cdiv(width, block))](
-        gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=block, PDL=int(pdl), **options(pdl, num_warps=4)
+    _gated_activation[(tokens, cdiv(width, block))](
+        gate_up,
+        out,
+        width,
+        GELU=activation == "gelu_tanh",
+        BLOCK=block,
+        PDL=int(pdl),
+        **launch_options(pdl, num_warps=4),
     )
-
-
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 
 
 def add_norm_reference(
@@ -68,11 +70,11 @@ def _add_norm(
     x, added, weight, post, out, width, eps,
     ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    release_next(PDL)
+    pdl_launch_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     ok = at < width
-    await_inputs(PDL)
+    pdl_wait(PDL)
     value = tl.load(x + row * width + at, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         more = tl.load(added + row * width + at, mask=ok, other=0.0).to(tl.float32)
@@ -101,24 +103,21 @@ def add_norm(
     tokens, width = x.shape
     if not tokens:
         return
-    block = power_of_two(width)
+    block = next_power_of_two(width)
     _add_norm[(tokens,)](
         x, x if added is None else added, x if weight is None else weight, x if post is None else post,
         x if out is None else out, width, eps,
         ADD=added is not None, POST=post is not None, NORM=weight is not None, BLOCK=block, PDL=int(pdl),
-        **options(pdl, num_warps=8 if block >= 4096 else 4),
+        **launch_options(pdl, num_warps=8 if block >= 4096 else 4),
     )  # fmt: skip
 
 
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-
-
-def rows_reference(weight: Tensor, ids: Tensor, factor: float) -> Tensor:
+def embedding_reference(weight: Tensor, ids: Tensor, factor: float) -> Tensor:
     return weight[ids.long()] * factor
 
 
 @triton.jit
-def _rows(weight, ids, out, width, factor, BLOCK: tl.constexpr):
+def _embedding(weight, ids, out, width, factor, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < width
@@ -127,14 +126,11 @@ def _rows(weight, ids, out, width, factor, BLOCK: tl.constexpr):
     tl.store(out + token * width + at, (value * factor).to(out.dtype.element_ty), mask=ok)
 
 
-def rows(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
+def embedding(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
     """weight: [vocab, width], ids: int32 [tokens], out: [tokens, width]."""
     tokens, width = out.shape
     if tokens:
-        _rows[(tokens, cdiv(width, 1024))](weight, ids, out, width, factor, BLOCK=1024)
-
-
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+        _embedding[(tokens, cdiv(width, 1024))](weight, ids, out, width, factor, BLOCK=1024)
 
 
 WORDS = 2048  # of 8 bytes, copied by one program at a time
@@ -142,7 +138,7 @@ PER_BLOCK = 8  # programs that share a block: 132 multiprocessors are busy with 
 
 
 @triton.jit
-def _copy(source, target, pairs, n_words, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
+def _copy_blocks(source, target, pairs, n_words, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
     pair, part = tl.program_id(0), tl.program_id(1)
     taken = source + tl.load(pairs + 2 * pair).to(tl.int64) * n_words
     given = target + tl.load(pairs + 2 * pair + 1).to(tl.int64) * n_words
@@ -157,9 +153,9 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     assert source.dtype == target.dtype == torch.int64
     assert target.shape[1] == n_words
     if len(pairs):
-        _copy[len(pairs), PER_BLOCK](source, target, pairs, n_words, WORDS, PER_BLOCK, num_warps=8)
+        _copy_blocks[len(pairs), PER_BLOCK](source, target, pairs, n_words, WORDS, PER_BLOCK, num_warps=8)
 
 
-def copy_blocks_plain(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+def copy_blocks_reference(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """What the kernel does, in plain torch."""
     target[pairs[:, 1].long()] = source[pairs[:, 0].long()]

@@ -19,12 +19,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tables were measured on; others run, less well balanced
 
 
-def dependent() -> bool:
+def supports_pdl() -> bool:
     """Whether this device can start kernels early."""
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
 
 
-def options(pdl: bool, **more: Any) -> dict[str, Any]:
+def launch_options(pdl: bool, **more: Any) -> dict[str, Any]:
     """Launch options; the interpreter knows none of them."""
     if INTERPRETED:
         return {}
@@ -32,25 +32,25 @@ def options(pdl: bool, **more: Any) -> dict[str, Any]:
 
 
 @triton.jit
-def await_inputs(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def release_next(PDL: tl.constexpr):
+def pdl_launch_early(PDL: tl.constexpr):
     if PDL == 1:
         gdc_launch_dependents()
 
 
 @triton.jit
-def release_late(PDL: tl.constexpr):
+def pdl_launch_late(PDL: tl.constexpr):
     if PDL == 2:
         gdc_launch_dependents()
 
 
 @triton.jit
-def fetch_to_l2(rows, BYTES: tl.constexpr):
+def prefetch_l2(rows, BYTES: tl.constexpr):
     """Starts moving BYTES (a power of two, 128 at least) from each pointer to the L2 cache; waits for nothing."""
     lines = rows.to(tl.pointer_type(tl.int8))[:, None] + tl.arange(0, BYTES // 128)[None, :] * 128
     tl.inline_asm_elementwise(
@@ -58,7 +58,7 @@ def fetch_to_l2(rows, BYTES: tl.constexpr):
     )
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -10,15 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import quantized_weights as quantised
+from emberline.kernels.gpu import quantized_gemm as quantised
 from emberline.kernels.gpu.elementwise import add_norm
-from emberline.kernels.gpu.elementwise import gate as apply_gate
-from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
-from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, power_of_two
-from emberline.kernels.gpu.quantized_gemm import MAX_WORDS, QuantisedTile, VectorTile, multiply, vector
-from emberline.kernels.gpu.quantized_weights import QuantisedMatrix
-from emberline.kernels.gpu.skinny_gemm import SkinnyTile, fixed, partial_floats, skinny
-from emberline.kernels.gpu.workspace import DEQUANTISED, MLP_TOKENS, Workspace
+from emberline.kernels.gpu.elementwise import gated_activation as apply_gate
+from emberline.kernels.gpu.gemm import (
+    GemvTile,
+    PersistentGemvTile,
+    SkinnyGemmTile,
+    batch_invariant_matmul,
+    gemv,
+    persistent_gemv,
+    skinny_gemm,
+    skinny_gemm_floats,
+)
+from emberline.kernels.gpu.launch import INTERPRETED, SM_COUNT, cdiv, next_power_of_two
+from emberline.kernels.gpu.quantized_gemm import (
+    MAX_GEMV_WORDS,
+    QuantizedGemmTile,
+    QuantizedGemvTile,
+    QuantizedMatrix,
+    quantized_gemv,
+    quantized_skinny_gemm,
+)
+from emberline.kernels.gpu.workspace import DEQUANTIZED_BYTES, MLP_TOKENS, Workspace
 
 GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
@@ -27,7 +41,7 @@ MAX_WHOLE_ROW = 8192  # columns that one program holds in registers
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class DenseMatrix:
     weight: Tensor  # [n, k]; gate and up of an MLP are stacked
     bias: Tensor | None = None
 
@@ -37,7 +51,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Fusion:
     """out = rms_norm(x) · matrixᵀ + bias, gated, or added to out."""
 
     norm: Tensor | None = None
@@ -46,47 +60,53 @@ class Job:
     add: bool = False
 
 
-def choose(m: int, n: int, k: int, gated: bool) -> GemvTile | RowsTile | SkinnyTile | None:
+def dense_tile(m: int, n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile | SkinnyGemmTile | None:
     """The kernel for m tokens and n output columns; None: cuBLAS."""
     if m == 1:
-        return _vector_tile(n, k, gated)
+        return _gemv_tile(n, k, gated)
     if m <= MAX_SKINNY or (m <= MAX_GATED and gated and n >= 8192):
         return _skinny_tile(m, n, k, gated)
     return None
 
 
-def _vector_tile(n: int, k: int, gated: bool) -> GemvTile | RowsTile:
+def _gemv_tile(n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile:
     if INTERPRETED:
-        return RowsTile(32, 1, 1)  # a step costs the interpreter the same, however many rows it takes
+        return PersistentGemvTile(32, 1, 1)  # a step costs the interpreter the same, however many rows it takes
     if k <= MAX_WHOLE_ROW:
         if gated:
-            return RowsTile(1, 8, 4)
-        return RowsTile(2, 8, 4) if n >= 6144 else RowsTile(4, 8, 2) if n >= 2048 else RowsTile(1, 4, 4)
+            return PersistentGemvTile(1, 8, 4)
+        return (
+            PersistentGemvTile(2, 8, 4)
+            if n >= 6144
+            else PersistentGemvTile(4, 8, 2)
+            if n >= 2048
+            else PersistentGemvTile(1, 4, 4)
+        )
     each = 4
     while each > 1 and n // each < 3 * SM_COUNT:
         each //= 2
     return GemvTile(each, 512, 4)
 
 
-def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyTile:
+def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyGemmTile:
     if gated:
         if n >= 8192:
-            return SkinnyTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyTile(128, 64, 1, 4, 8)
-        return SkinnyTile(64, 64, 1, 6, 4)
+            return SkinnyGemmTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyGemmTile(128, 64, 1, 4, 8)
+        return SkinnyGemmTile(64, 64, 1, 6, 4)
     tiles = cdiv(n, 64)
     if tiles >= 8 * SM_COUNT:  # a head
-        return SkinnyTile(128, 128, 1, 3, 8) if m <= 16 else SkinnyTile(128, 64, 1, 5, 4)
+        return SkinnyGemmTile(128, 128, 1, 3, 8) if m <= 16 else SkinnyGemmTile(128, 64, 1, 5, 4)
     if tiles >= SM_COUNT // 2 + 8:
-        return SkinnyTile(64, 128, 1, 5, 4)
+        return SkinnyGemmTile(64, 128, 1, 5, 4)
     splits = 2
     while tiles * splits * 2 <= SM_COUNT and k >= 512 * splits:
         splits *= 2
     if splits == 2 and k % 512 == 0 and m <= 32:
-        return SkinnyTile(64, 256, 2, 3, 4, 256)
-    return SkinnyTile(64, 128, splits, 5 if splits == 2 else 3, 4)
+        return SkinnyGemmTile(64, 256, 2, 3, 4, 256)
+    return SkinnyGemmTile(64, 128, splits, 5 if splits == 2 else 3, 4)
 
 
-class Multiplier:
+class Matmul:
     """Multiplies, with the workspace's scratch. `deterministic`: what a token gets does not depend on the others.
 
     pdl: whether kernels may start before their predecessor has ended. For one token only the kernel behind attention
@@ -99,25 +119,25 @@ class Multiplier:
         self._pdl = pdl
 
     def __call__(
-        self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job, overlapped: bool = False
+        self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, job: Fusion, overlapped: bool = False
     ) -> None:
         """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
         if not len(x):
             return
-        if isinstance(matrix, QuantisedMatrix):
+        if isinstance(matrix, QuantizedMatrix):
             self._quantised(x, matrix, out, job)
             return
         if self._deterministic:
             self._separate(x, matrix, out, job)
             return
         (m, n), k = out.shape, x.shape[1]
-        tile = choose(m, n, k, bool(job.gate))
-        if isinstance(tile, GemvTile | RowsTile):
+        tile = dense_tile(m, n, k, bool(job.gate))
+        if isinstance(tile, GemvTile | PersistentGemvTile):
             self._vector(x, matrix, out, job, tile, overlapped)
-        elif tile is not None and partial_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
+        elif tile is not None and skinny_gemm_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
             if job.norm is not None:
                 x = self._normed(x, job)
-            skinny(
+            skinny_gemm(
                 x, matrix.weight, out, tile, self._space.matmul, self._space.counters, bias=matrix.bias,
                 gate=job.gate, add=job.add, pdl=2 * self._pdl,
             )  # fmt: skip
@@ -125,20 +145,26 @@ class Multiplier:
             self._separate(x, matrix, out, job)
 
     def _vector(
-        self, x: Tensor, matrix: Matrix, out: Tensor, job: Job, tile: GemvTile | RowsTile, overlapped: bool
+        self,
+        x: Tensor,
+        matrix: DenseMatrix,
+        out: Tensor,
+        job: Fusion,
+        tile: GemvTile | PersistentGemvTile,
+        overlapped: bool,
     ) -> None:
-        kernel: Any = gemv if isinstance(tile, GemvTile) else whole_rows
+        kernel: Any = gemv if isinstance(tile, GemvTile) else persistent_gemv
         kernel(
             x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
             pdl=self._pdl and overlapped,
         )  # fmt: skip
 
-    def _normed(self, x: Tensor, job: Job) -> Tensor:
+    def _normed(self, x: Tensor, job: Fusion) -> Tensor:
         normed = self._space.take("normed", *x.shape)
         add_norm(x, None, job.norm, normed, job.eps, pdl=self._pdl)
         return normed
 
-    def _separate(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, job: Job) -> None:
+    def _separate(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, job: Fusion) -> None:
         if job.norm is not None:
             x = self._normed(x, job)
         if not job.gate:
@@ -149,59 +175,59 @@ class Multiplier:
         self._product(x, matrix, both, False)
         apply_gate(both, GATES[job.gate], out, pdl=self._pdl)
 
-    def _product(self, x: Tensor, matrix: Matrix | QuantisedMatrix, out: Tensor, add: bool) -> None:
-        if isinstance(matrix, Matrix):
+    def _product(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, add: bool) -> None:
+        if isinstance(matrix, DenseMatrix):
             self._plain(x, matrix.weight, matrix.bias, out, add)
             return
         n, k = matrix.shape
-        each = DEQUANTISED // (k * x.element_size()) // 64 * 64
+        each = DEQUANTIZED_BYTES // (k * x.element_size()) // 64 * 64
         for first in range(0, n, each):
             rows = self._space.take("dequantised", min(each, n - first), k)
-            quantised.dequantise(matrix, first, rows)
+            quantised.dequantize_rows(matrix, first, rows)
             bias = None if matrix.bias is None else matrix.bias[first : first + each]
             self._plain(x, rows, bias, out[:, first : first + each], add)
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
         if self._deterministic:
-            fixed(x, weight, bias, out, add, pdl=self._pdl)
+            batch_invariant_matmul(x, weight, bias, out, add, pdl=self._pdl)
         else:
             _cublas(x, weight, bias, out, add)
 
-    def _quantised(self, x: Tensor, matrix: QuantisedMatrix, out: Tensor, job: Job) -> None:
+    def _quantised(self, x: Tensor, matrix: QuantizedMatrix, out: Tensor, job: Fusion) -> None:
         m, words = len(x), matrix.codes.shape[1]
         if m > MAX_SKINNY or self._deterministic:
             self._separate(x, matrix, out, job)
-        elif m == 1 and words <= MAX_WORDS:
-            tile = vector_tile(out.shape[1], words, bool(job.gate))
-            vector(
+        elif m == 1 and words <= MAX_GEMV_WORDS:
+            tile = quantized_gemv_tile(out.shape[1], words, bool(job.gate))
+            quantized_gemv(
                 x, matrix, out, tile, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl
             )  # fmt: skip
         else:
             if job.norm is not None:
                 x = self._normed(x, job)
-            few = quantised_tile(m, out.shape[1])
+            few = quantized_gemm_tile(m, out.shape[1])
             space = self._space
-            multiply(
+            quantized_skinny_gemm(
                 x, matrix, out, few, space.matmul, space.counters, gate=job.gate, add=job.add, pdl=2 * self._pdl
             )  # fmt: skip
 
 
-def vector_tile(n: int, words: int, gated: bool) -> VectorTile:
+def quantized_gemv_tile(n: int, words: int, gated: bool) -> QuantizedGemvTile:
     if INTERPRETED:
-        return VectorTile(32, 1, 1)
-    wide = power_of_two(words)
+        return QuantizedGemvTile(32, 1, 1)
+    wide = next_power_of_two(words)
     warps = max(1, wide // 128) if wide <= 1024 else min(16, wide // 256)  # a thread holds 16 or 32 bytes of a row
     rows = 2 if wide > 1024 else 4 if gated or wide > 512 else 8
     while rows > 1 and n // rows < 3 * SM_COUNT:
         rows //= 2
-    return VectorTile(rows, warps, 16 // warps)
+    return QuantizedGemvTile(rows, warps, 16 // warps)
 
 
-def quantised_tile(m: int, n: int) -> QuantisedTile:
+def quantized_gemm_tile(m: int, n: int) -> QuantizedGemmTile:
     splits = 1
     while splits < 4 and cdiv(n, 64) * splits < SM_COUNT:
         splits *= 2
-    return QuantisedTile(64, 32, splits, 3, 4) if m <= 16 else QuantisedTile(64, 16, splits, 4, 4)
+    return QuantizedGemmTile(64, 32, splits, 3, 4) if m <= 16 else QuantizedGemmTile(64, 16, splits, 4, 4)
 
 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:

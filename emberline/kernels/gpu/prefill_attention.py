@@ -15,33 +15,33 @@ from torch import Tensor
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.decode_attention import LOG2_E
-from emberline.kernels.gpu.launch import await_inputs, cdiv, options, power_of_two, release_next
-from emberline.kernels.gpu.split_kv import Items, join, put
+from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
+from emberline.kernels.gpu.split_kv import PrefillSplits, merge_splits, store_output
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTile:
+class PrefillTile:
     queries: int  # of one KV head: tokens times the query heads that share it
     tokens: int  # of the cache
     stages: int
     warps: int
 
 
-def choose(head_dim: int) -> ChunkTile:
-    return ChunkTile(128, 128, 3, 8) if head_dim <= 128 else ChunkTile(64, 64, 2, 8)  # what shared memory holds
+def prefill_tile(head_dim: int) -> PrefillTile:
+    return PrefillTile(128, 128, 3, 8) if head_dim <= 128 else PrefillTile(64, 64, 2, 8)  # what shared memory holds
 
 
-def _queries(tile: ChunkTile, group: int) -> int:
-    return max(tile.queries, power_of_two(group))
+def _tile_queries(tile: PrefillTile, group: int) -> int:
+    return max(tile.queries, next_power_of_two(group))
 
 
-def scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
+def prefill_scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
     """For the parts of any step."""
-    queries = _queries(choose(head_dim), heads // kv_heads)
-    return split_keys.MAX_ITEMS * split_keys.part_floats(queries, power_of_two(head_dim))
+    queries = _tile_queries(prefill_tile(head_dim), heads // kv_heads)
+    return split_keys.MAX_WORK_ITEMS * split_keys.split_floats(queries, next_power_of_two(head_dim))
 
 
-def split(
+def plan_prefill_splits(
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -51,21 +51,21 @@ def split(
     tokens: int,
     first_row: int,
     out: Tensor,
-    scratch: split_keys.Scratch,
-    tile: ChunkTile | None = None,
+    scratch: split_keys.SplitScratch,
+    tile: PrefillTile | None = None,
     splits: int = 0,
-) -> Items | None:
+) -> PrefillSplits | None:
     """For `chunks`, once a step: keys split as it suits the launch. None: they are not, the step is large.
 
     splits: pieces of the longest tile, where it is long enough; 0: by measure. The order of sums depends on it.
     """
-    group, tile = heads // kv_heads, tile or choose(head_dim)
-    queries = _queries(tile, group)
-    n = split_keys.n_items(tokens, query_starts.shape[0] - 1 - first_row, queries // group, kv_heads)
+    group, tile = heads // kv_heads, tile or prefill_tile(head_dim)
+    queries = _tile_queries(tile, group)
+    n = split_keys.max_work_items(tokens, query_starts.shape[0] - 1 - first_row, queries // group, kv_heads)
     if not n:
         return None
-    part = split_keys.part_floats(queries, power_of_two(head_dim))
-    return split_keys.listed(
+    part = split_keys.split_floats(queries, next_power_of_two(head_dim))
+    return split_keys.plan_work_items(
         query_starts, context_lens, first_row, n, kv_heads, queries // group, tile.tokens, window, out, scratch, part,
         splits,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def find_tile(index, query_starts, first_row, n_rows, limit, TOKENS: tl.constexp
 
 
 @triton.jit
-def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
+def _softmax_step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -111,7 +111,7 @@ def _step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def _attend_query_tile(
     q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
     table_stride, parts, counters, split, n_pieces, each, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
@@ -157,7 +157,7 @@ def _tile(
             k = tl.load(keys + place, mask=(d < DIM)[None, None, :], other=0.0)
             v = tl.load(values + place, mask=(d < DIM)[None, None, :], other=0.0)
         k, v = tl.reshape(k, [TILE, PAD]), tl.reshape(v, [TILE, PAD])
-        peak, total, acc = _step(queries, k, v, True, peak, total, acc, scale, False)
+        peak, total, acc = _softmax_step(queries, k, v, True, peak, total, acc, scale, False)
     for at_token in tl.range(full, high, TILE, num_stages=STAGES):
         key = at_token + t
         ok = key < end
@@ -171,20 +171,20 @@ def _tile(
         visible = key[None, :] <= position
         if WINDOWED:
             visible &= key[None, :] > position - window
-        peak, total, acc = _step(queries, k, v, visible, peak, total, acc, scale, True)
+        peak, total, acc = _softmax_step(queries, k, v, visible, peak, total, acc, scale, True)
     to = out + at[:, None] + d[None, :]
     if SPLIT:
         if n_pieces == 1:
-            put(to, acc, total, mine)
+            store_output(to, acc, total, mine)
         else:
             place = (tl.program_id(0) - split) * kv_heads + head
-            join(acc, peak, total, to, mine, parts, counters, place, split, n_pieces, kv_heads, QUERIES, PAD)
+            merge_splits(acc, peak, total, to, mine, parts, counters, place, split, n_pieces, kv_heads, QUERIES, PAD)
     else:
-        put(to, acc, total, mine)
+        store_output(to, acc, total, mine)
 
 
 @triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window"])
-def _chunks(
+def _prefill_attention(
     q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, scale, window, block_stride,
     table_stride, items, parts, counters, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -192,8 +192,8 @@ def _chunks(
 ):  # fmt: skip
     TOKENS: tl.constexpr = QUERIES // GROUP
     head, kv_heads = tl.program_id(1), tl.num_programs(1)
-    await_inputs(PDL)
-    release_next(PDL)
+    pdl_wait(PDL)
+    pdl_launch_early(PDL)
     if SPLIT:
         entry = items + tl.program_id(0) * 8
         row = tl.load(entry)
@@ -205,14 +205,14 @@ def _chunks(
         tile, split, n_pieces, each = index - before, 0, 1, 0
         exists = index < n_tiles
     if exists:
-        _tile(
+        _attend_query_tile(
             q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
             table_stride, parts, counters, split, n_pieces, each, GROUP, DIM, PAD, QUERIES, TILE, WINDOWED, STAGES,
             SPLIT,
         )  # fmt: skip
 
 
-def chunks(
+def prefill_attention(
     q: Tensor,
     out: Tensor,
     at: Attention,
@@ -223,9 +223,9 @@ def chunks(
     tokens: int,
     first_row: int = 0,
     limit: int = 2**31 - 1,
-    items: Items | None = None,
+    items: PrefillSplits | None = None,
     pdl: bool = False,
-    tile: ChunkTile | None = None,
+    tile: PrefillTile | None = None,
 ) -> None:
     """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
 
@@ -235,14 +235,14 @@ def chunks(
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
         return
-    group, tile = at.heads // at.kv_heads, tile or choose(at.head_dim)
-    queries = _queries(tile, group)
+    group, tile = at.heads // at.kv_heads, tile or prefill_tile(at.head_dim)
+    queries = _tile_queries(tile, group)
     n_programs = cdiv(tokens, queries // group) + n_rows - 1 if items is None else len(items.table)
     table, parts, counters = (q, q, q) if items is None else (items.table, *items.scratch)
-    _chunks[(n_programs, at.kv_heads)](
+    _prefill_attention[(n_programs, at.kv_heads)](
         q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
         at.window or 0, pool.stride(0), tables.stride(0), table, parts, counters, GROUP=group, DIM=at.head_dim,
-        PAD=power_of_two(at.head_dim), QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64,
+        PAD=next_power_of_two(at.head_dim), QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64,
         STAGES=tile.stages, SPLIT=items is not None, PDL=int(pdl),
-        **options(pdl, num_warps=tile.warps, num_stages=tile.stages),
+        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

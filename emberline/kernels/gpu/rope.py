@@ -1,18 +1,47 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """From the projection's q | k | v: head norms, rotation, and k and v into their blocks."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.launch import await_inputs, options, power_of_two, release_next
+from emberline.kernels.backend import Attention, Rope
+from emberline.kernels.gpu.launch import launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.reference import rms_norm, rotate
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 
 @triton.jit
-def turned(
+def _rotary_table(positions, frequencies, cosine, sine, half, scale, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    ok = at < half
+    position = tl.load(positions + token).to(tl.float32)
+    angle = position * tl.load(frequencies + at, mask=ok, other=0.0)
+    tl.store(cosine + token * half + at, tl.cos(angle) * scale, mask=ok)
+    tl.store(sine + token * half + at, tl.sin(angle) * scale, mask=ok)
+
+
+def rotary_table(positions: Tensor, rope: Rope, out: Tensor) -> tuple[Tensor, Tensor]:
+    """cosine, sine: float32 [tokens, head_dim / 2], in `out`."""
+    tokens, half = positions.shape[0], rope.inverse_frequencies.shape[0]
+    cosine = out[: tokens * half].view(tokens, half)
+    sine = out[tokens * half : 2 * tokens * half].view(tokens, half)
+    if tokens:
+        _rotary_table[(tokens,)](
+            positions, rope.inverse_frequencies, cosine, sine, half, rope.scale, BLOCK=next_power_of_two(half)
+        )
+    return cosine, sine
+
+
+def rotary_table_reference(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    turned = torch.outer(positions.float(), rope.inverse_frequencies)
+    return turned.cos() * rope.scale, turned.sin() * rope.scale
+
+
+@triton.jit
+def norm_and_rotate(
     source, weight, cosine, sine, heads_ok, d, eps, DIM: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
     """Heads at `source` ([heads, 1] pointers), normed and rotated: [heads, padded dim] of the source's type.
@@ -36,16 +65,16 @@ def turned(
 
 
 @triton.jit(do_not_specialize=["first_token", "first_row", "n_rows"])
-def _rope_write(
+def _rope_and_cache(
     qkv, q_out, k_out, v_out, cosine, sine, q_weight, k_weight, pool, tables, query_starts, positions,
     first_token, first_row, n_rows, heads, kv_heads, eps, block_stride, table_stride, copy_token, copy_head,
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    release_next(PDL)
+    pdl_launch_early(PDL)
     token = first_token + tl.program_id(0)
     d = tl.arange(0, PAD)
-    await_inputs(PDL)
+    pdl_wait(PDL)
     row = first_row - 1  # whose token this is: the starts at or before it tell
     for start in range(0, n_rows, ROWS):
         r = start + tl.arange(0, ROWS)
@@ -59,14 +88,14 @@ def _rope_write(
         cos, sin = cosine + token * (DIM // 2), sine + token * (DIM // 2)
         for start in range(0, heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
-            q = turned(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
+            q = norm_and_rotate(base + h * DIM, q_weight, cos, sin, h < heads, d, eps, DIM, NORM)
             place = q_out + token.to(tl.int64) * heads * DIM + h * DIM
             tl.store(place + d[None, :], q, mask=(h < heads) & (d < DIM)[None, :])
         slot = pool + block * block_stride + (position % 16) * DIM
         for start in range(0, kv_heads, HEADS):
             h = start + tl.arange(0, HEADS)[:, None]
             ok = (h < kv_heads) & (d < DIM)[None, :]
-            k = turned(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
+            k = norm_and_rotate(base + (heads + h) * DIM, k_weight, cos, sin, h < kv_heads, d, eps, DIM, NORM)
             v = tl.load(base + (heads + kv_heads + h) * DIM + d[None, :], mask=ok, other=0.0)
             tl.store(slot + h * (16 * DIM) + d[None, :], k.to(pool.dtype.element_ty), mask=ok)
             tl.store(slot + (kv_heads + h) * (16 * DIM) + d[None, :], v.to(pool.dtype.element_ty), mask=ok)
@@ -76,7 +105,7 @@ def _rope_write(
                 tl.store(v_out + to, v, mask=ok)
 
 
-def rope_write(
+def rope_and_cache(
     qkv: Tensor,
     q_out: Tensor,
     at: Attention,
@@ -103,13 +132,13 @@ def rope_write(
         return
     assert pool.stride()[1:] == _strides(at)
     norm = at.q_norm is not None
-    _rope_write[(tokens,)](
+    _rope_and_cache[(tokens,)](
         qkv, q_out, *(copy or (qkv, qkv)), *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool,
         tables, query_starts, positions, first_token, first_row, query_starts.shape[0] - 1 - first_row, at.heads,
         at.kv_heads, at.eps, pool.stride(0), tables.stride(0),
-        *(copy[0].stride()[:2] if copy else (0, 0)), DIM=at.head_dim, PAD=power_of_two(at.head_dim),
-        HEADS=min(16, power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl),
-        **options(pdl, num_warps=4),
+        *(copy[0].stride()[:2] if copy else (0, 0)), DIM=at.head_dim, PAD=next_power_of_two(at.head_dim),
+        HEADS=min(16, next_power_of_two(at.heads)), NORM=norm, COPY=copy is not None, ROWS=128, PDL=int(pdl),
+        **launch_options(pdl, num_warps=4),
     )  # fmt: skip
 
 
@@ -118,7 +147,7 @@ def _strides(at: Attention) -> tuple[int, ...]:
     return at.kv_heads * head, head, at.head_dim, 1
 
 
-def rope_write_reference(
+def rope_and_cache_reference(
     qkv: Tensor,
     at: Attention,
     angles: tuple[Tensor, Tensor],

@@ -31,7 +31,7 @@ SPARE_ROWS = 64  # a draw may have more rows than there are slots: padding
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledBatch:
     """What a draw writes. Rows of slot -1 are left alone."""
 
     token_ids: Tensor  # int32 [rows]; -1: the logits were not numbers
@@ -40,7 +40,7 @@ class Drawn:
     top_logprobs: Tensor  # float32 [rows, MAX_TOP]
 
     @classmethod
-    def empty(cls, rows: int, device: str | torch.device) -> "Drawn":
+    def empty(cls, rows: int, device: str | torch.device) -> "SampledBatch":
         return cls(
             torch.zeros(rows, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.float32, device=device),
@@ -177,7 +177,7 @@ def _counts(row: SamplerRow, vocab: int) -> NDArray[np.int16]:
     return counts
 
 
-def draw_reference(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: Drawn) -> None:
+def sample_reference(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch) -> None:
     """What `sampling.draw` means, through the plain sampler, row by row."""
     for r, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:

@@ -16,38 +16,40 @@ from torch import Tensor
 
 from emberline.kernels.gpu.launch import SM_COUNT, cdiv
 
-MAX_TOKENS = 1024  # of a step: larger ones have waves enough, and other uses for the room
-MAX_PIECES = 8  # of a tile; a power of two
-MAX_ITEMS = 6 * SM_COUNT  # times KV heads: whose results there is room for
-MIN_STEPS = 4  # of a piece: tiles of keys, 512 of them with 128 dimensions
-ITEM_COST = 4.0  # steps that could be done in the time that an item takes to start, to store and to merge
-FIELDS = 8  # row, tile of the row, piece, pieces of the tile, steps of a piece; the rest is padding to one sector
+MAX_SPLIT_TOKENS = 1024  # of a step: larger ones have waves enough, and other uses for the room
+MAX_SPLITS = 8  # of a tile; a power of two
+MAX_WORK_ITEMS = 6 * SM_COUNT  # times KV heads: whose results there is room for
+MIN_SPLIT_TILES = 4  # of a piece: tiles of keys, 512 of them with 128 dimensions
+WORK_ITEM_COST = 4.0  # steps that could be done in the time that an item takes to start, to store and to merge
+WORK_ITEM_FIELDS = (
+    8  # row, tile of the row, piece, pieces of the tile, steps of a piece; the rest is padding to one sector
+)
 
 
-class Scratch(NamedTuple):
+class SplitScratch(NamedTuple):
     parts: Tensor  # float32: by item and KV head the weighted values [queries, dim], peaks (base 2) and sums
     counters: Tensor  # int32 zeros, and zeros again afterwards; one for each item and KV head
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class PrefillSplits:
     table: Tensor  # int32 [n, FIELDS]; row -1: nothing to do
-    scratch: Scratch
+    scratch: SplitScratch
 
 
-def part_floats(queries: int, pad: int) -> int:
+def split_floats(queries: int, pad: int) -> int:
     return queries * (pad + 2)
 
 
-def n_items(tokens: int, n_rows: int, per_tile: int, kv_heads: int) -> int:
+def max_work_items(tokens: int, n_rows: int, per_tile: int, kv_heads: int) -> int:
     """Of each KV head, at most, for so many new tokens in so many rows; 0: too many, they are not listed."""
     tiles = cdiv(tokens, per_tile)
-    bound, room = tiles + n_rows - 1, MAX_ITEMS // kv_heads
-    return 0 if tokens > MAX_TOKENS or bound > room else max(bound, min(MAX_PIECES * tiles, room))
+    bound, room = tiles + n_rows - 1, MAX_WORK_ITEMS // kv_heads
+    return 0 if tokens > MAX_SPLIT_TOKENS or bound > room else max(bound, min(MAX_SPLITS * tiles, room))
 
 
 @triton.jit
-def _rows(
+def _row_tiles(
     start, query_starts, context_lens, first_row, n_rows, span,
     TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +63,7 @@ def _rows(
 
 
 @triton.jit
-def _steps(
+def _choose_split_tiles(
     query_starts, context_lens, first_row, n_rows, span, kv_heads, room, splits, TOKENS: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, SMS: tl.constexpr, PIECES: tl.constexpr, LEAST: tl.constexpr,
     COST: tl.constexpr,
@@ -69,14 +71,14 @@ def _steps(
     """Of a piece. splits: pieces of the longest tile, 0: as many as make it short."""
     longest = 0
     for start in range(0, n_rows, ROWS):
-        _, tiles, steps = _rows(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
+        _, tiles, steps = _row_tiles(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
         longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, steps, 0)))
     s = 1 + tl.arange(0, PIECES)
     each = tl.maximum(tl.cdiv(longest, s), 1)
     items = tl.zeros([PIECES], tl.int32)
     long = tl.zeros([PIECES], tl.int32)  # items that take more than half as long as the longest
     for start in range(0, n_rows, ROWS):
-        _, tiles, steps = _rows(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
+        _, tiles, steps = _row_tiles(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
         items += tl.sum(tiles[:, None] * tl.cdiv(steps[:, None], each[None, :]), 0)
         long += tl.sum(tiles[:, None] * ((steps[:, None] + each[None, :] // 2) // each[None, :]), 0)
     cost = tl.cdiv(long * kv_heads, SMS) * (each + COST)
@@ -86,13 +88,13 @@ def _steps(
 
 
 @triton.jit(do_not_specialize=["first_row", "n_rows", "n_items", "room", "splits", "window"])
-def _list(
+def _plan_work_items(
     table, query_starts, context_lens, first_row, n_rows, n_items, kv_heads, room, splits, window,
     WINDOWED: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SMS: tl.constexpr,
     PIECES: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, MINE: tl.constexpr,
 ):  # fmt: skip
     span = window + TOKENS + TILE if WINDOWED else 2**31 - 1 - TILE
-    each = _steps(
+    each = _choose_split_tiles(
         query_starts, context_lens, first_row, n_rows, span, kv_heads, room, splits, TOKENS, TILE, ROWS, SMS, PIECES,
         LEAST, COST,
     )  # fmt: skip
@@ -101,7 +103,7 @@ def _list(
     before = tl.zeros([MINE], tl.int32)  # items of the rows before mine
     carry = 0
     for start in range(0, n_rows, ROWS):
-        ok, tiles, steps = _rows(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
+        ok, tiles, steps = _row_tiles(start, query_starts, context_lens, first_row, n_rows, span, TOKENS, TILE, ROWS)
         items = tiles * tl.cdiv(steps, each)
         ends = carry + tl.cumsum(items, 0)
         passed = (ends[None, :] <= mine[:, None]) & ok[None, :]
@@ -120,7 +122,7 @@ def _list(
     tl.store(at + 4, tl.zeros_like(pieces) + each, mask=stored)
 
 
-def listed(
+def plan_work_items(
     query_starts: Tensor,
     context_lens: Tensor,
     first_row: int,
@@ -130,28 +132,28 @@ def listed(
     keys: int,
     window: int | None,
     out: Tensor,
-    scratch: Scratch,
+    scratch: SplitScratch,
     part: int,
     splits: int = 0,
-) -> Items:
+) -> PrefillSplits:
     """The items of rows from `first_row`, n of them (`n_items`), for tiles of `per_tile` tokens and steps of `keys`."""
-    table = out[: n * FIELDS].view(n, FIELDS)
+    table = out[: n * WORK_ITEM_FIELDS].view(n, WORK_ITEM_FIELDS)
     room = min(n, scratch.parts.numel() // part // kv_heads, scratch.counters.numel() // kv_heads)
-    _list[(cdiv(n, 32),)](
+    _plan_work_items[(cdiv(n, 32),)](
         table, query_starts, context_lens, first_row, query_starts.shape[0] - 1 - first_row, n, kv_heads, room, splits,
-        window or 0, WINDOWED=window is not None, TOKENS=per_tile, TILE=keys, ROWS=64, SMS=SM_COUNT, PIECES=MAX_PIECES,
-        LEAST=MIN_STEPS, COST=ITEM_COST, MINE=32,
+        window or 0, WINDOWED=window is not None, TOKENS=per_tile, TILE=keys, ROWS=64, SMS=SM_COUNT, PIECES=MAX_SPLITS,
+        LEAST=MIN_SPLIT_TILES, COST=WORK_ITEM_COST, MINE=32,
     )  # fmt: skip
-    return Items(table, scratch)
+    return PrefillSplits(table, scratch)
 
 
 @triton.jit
-def put(to, acc, total, mine):
+def store_output(to, acc, total, mine):
     tl.store(to, (acc / total[:, None]).to(to.dtype.element_ty), mask=mine)
 
 
 @triton.jit
-def join(
+def merge_splits(
     acc, peak, total, to, mine, parts, counters, first, split, n, stride, QUERIES: tl.constexpr, PAD: tl.constexpr
 ):
     """Leaves this piece for the program of its tile that ends last; that one puts the whole where it belongs.
@@ -180,4 +182,94 @@ def join(
             sums = sums * shrink + weight * tl.load(other + QUERIES * (PAD + 1) + m, cache_modifier=".cg")
             merged = merged * shrink[:, None] + weight[:, None] * tl.load(other + place, cache_modifier=".cg")
             highest = higher
-        put(to, merged, sums, mine)
+        store_output(to, merged, sums, mine)
+
+
+DECODE_SPLIT_FIELDS = 8  # row, split, n_splits, first token, end, context; the rest is padding to one sector
+TARGET_PROGRAMS = 6 * SM_COUNT  # pieces times KV heads, when there is enough to read
+MIN_DECODE_SPLIT = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplits:
+    table: Tensor  # int32 [n, PIECE_FIELDS]; row -1: nothing to do
+
+    @property
+    def n(self) -> int:
+        return self.table.shape[0]
+
+
+def max_decode_splits(rows: int, kv_heads: int) -> int:
+    """A bound: every row's last piece, and as many full ones as the target allows."""
+    return rows + cdiv(TARGET_PROGRAMS, kv_heads) if rows else 0
+
+
+@triton.jit
+def _lengths(context_lens, shares, rows, r, window, SHARED: tl.constexpr, WINDOWED: tl.constexpr):
+    """Contexts, and the cached tokens each row must read: from `first` up to its newest token."""
+    ok = r < rows
+    context = tl.load(context_lens + r, mask=ok, other=0)
+    first = tl.zeros_like(context)
+    if WINDOWED:
+        first = tl.maximum(context - window, 0)
+    if SHARED:
+        first = tl.load(shares + r, mask=ok, other=0)
+    return context, first, tl.maximum(context - 1 - first, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "n_pieces"])
+def _plan_decode_splits(
+    context_lens, shares, pieces, rows, n_pieces, kv_heads, window, target,
+    SHARED: tl.constexpr, WINDOWED: tl.constexpr, MIN: tl.constexpr, ROWS: tl.constexpr, MINE: tl.constexpr,
+):  # fmt: skip
+    total = 0
+    for start in range(0, rows, ROWS):
+        r = start + tl.arange(0, ROWS)
+        _, _, n = _lengths(context_lens, shares, rows, r, window, SHARED, WINDOWED)
+        total += tl.sum(n)
+    length = tl.maximum(tl.cdiv(total * kv_heads, target), MIN)
+    length = tl.cdiv(length, MIN) * MIN
+    mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    row = tl.zeros([MINE], tl.int32)
+    before = tl.zeros([MINE], tl.int32)  # pieces of the rows before mine
+    carry = 0
+    for start in range(0, rows, ROWS):
+        r = start + tl.arange(0, ROWS)
+        context, _, n = _lengths(context_lens, shares, rows, r, window, SHARED, WINDOWED)
+        splits = tl.where(context > 0, tl.maximum(tl.cdiv(n, length), 1), 0)
+        ends = carry + tl.cumsum(splits, 0)
+        passed = (ends[None, :] <= mine[:, None]) & (r < rows)[None, :]
+        row += tl.sum(passed.to(tl.int32), 1)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends[None, :], 0), 1))
+        carry += tl.sum(splits)
+    exists = mine < carry
+    ok = exists & (mine < n_pieces)
+    context, first, n = _lengths(context_lens, shares, rows, tl.where(exists, row, 0), window, SHARED, WINDOWED)
+    splits = tl.maximum(tl.cdiv(n, length), 1)
+    split = mine - before
+    each = tl.cdiv(tl.cdiv(n, splits), MIN) * MIN  # even pieces, in whole tiles
+    begin = tl.minimum(first + split * each, first + n)
+    end = tl.minimum(begin + each, first + n)
+    at = pieces + mine * 8
+    stored = mine < n_pieces
+    tl.store(at, tl.where(ok, row, -1), mask=stored)
+    tl.store(at + 1, split, mask=ok)
+    tl.store(at + 2, splits, mask=ok)
+    tl.store(at + 3, begin, mask=ok)
+    tl.store(at + 4, end, mask=ok)
+    tl.store(at + 5, context, mask=ok)
+
+
+def plan_decode_splits(
+    context_lens: Tensor, rows: int, kv_heads: int, window: int | None, shares: Tensor | None, out: Tensor
+) -> DecodeSplits:
+    """Pieces of the first `rows` rows. A row's last piece ends before its newest token, which is not yet cached."""
+    n = max_decode_splits(rows, kv_heads)
+    table = out[: n * DECODE_SPLIT_FIELDS].view(n, DECODE_SPLIT_FIELDS)
+    if rows:
+        _plan_decode_splits[(cdiv(n, 32),)](
+            context_lens, context_lens if shares is None else shares, table, rows, n, kv_heads, window or 0,
+            TARGET_PROGRAMS, SHARED=shares is not None, WINDOWED=window is not None, MIN=MIN_DECODE_SPLIT, ROWS=256,
+            MINE=32,
+        )  # fmt: skip
+    return DecodeSplits(table)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import attention_plan as plan
-from emberline.kernels.gpu import cascade_attention as cascade
 from emberline.kernels.gpu import cudnn_attention as dense_attention
+from emberline.kernels.gpu import decode_attention as cascade
 from emberline.kernels.gpu import prefill_attention
+from emberline.kernels.gpu import split_kv as plan
 from emberline.kernels.gpu import split_kv as split_keys
 from emberline.kernels.gpu.launch import cdiv
 
 MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
 PARTIAL_FLOATS = 4 << 20  # for matmuls with split columns
 COUNTERS = 1 << 16
-DEQUANTISED = 32 << 20  # bytes: rows of a quantised matrix at a time, for cuBLAS
+DEQUANTIZED_BYTES = 32 << 20  # bytes: rows of a quantised matrix at a time, for cuBLAS
 _ALIGN = 256
 
 
@@ -31,7 +31,7 @@ def mlp_tokens(tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkspaceSizes:
     hidden: int
     heads: int
     kv_heads: int
@@ -48,7 +48,7 @@ class Sizes:
     @classmethod
     def of(
         cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantised: bool = False
-    ) -> "Sizes":
+    ) -> "WorkspaceSizes":
         groups = len(set(config.windows or (None,)))
         shape = (config.hidden_size, config.n_heads, config.n_kv_heads, config.head_dim, config.mlp_size)
         return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item, quantised)
@@ -61,12 +61,12 @@ class Sizes:
         return tokens <= self.max_tokens and rows <= self.max_rows and samples <= self.max_samples
 
 
-def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
+def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
     """Name to (offset, bytes)."""
     places: dict[str, tuple[int, int]] = {}
     wide = max(s.hidden, s.heads * s.head_dim)
-    pieces = plan.n_pieces(s.max_rows, s.kv_heads)
-    parts = max(cascade.n_parts(rows, s.heads, s.kv_heads) * rows for rows in _row_counts(s.max_rows))
+    pieces = plan.max_decode_splits(s.max_rows, s.kv_heads)
+    parts = max(cascade.n_prefix_splits(rows, s.heads, s.kv_heads) * rows for rows in _row_counts(s.max_rows))
     end = 0
 
     def place(name: str, size: int, at: int | None = None) -> None:
@@ -82,10 +82,10 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
     place("queries", s.max_tokens * s.heads * s.head_dim * s.item)
     dense = end
     place("own", 2 * s.max_tokens * s.kv_heads * s.head_dim * s.item)
-    gathered = dense_attention.SEGMENT if s.head_dim in dense_attention.DIMS else 0
+    gathered = dense_attention.SEGMENT_TOKENS if s.head_dim in dense_attention.HEAD_DIMS else 0
     place("gathered", 2 * gathered * s.kv_heads * s.head_dim * s.item)
     # A step has dense chunks, or chunks whose keys are split.
-    place("parts", prefill_attention.scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, dense)
+    place("parts", prefill_attention.prefill_scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, dense)
     # The MLP runs after attention: its intermediates lie where attention's were.
     both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or a projection yet to be normed
     place("gate_up", both * s.item, layers)
@@ -93,17 +93,17 @@ def _layout(s: Sizes) -> dict[str, tuple[int, int]]:
     place("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
     place("logits", s.max_samples * s.vocab * 4, layers)
     place("matmul", PARTIAL_FLOATS * 4)
-    place("dequantised", DEQUANTISED if s.quantised else 0)
+    place("dequantised", DEQUANTIZED_BYTES if s.quantised else 0)
     place("partial", pieces * s.heads * s.head_dim * 4)
     place("peaks", pieces * s.heads * 2 * 4)
     place("prefix", parts * s.heads * s.head_dim * 4)
     place("prefix_peaks", parts * s.heads * 2 * 4)
     for group in range(s.groups):
         place(f"angles{group}", s.max_tokens * s.head_dim * 4)
-        place(f"pieces{group}", pieces * plan.PIECE_FIELDS * 4)
-        place(f"items{group}", split_keys.MAX_ITEMS * split_keys.FIELDS * 4)
+        place(f"pieces{group}", pieces * plan.DECODE_SPLIT_FIELDS * 4)
+        place(f"items{group}", split_keys.MAX_WORK_ITEMS * split_keys.WORK_ITEM_FIELDS * 4)
     place("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
-    place("item_counters", split_keys.MAX_ITEMS * 4)
+    place("item_counters", split_keys.MAX_WORK_ITEMS * 4)
     return places
 
 
@@ -113,10 +113,10 @@ def _row_counts(most: int) -> list[int]:
 
 class Workspace:
     @staticmethod
-    def bytes(sizes: Sizes) -> int:
+    def bytes(sizes: WorkspaceSizes) -> int:
         return max(offset + size for offset, size in _layout(sizes).values())
 
-    def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: WorkspaceSizes, device: str, dtype: torch.dtype) -> None:
         self.sizes = sizes
         self._dtype = dtype
         self._places = _layout(sizes)
@@ -124,7 +124,7 @@ class Workspace:
         self.counters = self.flat("counters", torch.int32)[:COUNTERS].zero_()
         self.row_counters = self.flat("counters", torch.int32)[COUNTERS:].zero_()
         item_counters = self.flat("item_counters", torch.int32).zero_()
-        self.chunk_scratch = split_keys.Scratch(self.flat("parts", torch.float32), item_counters)
+        self.chunk_scratch = split_keys.SplitScratch(self.flat("parts", torch.float32), item_counters)
         self.partial = self.flat("partial", torch.float32)
         self.peaks = self.flat("peaks", torch.float32)
         self.prefix = self.flat("prefix", torch.float32)
@@ -141,7 +141,7 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """New tokens of one sequence, more than one of them or a prompt's last."""
 
     row: int
@@ -162,4 +162,4 @@ class StepShape:
     max_query: int = 0  # longest chunk; 0: there is none
     shared: Tensor | None = None  # int32 [2]: a row whose table starts with the shared prefix, and its tokens
     shares: Tensor | None = None  # int32 [rows]: tokens of that prefix each row has, all of it or 0
-    chunks: list[Chunk] | None = None  # None: chunks may be anything, as in a captured graph
+    chunks: list[PrefillChunk] | None = None  # None: chunks may be anything, as in a captured graph

@@ -7,19 +7,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import attention_plan as plan
-from emberline.kernels.gpu import cascade_attention as cascade
 from emberline.kernels.gpu import cudnn_attention as dense_attention
-from emberline.kernels.gpu.decode_attention import decode
-from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks
-from emberline.kernels.gpu.rope import rope_write_reference
+from emberline.kernels.gpu import decode_attention as cascade
+from emberline.kernels.gpu import split_kv as plan
+from emberline.kernels.gpu.decode_attention import decode_attention
+from emberline.kernels.gpu.prefill_attention import PrefillTile, prefill_attention
+from emberline.kernels.gpu.rope import rope_and_cache_reference, rotary_table, rotary_table_reference
 from emberline.kernels.reference import attend
 from tests.kernels.gpu.made import DEVICE, LIMIT, Batch, attention, batch, error, noise, rope
 
 
 def expected(qkv: Tensor, at: Attention, angles: tuple[Tensor, Tensor], b: Batch, pool: Tensor) -> Tensor:
     """What attention means, row by row. Writes k and v into `pool`, one layer's view."""
-    q = rope_write_reference(qkv, at, angles, pool, b.tables, b.query_starts, b.positions)
+    q = rope_and_cache_reference(qkv, at, angles, pool, b.tables, b.query_starts, b.positions)
     out = torch.zeros_like(q)
     starts = b.query_starts.tolist()
     for row, context in enumerate(b.context_lens.tolist()):
@@ -34,10 +34,12 @@ def expected(qkv: Tensor, at: Attention, angles: tuple[Tensor, Tensor], b: Batch
 
 def run_decode(b: Batch, at: Attention, qkv: Tensor, shared: list[int] | None = None, shares: list[int] | None = None):
     rows = len(b.context_lens)
-    angles = plan.angles(b.positions, rope(at.head_dim), torch.empty(rows * at.head_dim, device=DEVICE))
-    spare = torch.empty(plan.n_pieces(rows, at.kv_heads) * plan.PIECE_FIELDS, dtype=torch.int32, device=DEVICE)
+    angles = rotary_table(b.positions, rope(at.head_dim), torch.empty(rows * at.head_dim, device=DEVICE))
+    spare = torch.empty(
+        plan.max_decode_splits(rows, at.kv_heads) * plan.DECODE_SPLIT_FIELDS, dtype=torch.int32, device=DEVICE
+    )
     mine = None if shares is None else torch.tensor(shares, dtype=torch.int32, device=DEVICE)
-    pieces = plan.cut(b.context_lens, rows, at.kv_heads, at.window, mine, spare)
+    pieces = plan.plan_decode_splits(b.context_lens, rows, at.kv_heads, at.window, mine, spare)
     out = torch.full((rows, at.heads * at.head_dim), torch.nan, dtype=qkv.dtype, device=DEVICE)
     partial = torch.full((pieces.n * at.heads * at.head_dim,), torch.nan, device=DEVICE)
     peaks = torch.full((pieces.n * at.heads * 2,), torch.nan, device=DEVICE)
@@ -45,13 +47,15 @@ def run_decode(b: Batch, at: Attention, qkv: Tensor, shared: list[int] | None = 
     pool = b.pool[:, at.index]
     prefix = None
     if shared is not None:
-        parts = cascade.n_parts(rows, at.heads, at.kv_heads)
+        parts = cascade.n_prefix_splits(rows, at.heads, at.kv_heads)
         prefix_partial = torch.full((parts * rows * at.heads * at.head_dim,), torch.nan, device=DEVICE)
         prefix_peaks = torch.full((parts * rows * at.heads * 2,), torch.nan, device=DEVICE)
         pointer = torch.tensor(shared, dtype=torch.int32, device=DEVICE)
-        n = cascade.attend_prefix(qkv, at, angles, pool, b.tables, pointer, prefix_partial, prefix_peaks, rows)
+        n = cascade.shared_prefix_attention(
+            qkv, at, angles, pool, b.tables, pointer, prefix_partial, prefix_peaks, rows
+        )
         prefix = (prefix_partial, prefix_peaks, mine, n)
-    decode(qkv, out, at, angles, pool, b.tables, pieces, partial, peaks, counters, rows, prefix)
+    decode_attention(qkv, out, at, angles, pool, b.tables, pieces, partial, peaks, counters, rows, prefix)
     assert not counters.any()
     return out
 
@@ -67,7 +71,7 @@ def test_decode(heads: int, kv_heads: int, dim: int, window: int | None, norm: b
     b = batch([1] * len(contexts), contexts, at)
     qkv = noise(b.tokens, (heads + 2 * kv_heads) * dim, seed=3)
     pool = b.pool.clone()
-    want = expected(qkv, at, plan.angles_reference(b.positions, rope(dim)), b, pool[:, 1])
+    want = expected(qkv, at, rotary_table_reference(b.positions, rope(dim)), b, pool[:, 1])
     got = run_decode(b, at, qkv)
     real = b.context_lens > 0
     assert error(got[real], want[real]) < LIMIT
@@ -78,14 +82,16 @@ def test_decode(heads: int, kv_heads: int, dim: int, window: int | None, norm: b
 def test_decode_cuts_few_rows_into_pieces_and_many_not() -> None:
     at = attention(4, 2, 64)
     spare = torch.empty(10**5, dtype=torch.int32, device=DEVICE)
-    one = plan.cut(torch.tensor([3000], dtype=torch.int32, device=DEVICE), 1, at.kv_heads, None, None, spare)
+    one = plan.plan_decode_splits(
+        torch.tensor([3000], dtype=torch.int32, device=DEVICE), 1, at.kv_heads, None, None, spare
+    )
     rows, begins, ends = (one.table[:, i].tolist() for i in (0, 3, 4))
     n = sum(row == 0 for row in rows)
-    assert 1 < n <= plan.n_pieces(1, at.kv_heads)
+    assert 1 < n <= plan.max_decode_splits(1, at.kv_heads)
     assert begins[1:n] == ends[: n - 1]  # no gap
     assert (begins[0], ends[n - 1]) == (0, 2999)
     many = torch.full((700,), 640, dtype=torch.int32, device=DEVICE)
-    table = plan.cut(many, 700, at.kv_heads, None, None, spare).table
+    table = plan.plan_decode_splits(many, 700, at.kv_heads, None, None, spare).table
     assert (table[:700, 0] == torch.arange(700, device=DEVICE)).all()
     assert (table[700:, 0] == -1).all()
 
@@ -97,7 +103,7 @@ def test_decode_with_a_shared_prefix() -> None:
     b.tables[1, :8] = b.tables[0, :8]
     b.tables[2, :8] = b.tables[0, :8]
     qkv = noise(5, 8 * 64, seed=3)
-    want = expected(qkv, at, plan.angles_reference(b.positions, rope(64)), b, b.pool.clone()[:, 1])
+    want = expected(qkv, at, rotary_table_reference(b.positions, rope(64)), b, b.pool.clone()[:, 1])
     got = run_decode(b, at, qkv, shared=[1, 128], shares=[128, 128, 128, 0, 0])
     assert error(got[:4], want[:4]) < LIMIT
     alone = run_decode(b, at, qkv, shared=[0, 0], shares=[0] * 5)
@@ -120,7 +126,9 @@ def test_chunks(heads: int, kv_heads: int, dim: int, window: int | None) -> None
             n = mine.stop - mine.start
             want[mine] = attend(q[mine].view(n, heads, dim), keys, values, at.scale, context - n, window)
     out = torch.full_like(q, torch.nan)
-    chunks(q, out, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, b.tokens, tile=ChunkTile(32, 32, 2, 4))
+    prefill_attention(
+        q, out, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, b.tokens, tile=PrefillTile(32, 32, 2, 4)
+    )
     assert error(out, want.flatten(1)) < LIMIT
 
 
@@ -129,12 +137,12 @@ def test_a_query_gets_the_same_in_any_chunk() -> None:
     b = batch([50], [150], at)
     q = noise(50, 4 * 64, seed=4)
     whole, parts = torch.empty_like(q), torch.empty_like(q)
-    chunks(q, whole, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, 50)
+    prefill_attention(q, whole, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, 50)
     for start, stop in ((0, 1), (1, 30), (30, 50)):
         starts = torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE)
         context = torch.tensor([100 + stop], dtype=torch.int32, device=DEVICE)
         out = torch.empty_like(q[start:stop])
-        chunks(q[start:stop].clone(), out, at, b.pool[:, 1], b.tables, starts, context, stop - start)
+        prefill_attention(q[start:stop].clone(), out, at, b.pool[:, 1], b.tables, starts, context, stop - start)
         parts[start:stop] = out
     assert torch.equal(whole, parts)
 
@@ -157,11 +165,11 @@ def test_gathered_and_joined_parts_are_the_whole() -> None:
     out, sums = part(keys[80:], values[80:], True)
     for first, tokens, exact in ((0, 48, True), (48, 32, False)):
         space = [torch.full((48 * 2 * 64,), torch.nan, dtype=q.dtype, device=DEVICE) for _ in range(2)]
-        k, v = (dense_attention.room(t, tokens, at, exact) for t in space)
-        dense_attention.gather(b.pool[:, 1], b.tables[0], first, tokens, k, v)
+        k, v = (dense_attention.kv_view(t, tokens, at, exact) for t in space)
+        dense_attention.gather_kv(b.pool[:, 1], b.tables[0], first, tokens, k, v)
         assert torch.equal(k, keys[first : first + tokens])
         assert torch.equal(v, values[first : first + tokens])
-        dense_attention.join(out, sums, *part(k, v, False))
+        dense_attention.merge_by_lse(out, sums, *part(k, v, False))
     assert error(out, want) < LIMIT
 
 
@@ -171,7 +179,7 @@ def test_segments_cover_a_context_once() -> None:
             end = 0
             for first, tokens, exact in dense_attention._segments(context, round_chunk):
                 assert (first, exact) == (end, exact and tokens % dense_attention.ROUND_CONTEXT == 0)
-                assert 0 < tokens <= dense_attention.SEGMENT
+                assert 0 < tokens <= dense_attention.SEGMENT_TOKENS
                 end = first + tokens
             assert end == context
 
@@ -188,7 +196,7 @@ def test_a_chunk_and_its_context_in_segments(context: int, monkeypatch: pytest.M
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype), scores.logsumexp(-1).T.contiguous()
 
     monkeypatch.setattr(dense_attention, "_cudnn", plain)
-    monkeypatch.setattr(dense_attention, "SEGMENT", 32)
+    monkeypatch.setattr(dense_attention, "SEGMENT_TOKENS", 32)
     at, n = attention(4, 2, 64), 24
     b = batch([n], [context], at)
     q = noise(n, 4 * 64, seed=4)
@@ -197,7 +205,7 @@ def test_a_chunk_and_its_context_in_segments(context: int, monkeypatch: pytest.M
     keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, context - n : context]
     space = (noise(32 * 2 * 64), noise(32 * 2 * 64))
     dense_attention.attend(q, (keys, values), at, b.pool[:, 1], b.tables[0], context, space, mine)
-    chunks(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
+    prefill_attention(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
     assert error(mine, theirs) < LIMIT
 
 
@@ -208,17 +216,17 @@ def test_cudnn_on_gathered_blocks(n: int, context: int) -> None:
     b = batch([n], [context], at)
     q = noise(n, 8 * 128, seed=4)
     mine, theirs = torch.empty_like(q), torch.empty_like(q)
-    exact = dense_attention.is_round(n)
-    own = [dense_attention.room(noise(n * 2 * 128), n, at, exact) for _ in range(2)]
+    exact = dense_attention.has_exact_plan(n)
+    own = [dense_attention.kv_view(noise(n * 2 * 128), n, at, exact) for _ in range(2)]
     blocks = b.pool[b.tables[0, : -(-context // 16)].long(), 1]
     for place, source in zip(own, blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, context - n : context], strict=True):
         place.copy_(source)
-    space = [noise(dense_attention.SEGMENT * 2 * 128) for _ in range(2)]
+    space = [noise(dense_attention.SEGMENT_TOKENS * 2 * 128) for _ in range(2)]
     dense_attention.attend(q, (own[0], own[1]), at, b.pool[:, 1], b.tables[0], context, (space[0], space[1]), mine)
-    chunks(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
+    prefill_attention(q, theirs, at, b.pool[:, 1], b.tables, b.query_starts, b.context_lens, n)
     assert error(mine, theirs) < LIMIT
     if context == n:
-        assert error(dense_attention.alone(q, (own[0], own[1]), at), theirs) < LIMIT
+        assert error(dense_attention.attend_without_context(q, (own[0], own[1]), at), theirs) < LIMIT
 
 
 @pytest.mark.gpu
@@ -231,7 +239,7 @@ def test_decode_of_many_and_long_rows(rows: int, context: int) -> None:
     contexts = [max(1, context - 37 * r) for r in range(rows)]
     b = batch([1] * rows, contexts, at)
     qkv = noise(rows, 48 * 128, seed=3)
-    want = expected(qkv, at, plan.angles_reference(b.positions, rope(128)), b, b.pool.clone()[:, 1])
+    want = expected(qkv, at, rotary_table_reference(b.positions, rope(128)), b, b.pool.clone()[:, 1])
     for _ in range(3):  # the counters are reset, and the order of the merge is fixed
         got = run_decode(b, at, qkv)
         assert error(got, want) < LIMIT

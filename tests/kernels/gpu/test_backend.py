@@ -8,13 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu import backend, prefill_attention
+from emberline.kernels.gpu import prefill_attention
 from emberline.kernels.gpu import split_kv as split_keys
-from emberline.kernels.gpu.backend import TritonBackend
-from emberline.kernels.gpu.quantized_weights import dequantise_reference, pack
-from emberline.kernels.gpu.workspace import Chunk, Sizes, StepShape, Workspace, _layout
+from emberline.kernels.gpu import triton_backend as backend
+from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
+from emberline.kernels.gpu.triton_backend import TritonBackend
+from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
 from emberline.kernels.reference import TorchBackend
-from emberline.models.decoder import Decoder, LayerTable, StepInputs
+from emberline.models.decoder import Decoder, LayerTensorNames, StepInputs
 from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2
@@ -84,15 +85,15 @@ class Source:
         return Weight(name, shape[:1] if kind == "bias" else shape, self.bits)
 
 
-def triton_model(config: ModelConfig, table: LayerTable, bits: int = 0, deterministic: bool = False) -> Decoder:
+def triton_model(config: ModelConfig, table: LayerTensorNames, bits: int = 0, deterministic: bool = False) -> Decoder:
     backend = TritonBackend(DEVICE, deterministic=deterministic)
     model = Decoder(Source(config, bits), backend, table)
     item = torch.empty(0, dtype=DTYPE).element_size()
-    backend.reserve(Sizes.of(config, 80, 8, 80, item=item, quantised=bool(bits)))
+    backend.reserve(WorkspaceSizes.of(config, 80, 8, 80, item=item, quantised=bool(bits)))
     return model
 
 
-def plain_model(config: ModelConfig, table: LayerTable, bits: int = 0) -> Decoder:
+def plain_model(config: ModelConfig, table: LayerTensorNames, bits: int = 0) -> Decoder:
     return Decoder(Source(config, bits), TorchBackend(DEVICE, DTYPE), table)
 
 
@@ -124,7 +125,7 @@ def run(model: Decoder, shaped: bool = False) -> list[torch.Tensor]:
     first = step([(PROMPTS[0], 0), (PROMPTS[2][:4], 0)], TABLES[[0, 2]], groups)
     out.append(model.forward(to_device(first), kv).clone())
     mixed = step([([7], 17), (PROMPTS[1], 0), (PROMPTS[2][4:], 4), (PROMPTS[3], 0)], TABLES, groups)
-    shape = StepShape(2, 3, chunks=[Chunk(2, 2, 3, 7), Chunk(3, 5, 3, 3)]) if shaped else None
+    shape = StepShape(2, 3, chunks=[PrefillChunk(2, 2, 3, 7), PrefillChunk(3, 5, 3, 3)]) if shaped else None
     out.append(model.forward(to_device(mixed, shape), kv).clone())
     decodes = step([([3], 18), ([4], 1), ([5], 7), ([6], 3)], TABLES, groups)
     out.append(model.forward(to_device(decodes, StepShape(4) if shaped else None), kv).clone())
@@ -159,9 +160,9 @@ def test_quantised_weights(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_keeps_every_weight(bits: int) -> None:
     parts = [Weight(name, (8, 96), bits).affine() for name in ("a", "b")]
-    packed = pack(parts, None, DEVICE, DTYPE)
+    packed = pack_quantized(parts, None, DEVICE, DTYPE)
     want = np.concatenate([part.dense() for part in parts])
-    torch.testing.assert_close(dequantise_reference(packed).cpu(), torch.from_numpy(want).float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantize_reference(packed).cpu(), torch.from_numpy(want).float(), rtol=1e-6, atol=1e-6)
 
 
 def test_deterministic_results_do_not_depend_on_company_or_chunks() -> None:
@@ -183,12 +184,12 @@ def test_chunks_with_split_keys(name: str, deterministic: bool, monkeypatch: pyt
     """On a card with many multiprocessors, in tiles so small that a few tokens are several pieces."""
     config, table = MODELS[name]
     monkeypatch.setattr(split_keys, "SM_COUNT", 132)
-    monkeypatch.setattr(split_keys, "MAX_ITEMS", 6 * 132)
-    monkeypatch.setattr(split_keys, "MIN_STEPS", 1)
-    monkeypatch.setattr(prefill_attention, "choose", lambda dim: prefill_attention.ChunkTile(32, 16, 2, 4))
+    monkeypatch.setattr(split_keys, "MAX_WORK_ITEMS", 6 * 132)
+    monkeypatch.setattr(split_keys, "MIN_SPLIT_TILES", 1)
+    monkeypatch.setattr(prefill_attention, "prefill_tile", lambda dim: prefill_attention.PrefillTile(32, 16, 2, 4))
     chunks, split = backend.chunks, []
 
-    def watched(*args: Any, items: split_keys.Items | None, **more: Any) -> None:
+    def watched(*args: Any, items: split_keys.PrefillSplits | None, **more: Any) -> None:
         if items is not None:
             items.scratch.parts.fill_(torch.nan)
         chunks(*args, items=items, **more)
@@ -225,12 +226,12 @@ def test_a_prefix_shared_by_decodes() -> None:
 
 
 def test_the_workspace_is_as_large_as_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_keys, "MAX_ITEMS", 6 * 132)
-    llama8b = Sizes(4096, 32, 8, 128, 14336, 128256, 1, max_tokens=8192, max_rows=256, max_samples=256)
+    monkeypatch.setattr(split_keys, "MAX_WORK_ITEMS", 6 * 132)
+    llama8b = WorkspaceSizes(4096, 32, 8, 128, 14336, 128256, 1, max_tokens=8192, max_rows=256, max_samples=256)
     assert Workspace.bytes(llama8b) < 0.75 * 2**30
     places = {name: start + size for name, (start, size) in _layout(llama8b).items()}
     assert places["parts"] <= max(places["own"], places["gathered"], places["activated"])  # it takes nothing more
-    small = Sizes.of(CONFIG, 16, 4, 4)
+    small = WorkspaceSizes.of(CONFIG, 16, 4, 4)
     space = Workspace(small, DEVICE, DTYPE)
     assert space._memory.numel() == Workspace.bytes(small)
     assert not space.counters.any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from emberline.kernels.gpu.elementwise import copy_blocks, copy_blocks_plain  # noqa: E402
+from emberline.kernels.gpu.elementwise import copy_blocks, copy_blocks_reference  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -17,6 +17,6 @@ def test_only_the_named_blocks_change(n_words, n_pairs):
     target = torch.randint(-(2**62), 2**62, (7, n_words)).to(DEVICE)
     pairs = torch.stack([torch.randperm(9)[:n_pairs], torch.randperm(7)[:n_pairs]], dim=1).int().to(DEVICE)
     wanted = target.clone()
-    copy_blocks_plain(source, wanted, pairs)
+    copy_blocks_reference(source, wanted, pairs)
     copy_blocks(source, target, pairs)
     assert torch.equal(target, wanted)

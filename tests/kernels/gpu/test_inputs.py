@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from emberline.kernels import decode_inputs as plain
-from emberline.kernels.decode_inputs import FOLLOWS, NONE, PADDING, DecodeInputs, SlotState
+from emberline.kernels.decode_inputs import LAST_SAMPLED, NO_BLOCK, PADDING, DecodeInputs, SlotState
 
 triton = pytest.importorskip("triton")
 from emberline.kernels.gpu import decode_inputs as fast  # noqa: E402
@@ -21,8 +21,8 @@ def packet(groups, rows, width):
     made = torch.zeros(3 + 2 * groups, rows, dtype=torch.int32)
     made[0] = torch.randperm(N_SLOTS)[:rows]
     made[1] = ints(0, width * 16, rows)
-    made[2] = torch.where(torch.rand(rows) < 0.5, FOLLOWS, ints(0, 50, rows))
-    made[3 : 3 + groups] = torch.where(torch.rand(groups, rows) < 0.5, NONE, ints(1, 999, groups, rows))
+    made[2] = torch.where(torch.rand(rows) < 0.5, LAST_SAMPLED, ints(0, 50, rows))
+    made[3 : 3 + groups] = torch.where(torch.rand(groups, rows) < 0.5, NO_BLOCK, ints(1, 999, groups, rows))
     made[3 + groups :] = torch.where(torch.rand(groups, rows) < 0.5, 0, made[1] // 16)
     if rows > 2:
         made[1, -1] = PADDING

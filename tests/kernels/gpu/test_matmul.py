@@ -7,15 +7,21 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.elementwise import gate_reference
-from emberline.kernels.gpu.gemv import GemvTile, RowsTile, gemv, whole_rows
-from emberline.kernels.gpu.matmul import Job, Matrix, Multiplier
-from emberline.kernels.gpu.quantized_gemm import QuantisedTile, VectorTile
-from emberline.kernels.gpu.quantized_gemm import multiply as multiply_few
-from emberline.kernels.gpu.quantized_gemm import vector as multiply_one
-from emberline.kernels.gpu.quantized_weights import QuantisedMatrix, pack
-from emberline.kernels.gpu.skinny_gemm import SkinnyTile, partial_floats, skinny
-from emberline.kernels.gpu.workspace import Sizes, Workspace
+from emberline.kernels.gpu.elementwise import gated_activation_reference
+from emberline.kernels.gpu.gemm import (
+    GemvTile,
+    PersistentGemvTile,
+    SkinnyGemmTile,
+    gemv,
+    persistent_gemv,
+    skinny_gemm,
+    skinny_gemm_floats,
+)
+from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
+from emberline.kernels.gpu.quantized_gemm import QuantizedGemmTile, QuantizedGemvTile, QuantizedMatrix, pack_quantized
+from emberline.kernels.gpu.quantized_gemm import quantized_gemv as multiply_one
+from emberline.kernels.gpu.quantized_gemm import quantized_skinny_gemm as multiply_few
+from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.kernels.reference import rms_norm
 from emberline.weights.tensors import Affine
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, error, noise
@@ -38,7 +44,7 @@ def expected(
     if bias is not None:
         y = y + bias.double()
     if gate:
-        y = gate_reference(y, GATES[gate])
+        y = gated_activation_reference(y, GATES[gate])
     return y + out.double() if add else y
 
 
@@ -60,10 +66,10 @@ def test_skinny(m: int, n: int, k: int, splits: int, bias: bool, gate: int, add:
     x, w, out = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(m, n, seed=3)
     more = noise(n, seed=5) if bias else None
     want = expected(x, w, out, None, more, gate, add)
-    tile = SkinnyTile(16, 32, splits, 2, 4)
-    partial = torch.full((partial_floats(n, m, tile, bool(gate)),), torch.nan, device=DEVICE)
+    tile = SkinnyGemmTile(16, 32, splits, 2, 4)
+    partial = torch.full((skinny_gemm_floats(n, m, tile, bool(gate)),), torch.nan, device=DEVICE)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    skinny(x, w, out, tile, partial, counters, bias=more, gate=gate, add=add)
+    skinny_gemm(x, w, out, tile, partial, counters, bias=more, gate=gate, add=add)
     assert error(out, want) < LIMIT
     assert not counters.any()
 
@@ -75,17 +81,17 @@ def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool
     weight = noise(k, seed=4).float() + 1 if norm else None
     more = noise(n, seed=5) if bias else None
     want = expected(x, w, out, weight, more, gate, add)
-    whole_rows(x, w, out, RowsTile(2, 4, 1), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
+    persistent_gemv(x, w, out, PersistentGemvTile(2, 4, 1), bias=more, norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
 
 
-def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[QuantisedMatrix, Tensor]:
+def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[QuantizedMatrix, Tensor]:
     """A matrix, and its weights as they are meant."""
     rng = np.random.default_rng(bits)
     scale = rng.uniform(0.5, 1, (n, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
     offset = (-scale * rng.uniform(0, 2**bits, scale.shape)).astype(np.float16).astype(np.float32)
     affine = Affine(rng.integers(0, 2**bits, (n, k), dtype=np.uint8), scale, offset, bits)
-    return pack([affine], bias, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
+    return pack_quantized([affine], bias, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -98,7 +104,7 @@ def test_one_token_times_quantised_weights(
     matrix, w = quantised(n * (2 if gate else 1), k, bits, more)
     x, out, weight = noise(1, k, seed=1), noise(1, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)
-    multiply_one(x, matrix, out, VectorTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
+    multiply_one(x, matrix, out, QuantizedGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
 
 
@@ -114,7 +120,7 @@ def test_few_tokens_times_quantised_weights(
     want = expected(x, w, out, None, more, gate, add)
     partial = torch.full((100_000,), torch.nan, device=DEVICE)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    multiply_few(x, matrix, out, QuantisedTile(16, 16, splits, 2, 1), partial, counters, gate=gate, add=add)
+    multiply_few(x, matrix, out, QuantizedGemmTile(16, 16, splits, 2, 1), partial, counters, gate=gate, add=add)
     assert error(out, want) < LIMIT
     assert not counters.any()
 
@@ -123,18 +129,18 @@ def test_few_tokens_times_quantised_weights(
 @pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
 def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
     m, n, k = 130, 24, 64
-    sizes = Sizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantised=True)
-    multiply = Multiplier(Workspace(sizes, DEVICE, DTYPE), False, False)
+    sizes = WorkspaceSizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantised=True)
+    multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, False)
     total = n * (2 if gate else 1)
     more = noise(n, seed=5) if bias else None
-    matrix: Matrix | QuantisedMatrix = Matrix(noise(total, k, seed=2), more)
+    matrix: DenseMatrix | QuantizedMatrix = DenseMatrix(noise(total, k, seed=2), more)
     w = noise(total, k, seed=2)
     if bits:
         matrix, w = quantised(total, k, bits, more)
     x, out = noise(m, k, seed=1), noise(m, n, seed=3)
     weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)
-    multiply(x, matrix, out, Job(weight, 1e-5, gate, add))
+    multiply(x, matrix, out, Fusion(weight, 1e-5, gate, add))
     assert error(out, want) < LIMIT
 
 
@@ -142,12 +148,12 @@ def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: 
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64, 65, 128, 300])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 14336), (576, 576), (960, 576), (1536, 576)])
 def test_whatever_is_chosen_is_right(m: int, n: int, k: int) -> None:
-    sizes = Sizes(max(k, 512), 8, 2, 64, 14336, 1000, 1, 512, 512, 512, DTYPE.itemsize)
+    sizes = WorkspaceSizes(max(k, 512), 8, 2, 64, 14336, 1000, 1, 512, 512, 512, DTYPE.itemsize)
     for pdl in (False, True):
-        multiply = Multiplier(Workspace(sizes, DEVICE, DTYPE), False, pdl)
+        multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, pdl)
         for norm, _, gate, add in CASES:
             x, w = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2, scale=k**-0.5)
             out, weight = noise(m, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
             want = expected(x, w, out, weight, None, gate, add)
-            multiply(x, Matrix(w), out, Job(weight, 1e-5, gate, add), overlapped=True)
+            multiply(x, DenseMatrix(w), out, Fusion(weight, 1e-5, gate, add), overlapped=True)
             assert error(out, want) < LIMIT, (pdl, norm, gate, add)

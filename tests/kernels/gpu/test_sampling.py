@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.sampler_table import Drawn, SamplerTable, draw_reference
-from emberline.kernels.gpu.sampling import draw
+from emberline.kernels.gpu.sampler import sample_batch
+from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
 from emberline.kernels.sampling import INVALID, SamplerRow
 from tests.kernels.gpu.made import DEVICE
 
@@ -23,12 +23,12 @@ def both(numbers: torch.Tensor, rows: list[SamplerRow], steps: int = 1, masks: d
     """What the kernels and the plain sampler draw, step after step; rows sit in slots of other numbers."""
     n = len(rows)
     out = []
-    for draws in (draw, draw_reference):
+    for draws in (sample_batch, sample_reference):
         table = SamplerTable(n + 2, numbers.shape[1], DEVICE)
         slots = torch.tensor([(r + 1) % (n + 2) for r in range(n)], dtype=torch.int32, device=DEVICE)
         for slot, row in zip(slots.tolist(), rows, strict=True):
             table.set(slot, row)
-        drawn = Drawn.empty(n, DEVICE)
+        drawn = SampledBatch.empty(n, DEVICE)
         for step in range(steps):
             if masks:
                 table.allow([slots.tolist()[r] for r in masks], np.stack(list(masks.values())))
@@ -135,13 +135,13 @@ def test_padding_is_left_alone_and_a_mask_lasts_one_draw() -> None:
     table = SamplerTable(2, VOCAB, DEVICE)
     table.set(0, SamplerRow(temperature=0.0))
     table.allow([0], np.full((1, 1), 1 << 9, np.uint32))
-    numbers, out = logits(2, 6), Drawn.empty(2, DEVICE)
+    numbers, out = logits(2, 6), SampledBatch.empty(2, DEVICE)
     slots = torch.tensor([-1, 0], dtype=torch.int32, device=DEVICE)
     positions = torch.zeros_like(slots)
     out.token_ids.fill_(77)
     table.upload()
-    draw(numbers, table, slots, positions, out)
+    sample_batch(numbers, table, slots, positions, out)
     assert out.token_ids.tolist() == [77, 9]
     table.upload()
-    draw(numbers, table, slots, positions, out)
+    sample_batch(numbers, table, slots, positions, out)
     assert out.token_ids.tolist() == [77, numbers[1].argmax().item()]

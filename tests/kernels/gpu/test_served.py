@@ -11,8 +11,8 @@ from emberline.engine.scheduler.limits import Limits  # noqa: E402
 from emberline.engine.scheduler.scheduler import Scheduler  # noqa: E402
 from emberline.engine.step_loop import StepLoop  # noqa: E402
 from emberline.engine.torch_runner import TorchRunner  # noqa: E402
-from emberline.kernels.gpu.backend import TritonBackend  # noqa: E402
-from emberline.kernels.gpu.workspace import Sizes  # noqa: E402
+from emberline.kernels.gpu.triton_backend import TritonBackend  # noqa: E402
+from emberline.kernels.gpu.workspace import WorkspaceSizes  # noqa: E402
 from emberline.kernels.reference import TorchBackend  # noqa: E402
 from emberline.kv.cache import KVCache  # noqa: E402
 from emberline.models.decoder import Decoder  # noqa: E402
@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_the_plain_backend():
     expected = replies(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), plain, 1)
     fast = Decoder(Source(), TritonBackend(DEVICE, torch.float32), LLAMA)
     n_rows = LIMITS.max_running + CHUNK_ROWS
-    fast.kernels.reserve(Sizes.of(CONFIG, MAX_CAPTURED_TOKENS, n_rows, n_rows, item=4))
+    fast.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_CAPTURED_TOKENS, n_rows, n_rows, item=4))
 
     def runner_of(model):
         return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")

@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 
 from emberline.kernels.backend import Attention
 from emberline.kernels.gpu import split_kv as split_keys
-from emberline.kernels.gpu.prefill_attention import ChunkTile, chunks, split
-from emberline.kernels.gpu.split_kv import Scratch
+from emberline.kernels.gpu.prefill_attention import PrefillTile, plan_prefill_splits, prefill_attention
+from emberline.kernels.gpu.split_kv import SplitScratch
 from emberline.kernels.reference import attend
 from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, Batch, attention, batch, error, noise
 
-TILE = ChunkTile(32, 16, 2, 4)  # small: interpreted steps are slow
+TILE = PrefillTile(32, 16, 2, 4)  # small: interpreted steps are slow
 
 
 def expected(q: Tensor, at: Attention, b: Batch) -> Tensor:
@@ -32,31 +32,33 @@ def expected(q: Tensor, at: Attention, b: Batch) -> Tensor:
     return want.flatten(1)
 
 
-def scratch_for(at: Attention, pieces: int) -> Scratch:
+def scratch_for(at: Attention, pieces: int) -> SplitScratch:
     queries = max(TILE.queries, at.heads // at.kv_heads)
-    floats = pieces * split_keys.part_floats(queries, 1 << (at.head_dim - 1).bit_length())
+    floats = pieces * split_keys.split_floats(queries, 1 << (at.head_dim - 1).bit_length())
     counters = torch.zeros(pieces, dtype=torch.int32, device=DEVICE)
-    return Scratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
+    return SplitScratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
 
 
 @pytest.fixture(autouse=True)
 def many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_keys, "MAX_ITEMS", 2000)
+    monkeypatch.setattr(split_keys, "MAX_WORK_ITEMS", 2000)
 
 
-def run(q: Tensor, at: Attention, b: Batch, scratch: Scratch | None, splits: int = 0) -> Tensor:
+def run(q: Tensor, at: Attention, b: Batch, scratch: SplitScratch | None, splits: int = 0) -> Tensor:
     out = torch.full_like(q, torch.nan)
     pool, rows, items = b.pool[:, 1], (b.query_starts, b.context_lens, b.tokens), None
     if scratch is not None:
         table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
-        items = split(at.heads, at.kv_heads, at.head_dim, at.window, *rows, 0, table, scratch, TILE, splits)
+        items = plan_prefill_splits(
+            at.heads, at.kv_heads, at.head_dim, at.window, *rows, 0, table, scratch, TILE, splits
+        )
         assert items is not None
-    chunks(q, out, at, pool, b.tables, *rows, items=items, tile=TILE)
+    prefill_attention(q, out, at, pool, b.tables, *rows, items=items, tile=TILE)
     assert scratch is None or not scratch.counters.any()
     return out
 
 
-def used(scratch: Scratch) -> bool:
+def used(scratch: SplitScratch) -> bool:
     return not scratch.parts.isnan().all()
 
 
@@ -156,16 +158,16 @@ def test_real_tiles(lengths: list[int], before: int, splits: int, window: int | 
     b = batch(lengths, [n + before for n in lengths], at)
     q, plain = noise(b.tokens, 32 * 128, seed=4), torch.empty(b.tokens, 32 * 128, dtype=DTYPE, device=DEVICE)
     rows = (b.query_starts, b.context_lens, b.tokens)
-    chunks(q, plain, at, b.pool[:, 1], b.tables, *rows)
-    floats = 2000 * split_keys.part_floats(128, 128)
+    prefill_attention(q, plain, at, b.pool[:, 1], b.tables, *rows)
+    floats = 2000 * split_keys.split_floats(128, 128)
     counters = torch.zeros(2000, dtype=torch.int32, device=DEVICE)
-    scratch = Scratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
+    scratch = SplitScratch(torch.full((floats,), torch.nan, device=DEVICE), counters)
     table = torch.full((16_000,), 7, dtype=torch.int32, device=DEVICE)
-    items = split(32, 8, 128, window, *rows, 0, table, scratch, splits=splits)
+    items = plan_prefill_splits(32, 8, 128, window, *rows, 0, table, scratch, splits=splits)
     results = []
     for _ in range(3):
         results.append(torch.full_like(q, torch.nan))
-        chunks(q, results[-1], at, b.pool[:, 1], b.tables, *rows, items=items)
+        prefill_attention(q, results[-1], at, b.pool[:, 1], b.tables, *rows, items=items)
         assert not counters.any()
     assert used(scratch)
     assert error(results[0], plain) < LIMIT

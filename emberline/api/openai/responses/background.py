@@ -27,7 +27,7 @@ from emberline.api.openai.responses.stream import draft_of
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.transcript import TranscriptPart
-from emberline.protocol.answer import Record
+from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.protocol.events import ChoiceDone
 from emberline.protocol.request import GenerateRequest
@@ -139,10 +139,10 @@ async def status(call: Call, found: Background) -> Json:
     return shown(found) if found.ended else shown(found) | {"queue": await standing(call, found.batch)}
 
 
-def record(found: Background) -> Record:
+def record(found: Background) -> StoredResponse:
     """As one that is kept: it can be continued once it is complete."""
     batch = found.batch
-    return Record(
+    return StoredResponse(
         id=batch.id,
         account=batch.account,
         created_us=batch.created_us,

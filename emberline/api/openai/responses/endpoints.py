@@ -25,7 +25,7 @@ from emberline.api.openai.responses.output import Composer
 from emberline.api.openai.responses.request import SEALED, ResponsesRequest, response_id
 from emberline.api.openai.responses.stream import Draft, ResponseStream
 from emberline.api.openai.responses.tools import offered
-from emberline.protocol.answer import MAX_DEPTH, MAX_HISTORY_BYTES, Record
+from emberline.protocol.answer import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, TooLarge
 from emberline.protocol.events import (
     Completed,
@@ -71,7 +71,7 @@ class Turn:
     body: ResponsesRequest
     id: str
     created_us: int
-    history: list[Record]  # of the response that it continues, oldest first
+    history: list[StoredResponse]  # of the response that it continues, oldest first
     past: list[Item]
     new: list[Item]
     request: GenerateRequest
@@ -199,7 +199,7 @@ async def _turn(call: Call, body: ResponsesRequest) -> Turn:
     return Turn(body, own_id, created_us, history, past, new, request, draft)
 
 
-async def _history(call: Call, previous: str | None) -> list[Record]:
+async def _history(call: Call, previous: str | None) -> list[StoredResponse]:
     if previous is None:
         return []
     records = await _find(call, previous, whole=True)
@@ -233,14 +233,14 @@ async def _resolved(call: Call, given: list[Item | ItemReference]) -> list[Item]
     return items
 
 
-async def _recalled(call: Call, whole: bool = False) -> list[Record]:
+async def _recalled(call: Call, whole: bool = False) -> list[StoredResponse]:
     records = await _find(call, call.tail, whole)
     if not records:
         raise _no_such(call.tail)
     return records
 
 
-async def _find(call: Call, name: str, whole: bool = False) -> list[Record]:
+async def _find(call: Call, name: str, whole: bool = False) -> list[StoredResponse]:
     """The store is asked only for ids that could be ours."""
     if not _OWN.fullmatch(name):
         return []
@@ -260,7 +260,7 @@ def _no_such(name: str) -> NoSuchResponse:
     return NoSuchResponse(f"there is no response {name[:100]!r}: it was not stored, has expired or was deleted")
 
 
-def _items(record: Record) -> list[Item]:
+def _items(record: StoredResponse) -> list[Item]:
     return items_decoder.decode(record.input) + _output_decoder.decode(record.body).output
 
 
@@ -289,7 +289,7 @@ async def _kept(call: Call, turn: Turn, events: Events) -> AsyncGenerator[TextEv
 async def _keep(call: Call, turn: Turn, new: str) -> None:
     """Keep what is new; or all, where the chain is long or what was continued has been deleted meanwhile."""
     responses, parent = call.service.responses, turn.history[-1] if turn.history else None
-    record = Record(
+    record = StoredResponse(
         id=turn.id,
         account=call.principal.account,
         parent=parent.id if parent else None,

@@ -91,7 +91,7 @@ class _Layer(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class PackedMatrix:
     """Packed weights. `struct` points into `panels` and `bias`, which live as long as the matrix."""
 
     struct: _Linear
@@ -101,7 +101,7 @@ class Matrix:
 
 
 @dataclass(slots=True)
-class Context:
+class NativeStepContext:
     """What the layers of one step share; holds the tensors its structs point into."""
 
     step: _Step
@@ -148,7 +148,7 @@ class NativeBackend:
 
     def matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
-    ) -> Matrix:
+    ) -> PackedMatrix:
         packed_bias = None
         if bias is not None:
             packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
@@ -162,7 +162,7 @@ class NativeBackend:
         if packed_bias is not None and rows != n_rows:
             packed_bias = torch.nn.functional.pad(packed_bias, (0, rows - n_rows))
         struct = _Linear(_address(panels), _address(packed_bias), rows, cols, bits)
-        return Matrix(struct, panels, packed_bias, n_rows)
+        return PackedMatrix(struct, panels, packed_bias, n_rows)
 
     def _pack_codes(self, parts: list[Any], gated: bool) -> tuple[Tensor, int]:
         bits = max(part.bits for part in parts)
@@ -188,10 +188,10 @@ class NativeBackend:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Context:
+    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStepContext:
         tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
         pointers = (t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))
-        context = Context(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
+        context = NativeStepContext(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
         positions = step.positions.to(torch.float32)
         for cache, pool, table, rope in zip(context.caches, kv, step.block_tables, ropes, strict=True):
             angles = torch.outer(positions, rope.inverse_frequencies)
@@ -202,7 +202,7 @@ class NativeBackend:
             cache.cosine, cache.sine = cosine.data_ptr(), sine.data_ptr()
         return context
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: Context) -> None:
+    def layers(self, layers: Sequence[Layer], x: Tensor, context: NativeStepContext) -> None:
         stack = self._stacks.get(id(layers))
         if stack is None:
             structs = [_layer_struct(layer) for layer in layers]
@@ -210,20 +210,22 @@ class NativeBackend:
             stack = self._stacks[id(layers)] = (pointers, structs, layers)  # all kept: pointers and id stay valid
         self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
 
-    def rows(self, matrix: Matrix, ids: Tensor, factor: float) -> Tensor:
+    def rows(self, matrix: PackedMatrix, ids: Tensor, factor: float) -> Tensor:
         out = torch.empty(ids.shape[0], matrix.struct.cols)
         self._lib.em_rows(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, matrix: Matrix, norm: Tensor, eps: float) -> Tensor:
+    def linear(self, x: Tensor, matrix: PackedMatrix, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape[0], matrix.struct.rows)
         self._lib.em_linear(matrix.struct, norm.data_ptr(), eps, x.data_ptr(), x.shape[0], out.data_ptr())
         return out if matrix.n_rows == matrix.struct.rows else out[:, : matrix.n_rows].contiguous()
 
-    def linear_add(self, x: Tensor, matrix: Matrix, residual: Tensor, post_norm: Tensor | None, eps: float) -> None:
+    def linear_add(
+        self, x: Tensor, matrix: PackedMatrix, residual: Tensor, post_norm: Tensor | None, eps: float
+    ) -> None:
         self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
 
-    def attention(self, qkv: Tensor, attention: Attention, context: Context) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, context: NativeStepContext) -> Tensor:
         out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
         cache = context.caches[attention.group]
         self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from emberline.kernels.gpu.launch import cdiv, options, power_of_two
+from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two
 from emberline.kernels.gpu.sampler_table import (
     CANDIDATES,
     CHUNK,
@@ -24,11 +24,9 @@ from emberline.kernels.gpu.sampler_table import (
     MAX_TOP,
     RANKED,
     SPAN,
-    Drawn,
+    SampledBatch,
     SamplerTable,
 )
-
-__all__ = ["Drawn", "SamplerTable", "draw"]
 
 
 @triton.jit
@@ -462,7 +460,7 @@ def _finish(
                 values = tl.where(value_ids == value_id, float("-inf"), values)
 
 
-def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: Drawn) -> None:
+def sample_batch(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch) -> None:
     """One token per row. logits: [rows, vocab], any float type, left as they are; row r is drawn as slot slots[r] says.
 
     slots: int32 [rows], -1 for padding; positions: [rows], the index of the token being chosen in its sequence.
@@ -473,23 +471,23 @@ def draw(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, 
     if not rows:
         return
     words, chunks = table.masks.shape[1], table.chunks
-    wide = power_of_two(chunks)
+    wide = next_power_of_two(chunks)
     state = (table.state, table.edit_ids, table.edit_values, table.masks, table.counts)
     lists = (table.listed, table.candidates, table.candidate_ids)
     fixed = dict(FIELDS=table.state.shape[1], FOUND=FOUND, CHUNK=CHUNK, MAX_EDITS=MAX_EDITS, MAX_LISTED_K=MAX_LISTED_K)
     _scan[(rows, chunks)](
         logits, slots, positions, *state, table.found, table.tops, table.spans, table.listed, vocab, words,
-        SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **options(False, num_warps=16, maxnreg=64),
+        SPAN=SPAN, MAX_TOP=MAX_TOP, **fixed, **launch_options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
     each = 1 if rows <= 8 else 4  # chunks: with many rows, fewer programs that look at a row as a whole first
     _narrow[(rows, cdiv(chunks, each))](
         logits, slots, *state, table.found, table.spans, *lists, vocab, words, chunks,
         CHUNKS=wide, EACH=each, SPAN=SPAN, CANDIDATES=CANDIDATES, **fixed,
-        **options(False, num_warps=16, maxnreg=64),
+        **launch_options(False, num_warps=16, maxnreg=64),
     )  # fmt: skip
     _finish[(rows,)](
         logits, slots, positions, *state, table.found, table.tops, *lists,
         out.token_ids, out.logprob, out.top_ids, out.top_logprobs, vocab, words, chunks,
-        CHUNKS=wide, CANDIDATES=CANDIDATES, RANKED=RANKED, MAX_TOP=MAX_TOP, TOPS=power_of_two(chunks * MAX_TOP),
-        **fixed, **options(False, num_warps=16),
+        CHUNKS=wide, CANDIDATES=CANDIDATES, RANKED=RANKED, MAX_TOP=MAX_TOP, TOPS=next_power_of_two(chunks * MAX_TOP),
+        **fixed, **launch_options(False, num_warps=16),
     )  # fmt: skip
