@@ -18,8 +18,8 @@ import uvloop
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.batches.service import BatchService
-from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.batch_loader import BatchService
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage

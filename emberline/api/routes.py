@@ -3,8 +3,8 @@
 from functools import cache
 
 from emberline.api.admin import endpoints as admin
+from emberline.api.admin import endpoints as queue_admin
 from emberline.api.admin import events
-from emberline.api.admin import queue as queue_admin
 from emberline.api.admin import webhooks as webhook_endpoints
 from emberline.api.admin.webhooks import (
     DELIVERIES,
@@ -14,14 +14,13 @@ from emberline.api.admin.webhooks import (
     RotateRequest,
 )
 from emberline.api.anthropic import batches as anthropic_batches
-from emberline.api.anthropic import endpoints as anthropic
+from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.batches import NewMessageBatch
-from emberline.api.anthropic.messages import CountRequest, MessagesRequest
-from emberline.api.batches.status import LINE
+from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.batches.submission import LINE
 from emberline.api.http import openapi
-from emberline.api.http.call import Call
+from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
-from emberline.api.http.reply import Reply, encode
 from emberline.api.http.router import Policy, Route
 from emberline.api.openai import batches as openai_batches
 from emberline.api.openai import endpoints as openai

@@ -18,8 +18,8 @@ import msgspec
 from emberline import log as logs
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.batches.service import BatchService
-from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.batch_loader import BatchService
 from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard

@@ -35,7 +35,7 @@ from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, rem
 from emberline.supervisor.http_workers import HttpWorkers
 
 if TYPE_CHECKING:
-    from emberline.api.batches.service import BatchService
+    from emberline.api.batch_loader import BatchService
     from emberline.service import Service
     from emberline.store import Database
 
@@ -205,7 +205,7 @@ async def _open_queue(
     """The durable queue, its doors, and the puller that runs what is in it when engines have room."""
     from emberline.accounts.auth import Authenticator
     from emberline.accounts.secret import Secret
-    from emberline.api.batches.service import BatchService
+    from emberline.api.batch_loader import BatchService
     from emberline.jobs.queue.puller import LeaseOwner, Puller
     from emberline.jobs.queue.queue import open_queue
     from emberline.service.core import LocalCore

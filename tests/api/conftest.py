@@ -4,7 +4,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import uvloop
 
-from emberline.api.http.asgi import ASGIApp
+from emberline.api.http.call import ASGIApp
 from emberline.api.http.server import serve
 
 

@@ -11,10 +11,10 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.batches.service import BatchService
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.batch_loader import BatchService
 from emberline.api.common.answer import gather
-from emberline.api.http.app import ApiSettings, create_app
-from emberline.api.http.asgi import ASGIApp, Receive, Scope, Send
+from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue, open_queue

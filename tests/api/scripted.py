@@ -8,10 +8,9 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.batches.service import BatchService
-from emberline.api.http.app import ApiSettings, create_app
-from emberline.api.http.asgi import ASGIApp
-from emberline.api.http.backend import Events
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import ASGIApp, Events
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.answer import StoredResponse

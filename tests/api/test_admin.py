@@ -82,5 +82,5 @@ async def test_what_machines_ask_every_few_seconds_stays_out_of_the_log(
     with caplog.at_level("INFO"):
         for path in ("/health", "/metrics", "/api/ps", "/v1/models"):
             await client.get(path)
-    lines = [record.getMessage() for record in caplog.records if record.name == "emberline.api.http.app"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "emberline.api.app"]
     assert lines == ["GET /v1/models"]

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import GenerateRequest
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage

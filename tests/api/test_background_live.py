@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from emberline.api.batches.service import BatchService
-from emberline.api.openai.responses.output import Composer
-from emberline.api.openai.responses.stream import Draft
+from emberline.api.batch_loader import BatchService
+from emberline.api.openai.responses.output import Composer, Draft
 from emberline.jobs.queue import transcript as scribe_module
 from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease

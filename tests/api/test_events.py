@@ -12,8 +12,8 @@ import pytest
 from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
-from emberline.api.http.app import ApiSettings, create_app
-from emberline.api.http.asgi import ASGIApp
+from emberline.api.app import ApiSettings, create_app
+from emberline.api.http.call import ASGIApp
 from emberline.jobs.webhooks.events import Event
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import Unavailable

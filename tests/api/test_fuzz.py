@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import CheckFunction
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 
-from emberline.api.batches.service import BatchService
-from emberline.api.http.asgi import Receive, Scope, Send
+from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import Receive, Scope, Send
 from emberline.catalog.model_card import ModelCard
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.batches.blobs import BlobStore

@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from emberline.api.batch_loader import BatchService, reader_of
 from emberline.api.batches.job_format import FileLine, lines_of
-from emberline.api.batches.loader import reader_of
-from emberline.api.batches.service import BatchService
 from emberline.api.openai.batch_jobs import OpenAILines
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import NewJob

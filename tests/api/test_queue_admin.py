@@ -1,4 +1,4 @@
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.protocol.errors import ErrorInfo
 
 from ..jobs.queues import MODEL, lines, new

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, create_app
 from emberline.api.openai.responses import endpoints as openai_responses
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.answer import StoredResponse

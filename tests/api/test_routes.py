@@ -2,7 +2,7 @@
 
 import pytest
 
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.api.http.errors import CODES, Dialect
 from emberline.api.http.router import Policy, Route
 from emberline.api.routes import ROUTES

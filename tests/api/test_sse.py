@@ -181,9 +181,9 @@ async def test_one_send_per_event(service: ScriptedService) -> None:
 
 
 async def test_one_log_line_with_the_id(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="emberline.api.http.app"):
+    with caplog.at_level(logging.INFO, logger="emberline.api.app"):
         answer = await client.get("/v1/models", headers={"x-request-id": "theirs\x7f" + "x" * 500})
-    (record,) = [record for record in caplog.records if record.name == "emberline.api.http.app"]
+    (record,) = [record for record in caplog.records if record.name == "emberline.api.app"]
     assert record.getMessage() == "GET /v1/models"
     assert record.status == 200
     assert len(record.client_request_id) == 64

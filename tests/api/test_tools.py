@@ -7,8 +7,7 @@ import re
 import httpx
 import pytest
 
-from emberline.api.common.answer import gather
-from emberline.api.common.fanout import generate_all
+from emberline.api.common.answer import gather, generate_all
 from emberline.api.common.tools import NO_ARGUMENTS
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, Completed, ToolCallDelta, ToolCallStarted

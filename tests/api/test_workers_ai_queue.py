@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.batches.service import BatchService
+from emberline.api.batch_loader import BatchService
 from emberline.protocol.events import ChoiceDone, TextDelta
 from emberline.store import open_store
 

@@ -11,7 +11,7 @@ import pytest
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.http.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, create_app
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import GenerateRequest, Message

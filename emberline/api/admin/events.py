@@ -4,9 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import while_connected
-from emberline.api.http.reply import Reply, encode, json_reply
+from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
 from emberline.jobs.webhooks.event_feed import MAX_PAGE
 from emberline.jobs.webhooks.events import Event, cursor_number, event_object
 from emberline.protocol.errors import BadInput, EmberlineError

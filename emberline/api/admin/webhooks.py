@@ -7,9 +7,8 @@ from msgspec import Meta
 
 from emberline.api.admin.events import list_of, whole_number
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call
+from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import NoBody
-from emberline.api.http.reply import Reply, json_reply
 from emberline.jobs.webhooks.deliveries import DeliveryAttempt, DeliveryRecord
 from emberline.jobs.webhooks.endpoints import OVERLAP_S, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import cursor_number

@@ -7,18 +7,14 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.admin.events import whole_number
-from emberline.api.anthropic.messages import MessagesRequest
-from emberline.api.anthropic.stream import message_body
-from emberline.api.batches.idempotency import once
+from emberline.api.anthropic.message_request import MessagesRequest
+from emberline.api.anthropic.messages import message_body
 from emberline.api.batches.job_format import FileLine, LineCall, Result, Steps, results_of, runnable
-from emberline.api.batches.status import batch_of, standing, stop
-from emberline.api.batches.submission import submit_lines
-from emberline.api.http.backend import Backend
+from emberline.api.batches.submission import batch_of, once, standing, stop, submit_lines
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.byte_stream import JSONL, gathered, send_bytes
-from emberline.api.http.call import Call
+from emberline.api.http.call import Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.reply import Reply, encode, json_reply
+from emberline.api.http.sse import JSONL, gathered, send_bytes
 from emberline.api.openai.batch_jobs import failure_of
 from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
 from emberline.jobs.queue.job import NewJob

@@ -1,180 +1,169 @@
-"""Anthropic's messages: the body, and its way into the canonical request."""
+"""A message as Anthropic's events: its start, its blocks one after another, its end with the final usage."""
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from emberline.api.anthropic import tools
-from emberline.api.anthropic.tools import CustomTools, OutputConfig, OutputSchema, Pick
-from emberline.api.common.messages import join_text
-from emberline.api.common.reasoning import Thinking
-from emberline.api.common.sampling_fields import LEAST_TOP_P, StopStrings, TokenCount, session_name
-from emberline.api.common.unsupported import UnsupportedField, refuse_unsupported
-from emberline.api.http.call import Call
-from emberline.api.http.field_names import Names
-from emberline.protocol.errors import BadInput, Unsupported
-from emberline.protocol.request import GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
+from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.common.answer import arguments_of, collect
+from emberline.api.http.body import read_json
+from emberline.api.http.call import Call, HeaderList, Reply, encode, json_reply
+from emberline.api.http.errors import error_body
+from emberline.api.http.sse import stream
+from emberline.protocol.answer import Answer, AnswerChoice, AnswerPart, ReasoningPart, TextPart
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 
-
-class Text(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
+# Clients send a thought back only with its signature. Ours signs nothing: what comes back is the caller's own word.
+SIGNATURE = "ZW1iZXJsaW5l"
 
 
-class OnlyText(msgspec.Struct):
-    """A text block where no other kind is taken."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any] = {}
-
-
-class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: str | list[OnlyText] | None = None
-    is_error: bool | None = None
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts apart what came from the cache: the prompt is the sum of all input fields."""
+    body: dict[str, Any] = {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+    if usage.reasoning_tokens:
+        body["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return body
 
 
-class Thought(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Reasoning of an earlier turn, with a signature that we do not ask for."""
-
-    thinking: str = ""
-
-
-class HiddenThought(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """The same, encrypted by who made it: nothing to us."""
+def stop_reason(choice: AnswerChoice | ChoiceDone) -> str:
+    if choice.finish == "length":
+        return "max_tokens"
+    if choice.finish == "tool_calls":
+        return "tool_use"
+    return "end_turn" if choice.stop_sequence is None else "stop_sequence"
 
 
-class Turn(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Text | ToolUse | ToolResult | Thought | HiddenThought]
+def head(call: Call, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model}
 
 
-class Metadata(msgspec.Struct):
-    user_id: str | None = None
+def message_body(call: Call, model: str, answer: Answer, hides_thinking: bool = False) -> dict[str, Any]:
+    choice = answer.choices[0]
+    blocks = [_block(part, hides_thinking) for part in choice.parts]
+    return {
+        **head(call, model),
+        "content": [block for block in blocks if block] or [{"type": "text", "text": ""}],
+        "stop_reason": stop_reason(choice),
+        "stop_sequence": choice.stop_sequence,
+        "usage": usage_body(answer.usage),
+    }
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
-    """What both the messages and the token-counting call have."""
-
-    model: str
-    messages: Annotated[list[Turn], Meta(min_length=1)]
-    system: str | list[OnlyText] | None = None
-    tools: CustomTools | None = None
-    tool_choice: Pick | None = None
-    thinking: Thinking | None = None
-    output_format: OutputSchema | None = None
-    output_config: OutputConfig | None = None
-    mcp_servers: UnsupportedField = None
-    container: UnsupportedField = None
-
-    @property
-    def hides_thinking(self) -> bool:
-        return self.thinking is not None and self.thinking.hidden
-
-    def to_request(self, call: Call) -> GenerateRequest:
-        return self._request(call, SamplingParams(), None)
-
-    def _request(self, call: Call, sampling: SamplingParams, session: str | None) -> GenerateRequest:
-        refuse_unsupported(self)
-        toolset = tools.toolset(self.tools, self.tool_choice)
-        output, field = tools.output(self.output_format, self.output_config)
-        placed = _canonical(self.system, self.messages)
-        call.names = Names(
-            output=field, tools=toolset.where, schema="input_schema", messages=[where for _, where in placed]
-        )
-        return GenerateRequest(
-            id=call.id,
-            model=self.model,
-            messages=tuple(message for message, _ in placed),
-            sampling=sampling,
-            session=session,
-            tools=toolset.tools,
-            tool_choice=toolset.choice,
-            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
-            output=output,
-            reasoning=self._how_to_think(),
-        )
-
-    def _how_to_think(self) -> Reasoning:
-        """Without a word about it the model does as it does by itself."""
-        effort = self.output_config.effort if self.output_config else None
-        return self.thinking.reasoning(effort) if self.thinking else Reasoning(effort=effort)
+def _block(part: AnswerPart, hides_thinking: bool) -> dict[str, Any] | None:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ReasoningPart):
+        return {"type": "thinking", "thinking": "" if hides_thinking else part.text, "signature": SIGNATURE}
+    arguments = arguments_of(part)
+    if arguments is None:
+        return None
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
 
 
-class MessagesRequest(CountRequest, kw_only=True):
-    max_tokens: TokenCount | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
-    stop_sequences: StopStrings | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-
-    def to_request(self, call: Call) -> GenerateRequest:
-        if self.messages[-1].role == "assistant":
-            raise Unsupported("continuing a last message of the assistant is not supported yet", param="messages")
-        sampling = SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
-            top_k=self.top_k or 0,
-            stop=tuple(self.stop_sequences or ()),
-        )
-        return self._request(call, sampling, session_name(call, self.metadata.user_id if self.metadata else None))
+_NOT_ENDED: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+_MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+_TEXT = b'{"type":"text_delta","text":'
+_THINKING = b'{"type":"thinking_delta","thinking":'
+_INPUT = b'{"type":"input_json_delta","partial_json":'
+_DELTA_END = b"}}\n\n"
 
 
-Placed = tuple[Message, str]  # a canonical message, and where in the body it came from
+class MessageStream:
+    def __init__(self, call: Call, model: str, hides_thinking: bool = False) -> None:
+        self._call = call
+        self._model = model
+        self._hides_thinking = hides_thinking
+        self._end: dict[str, Any] = {}
+        self._block = -1  # the index of the block that is or was open
+        self._open = ""  # its type, while it is
+        self._delta = b""  # how a delta of it begins
+
+    def started(self, usage: Usage) -> bytes:
+        message = head(self._call, self._model) | {"content": [], "usage": usage_body(usage)} | _NOT_ENDED
+        return _event("message_start", {"message": message})
+
+    def delta(self, event: TextDelta) -> bytes:
+        if not event.text:
+            return b""
+        opening = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
+        return opening + self._delta + _TEXT + encode(event.text) + _DELTA_END
+
+    def reasoning(self, event: ReasoningDelta) -> bytes:
+        if not event.text:
+            return b""
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        opening = b"" if self._open == "thinking" else self._begin(block)
+        return opening if self._hides_thinking else opening + self._delta + _THINKING + encode(event.text) + _DELTA_END
+
+    def call_started(self, event: ToolCallStarted) -> bytes:
+        block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+        return self._begin(block) + self._delta + _INPUT + b'""' + _DELTA_END
+
+    def call_delta(self, event: ToolCallDelta) -> bytes:
+        return self._delta + _INPUT + encode(event.arguments) + _DELTA_END
+
+    def done(self, event: ChoiceDone) -> bytes:
+        self._end = {"stop_reason": stop_reason(event), "stop_sequence": event.stop_sequence}
+        opening = self._begin({"type": "text", "text": ""}) if self._block < 0 else b""
+        return opening + self._close()
+
+    def completed(self, usage: Usage) -> bytes:
+        return _event("message_delta", {"delta": self._end, "usage": usage_body(usage)}) + _MESSAGE_STOP
+
+    def failed(self, error: EmberlineError) -> bytes:
+        body = error_body(error, self._call.dialect, self._call.id)
+        return b"event: error\ndata: " + encode(body) + b"\n\n"
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        closing = self._close()
+        self._block += 1
+        self._open = block["type"]
+        self._delta = _DELTA % self._block
+        opening = _event("content_block_start", {"index": self._block, "content_block": block})
+        return closing + opening + (b"" if self._block else _PING)
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        signature = b""
+        if self._open == "thinking":
+            signature = self._delta + encode({"type": "signature_delta", "signature": SIGNATURE}) + _DELTA_END[1:]
+        self._open = ""
+        return signature + _event("content_block_stop", {"index": self._block})
 
 
-def _canonical(system: str | list[OnlyText] | None, turns: list[Turn]) -> list[Placed]:
-    placed: list[Placed] = []
-    if system:
-        placed.append((Message("system", _text(system)), "system"))
-    for number, turn in enumerate(turns):
-        placed += _messages(turn, f"messages[{number}]")
-    return placed
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind} | fields) + b"\n\n"
 
 
-def _messages(turn: Turn, where: str) -> list[Placed]:
-    """A turn as canonical messages: each tool result is a message of its own, before what the user says beside it."""
-    if isinstance(turn.content, str):
-        return [(Message(turn.role, turn.content), where)]
-    results: list[Placed] = []
-    calls: list[ToolCall] = []
-    texts: list[str] = []
-    thoughts: list[str] = []
-    for number, block in enumerate(turn.content):
-        here = f"{where}.content[{number}]"
-        if isinstance(block, Text):
-            texts.append(block.text)
-        elif isinstance(block, Thought):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolResult) and turn.role == "user":
-            results.append((_result(block), here))
-        elif isinstance(block, ToolUse) and turn.role == "assistant":
-            calls.append(ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode()))
-        elif isinstance(block, ToolResult | ToolUse):
-            raise BadInput(f"`{here}` does not belong to a turn of the {turn.role}", param=here)
-    if texts or calls or not results:
-        reasoning = join_text(thoughts) or None
-        results.append((Message(turn.role, join_text(texts), tool_calls=tuple(calls), reasoning=reasoning), where))
-    return results
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
 
 
-def _result(block: ToolResult) -> Message:
-    """A result as a message. Templates know no failed ones, so its text says it."""
-    text = _text(block.content or "")
-    if block.is_error:
-        text = f"Error: {text}" if text else "Error"
-    return Message("tool", text, tool_call_id=block.tool_use_id)
+async def messages(call: Call) -> Reply | None:
+    body = await read_json(call, _messages_decoder)
+    events = call.service.generate(body.to_request(call), call.principal)
+    headers = _headers(call)
+    if body.stream:
+        await stream(call, events, MessageStream(call, body.model, body.hides_thinking), headers)
+        return None
+    answer = await collect(call, events)
+    return json_reply(message_body(call, body.model, answer, body.hides_thinking), headers=headers)
 
 
-def _text(content: str | list[OnlyText]) -> str:
-    return content if isinstance(content, str) else join_text([block.text for block in content])
+async def count_tokens(call: Call) -> Reply:
+    body = await read_json(call, _count_decoder)
+    tokens = await call.service.count_tokens(body.to_request(call), call.principal)
+    return json_reply({"input_tokens": tokens}, headers=_headers(call))
+
+
+def _headers(call: Call) -> HeaderList:
+    return [(b"request-id", call.id.encode()), (b"cf-ai-req-id", call.id.encode())]

@@ -10,10 +10,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from emberline.api.http.backend import Backend
-from emberline.api.http.call import Call
-from emberline.api.http.errors import Dialect
-from emberline.api.http.field_names import Names
+from emberline.api.http.call import Backend, Call
+from emberline.api.http.errors import Dialect, Names
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.queue import Queue

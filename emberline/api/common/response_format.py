@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.unsupported import UnsupportedField, refuse_unsupported
+from emberline.api.http.body import UnsupportedField, refuse_unsupported
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import OutputFormat
 

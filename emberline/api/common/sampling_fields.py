@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from emberline.api.common.response_format import Constrained
-from emberline.api.common.unsupported import UnsupportedField
+from emberline.api.http.body import UnsupportedField
 from emberline.api.http.call import Call
 from emberline.protocol.request import Priority, SamplingParams
 

@@ -3,15 +3,15 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from emberline.api.http.asgi import Message
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import ClientLeft
+from emberline.api.http.call import Call, ClientLeft, Message
 from emberline.api.http.errors import NoBody
-from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unsupported
 
 T = TypeVar("T")
 
@@ -109,3 +109,23 @@ async def _piece(call: Call) -> Message:
 
 def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")
+
+
+EMPTY: list[Any] = [None, False, 0, "", [], {}]  # ways to say nothing
+UnsupportedField = Annotated[Any, Meta(description="Not supported yet.", extra_json_schema={"enum": EMPTY})]
+
+
+def unsupported(field: str) -> Unsupported:
+    return Unsupported(f"`{field}` is not supported yet", param=field)
+
+
+def refuse_unsupported(body: msgspec.Struct, where: str = "") -> None:
+    """Raise for the first unbuilt field of `body` that says something; `where` is the path to `body`, with its dot."""
+    for name in _unbuilt_fields(type(body)):
+        if getattr(body, name) not in EMPTY:
+            raise unsupported(where + name)
+
+
+@cache
+def _unbuilt_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type == UnsupportedField)

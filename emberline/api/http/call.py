@@ -1,21 +1,107 @@
-"""One request on its way through a door."""
+"""The ASGI types, as this room uses them."""
 
+import asyncio
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
-from emberline.api.http.asgi import Receive, Scope, Send
-from emberline.api.http.field_names import Names
-from emberline.api.http.reply import HeaderList, Reply
+import msgspec
+
+from emberline.api.http.errors import Names
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
-from emberline.protocol.request import Principal
+from emberline.protocol.events import TextEvent
+from emberline.protocol.request import GenerateRequest, Principal
 
 if TYPE_CHECKING:
     from emberline.accounts.auth import Authenticator
-    from emberline.api.batches.service import BatchService
-    from emberline.api.http.backend import Backend
+    from emberline.api.batch_loader import BatchService
     from emberline.api.http.errors import Dialect
+    from emberline.catalog.model_card import ModelCard
     from emberline.jobs.webhooks.service import WebhookService
+    from emberline.service.health import Health
+    from emberline.service.responses import ResponseStore
+    from emberline.upstream.relay import Relay
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+HeaderList = list[tuple[bytes, bytes]]
+JSON = b"application/json"
+encode = msgspec.json.Encoder().encode
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+    content_type: bytes = JSON  # exactly this for JSON: some clients compare
+    headers: HeaderList = []  # beside content-type, content-length and x-request-id; never mutated
+
+
+def json_reply(body: Any, status: int = 200, headers: HeaderList | None = None) -> Reply:
+    return Reply(status, encode(body), headers=headers or [])
+
+
+T = TypeVar("T")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or ClientLeft with `work` cancelled and cleaned up. The body must have been read."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_departure(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeft
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # retrieved: nobody is left to hear it
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+Events = AsyncGenerator[TextEvent, None]
+
+
+class Backend(Protocol):
+    @property
+    def relay(self) -> "Relay | None":
+        """Of models on other people's servers, if there are any."""
+
+    def relayed(self, model_id: str) -> "ModelCard | None":
+        """The card of such a model."""
+
+    @property
+    def responses(self) -> "ResponseStore": ...
+
+    def generate(self, request: GenerateRequest, principal: Principal) -> Events: ...
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
+
+    def models(self) -> "Sequence[ModelCard]": ...
+
+    def resolve(self, model_id: str) -> "ModelCard": ...
+
+    async def health(self) -> "Health": ...
+
+    async def metrics(self) -> bytes: ...
+
 
 _SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 _SSE_HEADERS: HeaderList = [

@@ -1,13 +1,59 @@
-"""Errors in each dialect: the one table from an error's kind to statuses, codes and types."""
+"""What the caller calls the parts of its request, for errors that come from behind the door.
+
+The service speaks of the canonical request (`output`, `tools[2].parameters`, `messages[3]`). A door that names these
+otherwise leaves a `Names` on the call, and an error on its way out is told in the caller's words.
+"""
 
 import math
+import re
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-import msgspec
-
-from emberline.api.http.reply import HeaderList, Reply
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
+
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+_OUTPUT = re.compile(r"output\b(.*)")
+_CHOICE = "tool_choice"
+
+
+class Names:
+    def __init__(
+        self,
+        *,
+        output: str | None = None,
+        tools: Sequence[str] = (),  # of each canonical tool
+        schema: str = "parameters",  # what a tool calls its schema
+        messages: Sequence[str] = (),  # of each canonical message; none: as they are
+        choice: str = _CHOICE,
+    ) -> None:
+        self._output = output
+        self._tools = tools
+        self._schema = schema
+        self._messages = messages
+        self._choice = choice
+
+    def of(self, param: str) -> str:
+        """The caller's name of a canonical parameter; one that has no other name is returned as it is."""
+        if param == _CHOICE:
+            return self._choice
+        if param == "tools" and self._tools:
+            return self._tools[0].partition("[")[0]
+        if self._output and (found := _OUTPUT.fullmatch(param)):
+            return self._output + found[1]
+        if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self._tools):
+            return self._tools[int(found[1])] + re.sub(r"^\.parameters\b", f".{self._schema}", found[2])
+        if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self._messages):
+            return self._messages[int(found[1])]  # what is inside has no twin there
+        return param
+
+    def retell(self, error: EmberlineError) -> EmberlineError:
+        """The error, naming the field as the caller does, in its message too."""
+        if error.param is not None and (name := self.of(error.param)) != error.param:
+            error.message = error.message.replace(f"`{error.param}`", f"`{name}`")
+            error.param = name
+        return error
 
 
 class Dialect(Enum):
@@ -102,8 +148,8 @@ def codes(error: EmberlineError) -> Codes:
     return CODES.get(error.kind, CODES["internal"])
 
 
-def error_reply(error: EmberlineError, dialect: Dialect, request_id: str) -> Reply:
-    """The HTTP answer that says `error` in `dialect`."""
+def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> tuple[int, list[tuple[bytes, bytes]]]:
+    """The HTTP status and the headers of an error response."""
     row = codes(error)
     status = row.native_status if dialect is Dialect.NATIVE else row.status
     headers = _headers(error, status)
@@ -111,7 +157,7 @@ def error_reply(error: EmberlineError, dialect: Dialect, request_id: str) -> Rep
         headers.append((b"cf-ai-req-id", request_id.encode()))
     if dialect in (Dialect.ANTHROPIC, Dialect.ANTHROPIC_ENVELOPED):
         headers.append((b"request-id", request_id.encode()))
-    return Reply(status, msgspec.json.encode(error_body(error, dialect, request_id)), headers=headers)
+    return status, headers
 
 
 def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict[str, Any]:
@@ -147,8 +193,8 @@ def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
     return {"errors": [{"message": message, "code": code}], "success": False, "result": result, "messages": []}
 
 
-def _headers(error: EmberlineError, status: int) -> HeaderList:
-    headers: HeaderList = []
+def _headers(error: EmberlineError, status: int) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
     if status in (429, 503):
         wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))

@@ -8,8 +8,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from emberline.api.http.asgi import Message, Scope, Send
-from emberline.api.http.reply import HeaderList, Reply
+from emberline.api.http.call import HeaderList, Message, Reply, Scope, Send
 from emberline.protocol.errors import Forbidden
 
 ANY = "*"

@@ -10,9 +10,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from emberline.api.http.call import Call
+from emberline.api.http.call import Call, Reply
 from emberline.api.http.errors import Dialect, MethodNotAllowed
-from emberline.api.http.reply import Reply
 from emberline.protocol.errors import NotFound
 
 Endpoint = Callable[[Call], Awaitable[Reply | None]]

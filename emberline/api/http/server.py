@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from emberline.api.http.asgi import ASGIApp
+from emberline.api.http.call import ASGIApp
 
 log = logging.getLogger(__name__)
 

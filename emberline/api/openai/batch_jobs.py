@@ -5,13 +5,12 @@ from typing import Any, Protocol
 import msgspec
 
 from emberline.api.batches.job_format import FileLine, LineCall, Result, runnable
-from emberline.api.http.backend import Backend
 from emberline.api.http.body import decode
+from emberline.api.http.call import Backend, encode
 from emberline.api.http.errors import Dialect, codes, error_body
-from emberline.api.http.reply import encode
 from emberline.api.openai.chat import ChatRequest, chat_body
 from emberline.api.openai.completions import CompletionRequest, completion_body
-from emberline.api.openai.responses.stream import LineResponse
+from emberline.api.openai.responses.output import LineResponse
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLarge, from_info

@@ -7,13 +7,10 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.admin.events import list_of, whole_number
-from emberline.api.batches.idempotency import once
-from emberline.api.batches.status import batch_of, standing, stop
-from emberline.api.common.unsupported import UnsupportedField, refuse_unsupported
-from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Call
+from emberline.api.batches.submission import batch_of, once, standing, stop
+from emberline.api.http.body import UnsupportedField, decode, read_body, refuse_unsupported
+from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import NoSuchFile, codes
-from emberline.api.http.reply import Reply, encode, json_reply
 from emberline.api.openai.batch_jobs import ENDPOINTS
 from emberline.api.openai.files import error_file_id, output_file_id
 from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id

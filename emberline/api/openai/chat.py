@@ -4,12 +4,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from emberline.api.common.answer import usage_body
 from emberline.api.common.chat_fields import Conversation
-from emberline.api.common.fanout import usage_body
 from emberline.api.common.messages import ChatMessage, canonical
 from emberline.api.common.sampling_fields import session_name
 from emberline.api.common.tools import FunctionName, FunctionPick, Functions, Toolset, functions_as_tools
-from emberline.api.common.unsupported import UnsupportedField
+from emberline.api.http.body import UnsupportedField
 from emberline.api.http.call import Call
 from emberline.api.openai.chunk_stream import ChunkStream, StreamOptions
 from emberline.protocol.answer import Answer, AnswerChoice

@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emberline.api.common.fanout import usage_body
-from emberline.api.http.call import Call
+from emberline.api.common.answer import usage_body
+from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import error_body
-from emberline.api.http.reply import encode
 from emberline.api.http.sse import pads
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import (

@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from emberline.api.common.fanout import usage_body
+from emberline.api.common.answer import usage_body
 from emberline.api.common.sampling_fields import Generation, TokenId, session_name
-from emberline.api.common.unsupported import UnsupportedField, refuse_unsupported, unsupported
+from emberline.api.http.body import UnsupportedField, refuse_unsupported, unsupported
 from emberline.api.http.call import Call
-from emberline.api.http.field_names import Names
+from emberline.api.http.errors import Names
 from emberline.api.openai.chat import LEAST_LOGPROB
 from emberline.api.openai.chunk_stream import ChunkStream, StreamOptions
 from emberline.protocol import token_ids as tokens

@@ -4,13 +4,11 @@ import time
 
 import msgspec
 
-from emberline.api.common.answer import collect
-from emberline.api.common.fanout import generate_all
+from emberline.api.common.answer import collect, generate_all
 from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Call
+from emberline.api.http.call import Call, HeaderList, Reply, json_reply
 from emberline.api.http.errors import Dialect
-from emberline.api.http.reply import HeaderList, Reply, json_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.chunk_stream import StreamOptions

@@ -6,15 +6,14 @@ from hashlib import blake2b
 from typing import Any
 
 from emberline.api.admin.events import list_of, whole_number
-from emberline.api.batches.idempotency import HEADER, digest_of
+from emberline.api.batch_loader import BatchService
 from emberline.api.batches.job_format import NOT_SUCCEEDED, SUCCEEDED, results_of
-from emberline.api.batches.service import BatchService
+from emberline.api.batches.submission import HEADER, digest_of
 from emberline.api.http.body import pieces
-from emberline.api.http.byte_stream import JSONL, gathered, pieces_of, send_bytes
-from emberline.api.http.call import Call
+from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import NoSuchFile
 from emberline.api.http.multipart import Multipart, Part, boundary_of
-from emberline.api.http.reply import Reply, encode, json_reply
+from emberline.api.http.sse import JSONL, gathered, pieces_of, send_bytes
 from emberline.api.openai.batch_jobs import output_line
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import File

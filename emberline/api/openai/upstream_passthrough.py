@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from emberline.api.common.reasoning import Budget, Effort, TemplateKwargs
+from emberline.api.common.chat_fields import Budget, Effort, TemplateKwargs
 from emberline.api.common.sampling_fields import (
     MAX_CHOICES,
     PRIORITY,
@@ -23,10 +23,8 @@ from emberline.api.common.sampling_fields import (
     session_name,
 )
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import while_connected
+from emberline.api.http.call import Call, HeaderList, Reply, encode, while_connected
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.reply import HeaderList, Reply, encode
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.chunk_stream import StreamOptions
 from emberline.api.openai.completions import CompletionRequest

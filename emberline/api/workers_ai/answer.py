@@ -4,11 +4,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.common.answer import arguments_of
-from emberline.api.common.fanout import usage_body
-from emberline.api.http.call import Call
+from emberline.api.common.answer import arguments_of, usage_body
+from emberline.api.http.call import Call, encode
 from emberline.api.http.errors import JsonModeFailed, error_body
-from emberline.api.http.reply import encode
 from emberline.api.http.sse import pads
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import EmberlineError

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.api.common.model_list import cloudflare_model, openrouter_model, source
-from emberline.api.http.call import Call
-from emberline.api.http.reply import Reply, json_reply
+from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.run_request import RunRequest
 from emberline.catalog.model_card import TASKS, ModelCard, authors

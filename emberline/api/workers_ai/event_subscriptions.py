@@ -7,8 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call
-from emberline.api.http.reply import Reply, json_reply
+from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.catalog import page_of
 from emberline.jobs.webhooks.endpoints import EndpointForm, EndpointUpdate, WebhookEndpoint

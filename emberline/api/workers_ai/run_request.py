@@ -8,7 +8,7 @@ from msgspec import Meta
 from emberline.api.common.chat_fields import Conversation
 from emberline.api.common.messages import ChatMessage, canonical
 from emberline.api.common.sampling_fields import session_name
-from emberline.api.common.unsupported import UnsupportedField, unsupported
+from emberline.api.http.body import UnsupportedField, unsupported
 from emberline.api.http.call import Call
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message

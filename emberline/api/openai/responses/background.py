@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.batches.job_format import runnable
-from emberline.api.batches.status import standing
-from emberline.api.batches.submission import store_lines
+from emberline.api.batches.submission import standing, store_lines
 from emberline.api.common.answer import pieces_of
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import while_connected
+from emberline.api.http.call import Call, encode, while_connected
 from emberline.api.http.errors import NoSuchResponse
-from emberline.api.http.reply import encode
 from emberline.api.openai.batch_jobs import failure_of
 from emberline.api.openai.responses.items import Item
-from emberline.api.openai.responses.output import Event
+from emberline.api.openai.responses.output import Event, draft_of
 from emberline.api.openai.responses.request import ResponsesRequest
-from emberline.api.openai.responses.stream import draft_of
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.transcript import TranscriptPart

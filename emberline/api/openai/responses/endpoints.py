@@ -10,20 +10,15 @@ from dataclasses import dataclass
 import msgspec
 
 from emberline.api.admin.events import whole_number
-from emberline.api.batches.idempotency import once
-from emberline.api.common.unsupported import refuse_unsupported
-from emberline.api.http.backend import Events
-from emberline.api.http.body import decode, read_body, read_json
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import while_connected
+from emberline.api.batches.submission import once
+from emberline.api.http.body import decode, read_body, read_json, refuse_unsupported
+from emberline.api.http.call import Call, Events, HeaderList, Reply, encode, json_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
-from emberline.api.http.reply import HeaderList, Reply, encode, json_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.responses import background
 from emberline.api.openai.responses.items import Item, ItemReference, items_decoder, parse, response_of, settle
-from emberline.api.openai.responses.output import Composer
+from emberline.api.openai.responses.output import Composer, Draft, ResponseStream
 from emberline.api.openai.responses.request import SEALED, ResponsesRequest, response_id
-from emberline.api.openai.responses.stream import Draft, ResponseStream
 from emberline.api.openai.responses.tools import offered
 from emberline.protocol.answer import MAX_DEPTH, MAX_HISTORY_BYTES, StoredResponse
 from emberline.protocol.errors import BadInput, Conflict, EmberlineError, Internal, TooLarge

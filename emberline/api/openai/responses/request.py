@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.reasoning import Effort
+from emberline.api.common.chat_fields import Effort
 from emberline.api.common.sampling_fields import LEAST_TOP_P, ServiceTier, TokenCount, session_name
 from emberline.api.common.tools import MAX_TOOLS, Picked
-from emberline.api.common.unsupported import UnsupportedField
+from emberline.api.http.body import UnsupportedField
 from emberline.api.http.call import Call
-from emberline.api.http.field_names import Names
+from emberline.api.http.errors import Names
 from emberline.api.openai.responses.items import Item, conversation, response_of
 from emberline.api.openai.responses.tools import Offered, needless
 from emberline.protocol.errors import BadInput

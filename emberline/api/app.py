@@ -8,14 +8,10 @@ from urllib.parse import quote
 
 from emberline import log as logs
 from emberline.accounts.auth import LOCAL_ACCOUNT, Authenticator
-from emberline.api.batches.service import BatchService
-from emberline.api.http.asgi import ASGIApp, Receive, Scope, Send
-from emberline.api.http.backend import Backend
-from emberline.api.http.call import Call
-from emberline.api.http.disconnect import ClientLeft
-from emberline.api.http.errors import error_reply
+from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import ASGIApp, Backend, Call, ClientLeft, Receive, Reply, Scope, Send, json_reply
+from emberline.api.http.errors import Dialect, error_body, error_headers
 from emberline.api.http.guard import Guard, answering, preflight
-from emberline.api.http.reply import Reply
 from emberline.api.http.router import Policy, Router
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
@@ -103,6 +99,11 @@ class App:
         if route.policy is not Policy.OPEN:
             call.principal = self._auth.authenticate(call.headers, LOCAL_ACCOUNT if account is None else account)
         return await route.endpoint(call)
+
+
+def error_reply(error: EmberlineError, dialect: Dialect, request_id: str) -> Reply:
+    status, headers = error_headers(error, dialect, request_id)
+    return json_reply(error_body(error, dialect, request_id), status, headers)
 
 
 def _log_request(call: Call, took_s: float) -> None:

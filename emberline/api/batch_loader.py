@@ -10,9 +10,9 @@ import secrets
 
 from emberline.api.anthropic.batches import AnthropicLines
 from emberline.api.batches.job_format import LineReader, Steps, lines_of
-from emberline.api.http.backend import Backend
+from emberline.api.http.call import Backend
 from emberline.api.openai.batch_jobs import OpenAILines
-from emberline.api.workers_ai.queue import WorkersAILines
+from emberline.api.workers_ai.endpoints import WorkersAILines
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import NewJob
@@ -103,3 +103,22 @@ def reader_of(batch: Batch, service: Backend) -> LineReader:
         return WorkersAILines(service, batch.model)
     assert batch.kind == "openai", "a response is no file"
     return OpenAILines(service, batch.endpoint)
+
+
+class BatchService:
+    """Every process with a door has one, over the same store: a batch is known at all of them, and needs no core."""
+
+    def __init__(self, queue: Queue, service: Backend) -> None:
+        self.queue = queue
+        self.loader = Loader(queue, service)
+        self.closing = asyncio.Event()  # streams that wait for something end
+        self.sizes: dict[tuple[str, int], int] = {}  # of files of results that were made, in bytes
+
+    def load(self) -> None:
+        """Read what is submitted, from now on, this process's and what others left behind."""
+        self.loader.start()
+
+    async def close(self) -> None:
+        """The queue stays open."""
+        self.closing.set()
+        await self.loader.close()
