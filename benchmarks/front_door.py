@@ -79,7 +79,7 @@ async def measure(
         data = Path(folder)
         model = pull(str(gguf), ModelStore(data)).card.id
         port = free_port()
-        flags = ["--port", str(port), "--data", str(data), "--model", model, "--log-level", "warning"]
+        flags = ["--port", str(port), "--data-dir", str(data), model, "--log-level", "warning"]
         command = [sys.executable, "-m", "benchmarks.standin_serve", SCRIPT, *flags]
         with Process(command, data / "serve.log") as server:
             target = Target(port, model)

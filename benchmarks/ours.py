@@ -31,18 +31,8 @@ def contender(setup: Setup) -> Contender:
     card = pull(str(setup.gguf), ModelStore(data)).card
 
     def command(port: int, streams: int) -> list[str]:
-        where = ["--port", str(port), "--data", str(data)]
-        return [
-            sys.executable,
-            "-m",
-            "emberline.cli.main",
-            "serve",
-            *where,
-            "--model",
-            card.id,
-            "--threads",
-            str(THREADS),
-        ]
+        flags = ["--port", str(port), "--data-dir", str(data), "--threads", str(THREADS)]
+        return [sys.executable, "-m", "emberline.cli.main", "serve", card.id, *flags]
 
     return Contender(OURS, f"emberline {__version__}, torch {version('torch')}, this checkout", card.id, command)
 

@@ -32,7 +32,10 @@ from benchmarks.report import markdown
 
 LIMIT = 1.2  # of the quiet time per token
 START_S = 300.0
-MODES = {"apart": ["--prefill", "1", "--decode", "1"], "together": ["--replicas", "1", "--threads", "2"]}
+MODES = {
+    "apart": ["--prefill-workers", "1", "--decode-workers", "1"],
+    "together": ["--replicas", "1", "--threads", "2"],
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def _p90(values: Sequence[float]) -> float:
 @contextmanager
 def _server(mode: str, folder: Path) -> Iterator[int]:
     port = free_port()
-    words = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", str(port), "--data", str(folder)]
+    words = [sys.executable, "-m", "emberline.cli.main", "serve", "--port", str(port), "--data-dir", str(folder)]
     words += ["--kv-bytes", "512M", "--log-level", "warning", *MODES[mode]]
     with Process(words, folder / f"{mode}.log") as process:
         _wait(port)

@@ -92,7 +92,7 @@ def emberline_command(data: Path, port: int, server: int) -> list[str]:
     (data / "emberline.toml").write_text(
         f'[[endpoints]]\nname = "standin"\nurl = "http://127.0.0.1:{server}"\nmodels = ["{MODEL}"]\nmax_running = 256\n'
     )
-    flags = ["--port", str(port), "--data", str(data), "--log-level", "warning"]
+    flags = ["--port", str(port), "--data-dir", str(data), "--log-level", "warning"]
     return [sys.executable, "-m", "emberline.cli.main", "serve", *flags]
 
 
@@ -150,7 +150,7 @@ async def _row(port: int, process: Process, scale: float, n: int) -> dict[str, A
 async def own_engine(gguf: Path, scale: float, folder: Path) -> dict[str, Any]:
     data, port = folder / "own", free_port()
     model = pull(str(gguf), ModelStore(data)).card.id
-    flags = ["--port", str(port), "--data", str(data), "--model", model, "--log-level", "warning"]
+    flags = ["--port", str(port), "--data-dir", str(data), model, "--log-level", "warning"]
     command = [sys.executable, "-m", "benchmarks.standin_serve", "say=count", *flags]
     room = {"STANDIN_CONTEXT": str(1 << 18), "STANDIN_KV": str(KV_TOKENS)}
     with Process(command, folder / "own.log", room) as process:

@@ -11,18 +11,18 @@ from pathlib import Path
 from emberline.cli.main import main
 from emberline.config import EngineConfig
 from emberline.supervisor import engine_workers as local
-from emberline.supervisor.process import ChildSpec
+from emberline.supervisor.process import ProcessSpec
 
 
 def run(script: str, flags: list[str]) -> int:
-    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
         arguments = ("--name", plan.model, "--socket", str(socket), "--script", script)
         if context := os.environ.get("STANDIN_CONTEXT"):
             arguments += ("--context-len", context)
         if kv := os.environ.get("STANDIN_KV"):
             arguments += ("--kv-tokens", kv)
         env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
+        return ProcessSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
 
     local.worker_spec = standin
     return main(["serve", *flags])

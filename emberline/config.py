@@ -1,7 +1,7 @@
-"""The configuration, resolved once into frozen data: defaults < emberline.toml < environment < flags.
+"""The configuration, resolved once into frozen data: defaults < emberline.toml < environment < command-line flags.
 
 The file is `$EMBERLINE_HOME/emberline.toml`; every key `[section] key` is also `EMBERLINE_SECTION_KEY` in the
-environment. A key nobody knows or a value out of range stops the program with the key's name and where it stands.
+environment. An unknown key or a value out of range stops the program with the name of the key and where it was set.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ from msgspec import Meta
 from emberline.protocol.errors import BadInput
 
 FILE_NAME = "emberline.toml"
-MIN_KEY_LEN = 16  # characters, of a key that guards more than loopback
+MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -28,16 +28,16 @@ class ConfigError(BadInput):
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+    """One table of emberline.toml."""
 
 
 class ServerConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8686  # 0: any free one
-    doors: Annotated[int, Meta(ge=1, le=256)] = 1  # HTTP processes; with 1 the core itself is the door
-    allowed_hosts: tuple[str, ...] = ()  # Host names to answer to, beside the one bound
-    cors_origins: tuple[str, ...] = ()  # web pages that may call, e.g. http://localhost:3000
-    drain_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # how long running requests may finish at shutdown
+    http_workers: Annotated[int, Meta(ge=1, le=256)] = 1  # processes; with 1 the core process serves HTTP itself
+    allowed_hosts: tuple[str, ...] = ()  # Host headers to accept besides the bound address
+    cors_origins: tuple[str, ...] = ()  # web origins that may call, e.g. http://localhost:3000
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests to finish at shutdown
 
 
 class AuthConfig(Section, frozen=True):
@@ -51,24 +51,24 @@ class EngineConfig(Section, frozen=True):
     models: tuple[str, ...] = ()  # names, paths or hf:org/repo; empty: the catalog's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     replicas: Count = 0  # workers per model; 0: one per GPU, one on a CPU
-    prefill: Count = 0  # workers per model that only compute prompts, and
-    decode: Count = 0  # those that only write replies; both or none
-    threads: Count = 0  # per worker on a CPU; 0: all cores, shared out
-    kv_bytes: Count = 0  # of cache per worker; 0: a quarter of the free memory, at most 2 GiB
+    prefill_workers: Count = 0  # per model; prefill/decode disaggregation needs both numbers
+    decode_workers: Count = 0
+    threads: Count = 0  # per worker on a CPU; 0: the cores divided among the workers
+    kv_bytes: Count = 0  # KV cache per worker; 0: a quarter of the free memory, at most 2 GiB
     max_running: Count = 0  # sequences in a batch; 0: the engine's default
-    token_budget: Count = 0  # tokens computed in a step; 0: the engine's default
+    token_budget: Count = 0  # tokens computed per step; 0: the engine's default
     deterministic: bool = False
 
 
 class StoreConfig(Section, frozen=True):
     url: str = ""  # empty: SQLite in the data folder; else postgresql://… or sqlite:///path
 
-    def __repr__(self) -> str:  # it may hold a password
+    def __repr__(self) -> str:  # the URL may contain a password
         return f"StoreConfig(url={'set' if self.url else None})"
 
 
 class QueueConfig(Section, frozen=True):
-    share: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of an engine, for queued work while requests are served, too
+    capacity_share: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of an engine, for jobs while requests are served too
 
 
 class ResponsesConfig(Section, frozen=True):
@@ -76,33 +76,33 @@ class ResponsesConfig(Section, frozen=True):
 
 
 class WebhooksConfig(Section, frozen=True):
-    allow: tuple[str, ...] = ()  # ranges inside the network that deliveries may reach, e.g. 10.0.0.0/8
+    allowed_networks: tuple[str, ...] = ()  # private ranges that deliveries may reach, e.g. 10.0.0.0/8
     timeout_s: Annotated[float, Meta(ge=1, le=30)] = 15.0  # for a receiver to answer
-    disable_after_days: Annotated[float, Meta(gt=0, le=365)] = 5.0  # of nothing but failures
-    retention_days: Annotated[float, Meta(ge=1, le=3650)] = 30.0  # how long events and their deliveries are kept
+    disable_after_days: Annotated[float, Meta(gt=0, le=365)] = 5.0  # without one successful delivery
+    retention_days: Annotated[float, Meta(ge=1, le=3650)] = 30.0  # of events and their deliveries
 
 
 class LogConfig(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "human", "json"] = "auto"  # auto: human on a terminal, JSON otherwise
+    format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON otherwise
 
 
 class EndpointConfig(Section, frozen=True, kw_only=True):
-    """A server elsewhere, one `[[endpoints]]` table each: other people's, or an Emberline worker."""
+    """One `[[endpoints]]` table: an OpenAI-compatible server, or an Emberline worker on another machine."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     url: str  # http://host:port; of an Emberline worker tcp://host:port or unix:/path
     role: Literal["both", "prefill", "decode"] = "both"
     kind: Literal["emberline", "vllm", "sglang", "openai"] = "openai"
-    models: tuple[str, ...] = ()  # what it serves; empty: it is asked
-    key: str | None = None  # what it wants from us; also EMBERLINE_ENDPOINTS_<NAME>_KEY
-    transfer: Literal["", "nixl", "mooncake", "bootstrap", "store"] = ""  # of KV between two of them
-    bootstrap: str = ""  # host:port where a prefill server tells how to reach its KV
+    models: tuple[str, ...] = ()  # that it serves; empty: ask /v1/models
+    key: str | None = None  # API key or join token to send; also EMBERLINE_ENDPOINTS_<NAME>_KEY
+    transfer: Literal["", "nixl", "mooncake", "bootstrap", "store"] = ""  # of KV between two endpoints
+    bootstrap: str = ""  # host:port of a prefill server's bootstrap service
     kv_events: str = ""  # tcp://host:5557
     kv_replay: str = ""  # tcp://host:5558
-    tokenizer: str = ""  # the model's file or folder; KV events are of use only with it
+    tokenizer: str = ""  # the model's file or folder; needed to use KV events
     max_running: Count = 0  # requests it computes at once; 0: unknown
-    context_len: Count = 0  # 0: as it says
+    context_len: Count = 0  # 0: as it reports
 
     def __repr__(self) -> str:
         return f"EndpointConfig(name={self.name!r}, url={self.url!r}, key={'set' if self.key else None})"
@@ -122,46 +122,41 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 _SECTIONS: dict[str, type[Section]] = {
-    "server": ServerConfig,
-    "auth": AuthConfig,
-    "engine": EngineConfig,
-    "store": StoreConfig,
-    "queue": QueueConfig,
-    "responses": ResponsesConfig,
-    "webhooks": WebhooksConfig,
-    "log": LogConfig,
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name not in ("home", "endpoints")
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
-ENDPOINTS = "endpoints"
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
-_SECRETS = (("auth", "key"), ("store", "url"))  # never shown
-_FLAGS = {"models": "model", "allowed_hosts": "allow-host", "cors_origins": "allow-origin", "level": "log-level"}
+_SECRETS = (("auth", "key"), ("store", "url"))  # values that no error message shows
+_FLAGS = {  # where a flag is not the key's name
+    "models": "argument MODEL",
+    "allowed_hosts": "flag --allowed-host",
+    "cors_origins": "flag --cors-origin",
+    "level": "flag --log-level",
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
-# A value and where it came from, by (section, key).
+# A value and where it was set, by (section, key).
 _Values = dict[tuple[str, str], tuple[Any, str]]
 
 
 def resolve(
     flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, home: Path | None = None
 ) -> Config:
-    """The configuration of this process. `flags` maps "section.key" to what the command line gave, None if nothing."""
+    """The configuration of this process. `flags` maps "section.key" to the command line's value, None if not given."""
     environ = os.environ if environ is None else environ
     home = home_dir(environ) if home is None else home.expanduser().absolute()
-    values: _Values = {}
-    values.update(_from_file(home / FILE_NAME))
-    values.update(_from_environment(environ))
+    path = home / FILE_NAME
+    document = _document(path)
+    endpoints = _endpoints(document.pop("endpoints", []), path, environ)
+    values = {**_from_file(document, path), **_from_environment(environ)}
     for name, value in (flags or {}).items():
         if value is not None:
             section, _, key = name.partition(".")
-            values[section, key] = (value, f"flag --{_FLAGS.get(key, key.replace('_', '-'))}")
+            values[section, key] = (value, _FLAGS.get(key, f"flag --{key.replace('_', '-')}"))
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    endpoints = _endpoints(home / FILE_NAME, environ)
     config = Config(home=home, endpoints=endpoints, **sections)
-    _check_key(config.auth.key)
-    _check_ranges(config.webhooks.allow)
-    _check_store(config.store.url)
+    _check(config)
     return config
 
 
@@ -186,6 +181,22 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
+def check_exposure(config: Config) -> None:
+    """Refuses to listen beyond loopback without an API key; called before a socket is bound."""
+    key, host = config.auth.key, config.server.host
+    if is_loopback(host) or (key and len(key) >= MIN_KEY_LEN):
+        return
+    what = f"a key of at least {MIN_KEY_LEN} characters" if key else "a key"
+    raise ConfigError(
+        f"refusing to listen on {host} without {what}: anyone who can reach this machine could use it.\n"
+        "Create one and start again:\n"
+        "  export EMBERLINE_AUTH_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')\n"
+        f'or keep it in {config.home / FILE_NAME}:\n  [auth]\n  key = "…"\n'
+        "Clients then send it as `Authorization: Bearer <key>`.",
+        param="auth.key",
+    )
+
+
 def _document(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -193,40 +204,36 @@ def _document(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # broken TOML, or bytes that are no UTF-8
+    except ValueError as error:  # invalid TOML or invalid UTF-8
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def _from_file(path: Path) -> _Values:
+def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     values: _Values = {}
-    for section, table in _document(path).items():
-        if section == ENDPOINTS:
-            continue
+    for section, table in document.items():
         if section not in _SECTIONS:
-            known = ", ".join((*_SECTIONS, ENDPOINTS))
+            known = ", ".join((*_SECTIONS, "endpoints"))
             raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
-        for key, value in table.items():
-            values[section, key] = (value, str(path))
+        values |= {(section, key): (value, str(path)) for key, value in table.items()}
     return values
 
 
-def _endpoints(path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
-    tables = _document(path).get(ENDPOINTS, [])
+def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
     if not isinstance(tables, list):
-        raise ConfigError(f"endpoints in {path} is a list of tables: write [[endpoints]]", param=ENDPOINTS)
+        raise ConfigError(f"endpoints in {path} is a list of tables: write [[endpoints]]", param="endpoints")
     found: dict[str, EndpointConfig] = {}
     for number, table in enumerate(tables, 1):
         try:
             endpoint = msgspec.convert(table, EndpointConfig)
         except ValueError as error:
-            raise ConfigError(f"[[endpoints]] number {number} in {path}: {error}", param=ENDPOINTS) from error
+            raise ConfigError(f"[[endpoints]] number {number} in {path}: {error}", param="endpoints") from error
         if endpoint.name in found:
-            raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param=ENDPOINTS)
+            raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param="endpoints")
         variable = f"EMBERLINE_ENDPOINTS_{re.sub('[^A-Z0-9]', '_', endpoint.name.upper())}_KEY"
         endpoint = msgspec.structs.replace(endpoint, key=environ.get(variable, endpoint.key))
-        if endpoint.key and not (endpoint.key.isascii() and endpoint.key.isprintable() and " " not in endpoint.key):
+        if endpoint.key and not _is_header_safe(endpoint.key):
             raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
         found[endpoint.name] = endpoint
     return tuple(found.values())
@@ -246,10 +253,10 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
 
 
 def _section(section: str, values: _Values) -> Section:
-    """One section from its values, each checked by itself so that an error names exactly one key and its source."""
+    """One section from its values, each converted by itself so that an error names exactly one key and its source."""
     kind = _SECTIONS[section]
-    known = {field.name: field for field in msgspec.structs.fields(kind)}
-    checked: dict[str, Any] = {}
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    converted: dict[str, Any] = {}
     for (name, key), (value, source) in values.items():
         if name != section:
             continue
@@ -258,57 +265,42 @@ def _section(section: str, values: _Values) -> Section:
                 f"unknown key {key!r} in [{section}] ({source}); there are {', '.join(known)}", param=f"{section}.{key}"
             )
         try:
-            checked[key] = msgspec.convert(_parsed(key, value), known[key].type, strict=False)
+            converted[key] = msgspec.convert(_parse_text(key, value, known[key]), known[key], strict=False)
         except ValueError as error:
             shown = "" if (section, key) in _SECRETS else f" {value!r}"
-            choices = get_args(known[key].type) if get_origin(known[key].type) is Literal else ()
+            choices = get_args(known[key]) if get_origin(known[key]) is Literal else ()
             reason = f"there are {', '.join(choices)}" if choices else str(error)
             raise ConfigError(
                 f"bad value{shown} for {key} in [{section}] ({source}): {reason}", param=f"{section}.{key}"
             ) from error
-    return kind(**checked)
+    return kind(**converted)
 
 
-def _parsed(key: str, value: Any) -> Any:
-    """A value written as text, as environment and flags have it; numbers and booleans are converted later."""
+def _parse_text(key: str, value: Any, kind: Any) -> Any:
+    """Sizes and lists written as text in the environment or a flag; msgspec converts numbers and booleans."""
     if not isinstance(value, str):
         return value
-    if key == "kv_bytes":
+    if key.endswith("_bytes"):
         return parse_size(value)
-    if key in ("models", "allowed_hosts", "cors_origins", "allow"):
+    if get_origin(kind) is tuple:
         return [word.strip() for word in value.split(",") if word.strip()]
     return value
 
 
-def _check_key(key: str | None) -> None:
-    if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+def _check(config: Config) -> None:
+    """The rules that a type cannot express."""
+    if config.auth.key is not None and not _is_header_safe(config.auth.key):
         raise ConfigError("the key in [auth] must be printable ASCII without spaces", param="auth.key")
-
-
-def _check_ranges(ranges: tuple[str, ...]) -> None:
-    for text in ranges:
+    for network in config.webhooks.allowed_networks:
         try:
-            ipaddress.ip_network(text)
-        except ValueError as bad:
-            raise ConfigError(f"[webhooks] allow: {text!r} is not a range: {bad}", param="webhooks.allow") from None
-
-
-def _check_store(url: str) -> None:
-    if url and not url.startswith(_STORES):
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ConfigError(
+                f"[webhooks] allowed_networks: {network!r} is not a range: {error}", param="webhooks.allowed_networks"
+            ) from None
+    if config.store.url and not config.store.url.startswith(_STORES):
         raise ConfigError(f"[store] url must begin with {' or '.join(_STORES)}", param="store.url")
 
 
-def check_exposure(config: Config) -> None:
-    """Whoever is about to listen asks first: beyond loopback there must be a key."""
-    key, host = config.auth.key, config.server.host
-    if is_loopback(host) or (key and len(key) >= MIN_KEY_LEN):
-        return
-    what = f"a key of at least {MIN_KEY_LEN} characters" if key else "a key"
-    raise ConfigError(
-        f"refusing to listen on {host} without {what}: whoever reaches this machine could use it.\n"
-        "Make one and start again:\n"
-        "  export EMBERLINE_AUTH_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')\n"
-        f'or keep it in {config.home / FILE_NAME}:\n  [auth]\n  key = "…"\n'
-        "Clients then send it as `Authorization: Bearer <key>`.",
-        param="auth.key",
-    )
+def _is_header_safe(key: str) -> bool:
+    return bool(key) and key.isascii() and key.isprintable() and " " not in key

@@ -1,7 +1,7 @@
-"""Structured logs, the same in every process: one line per record on stderr, the request's id in each.
+"""Structured logs, the same in every process: one line per record on stderr, each with the request id.
 
-JSON lines for machines, short coloured lines for a person at a terminal. Loggers are the standard ones; fields beside
-the message go into `extra`. Standard library only, so an engine host can use it too.
+JSON lines for machines, short colored lines on a terminal. Loggers are the standard ones; additional fields go into
+`extra`. Standard library only, so that an engine host can use it too.
 """
 
 import json
@@ -14,43 +14,45 @@ from typing import Any, TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("auto", "human", "json")
-
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "process_name", "taskName"}
-# A client's text reaches log lines: on a terminal it must not move the cursor or forge a line.
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-_COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "request_id",
+    "process_name",
+    "taskName",
+}
+# Client text reaches log lines: on a terminal it must not move the cursor or forge a line.
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_COLORS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
 
 
 def setup(process: str, level: str = "", format: str = "", stream: TextIO | None = None) -> None:
-    """Send every logger of this process, named `process` in its lines, to `stream` (stderr).
+    """Send every logger of this process to `stream` (default stderr); `process` names it in each line.
 
-    An empty level or format is taken from EMBERLINE_LOG_LEVEL and EMBERLINE_LOG_FORMAT, as a child process wants it.
+    An empty level or format is read from EMBERLINE_LOG_LEVEL and EMBERLINE_LOG_FORMAT, which child processes inherit.
     """
     level = level or os.environ.get("EMBERLINE_LOG_LEVEL", "info")
     format = format or os.environ.get("EMBERLINE_LOG_FORMAT", "auto")
     out = stream or sys.stderr
     handler = logging.StreamHandler(out)
-    if format == "human" or (format == "auto" and out.isatty()):
-        handler.setFormatter(HumanFormatter(colour=out.isatty() and "NO_COLOR" not in os.environ))
+    if format == "text" or (format == "auto" and out.isatty()):
+        handler.setFormatter(TextFormatter(color=out.isatty() and "NO_COLOR" not in os.environ))
     else:
         handler.setFormatter(JsonFormatter())
-    handler.addFilter(_Stamp(process))
+    handler.addFilter(_ContextFilter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    # One line per connection or per file lock helps nobody; their warnings do.
-    for chatty in ("asyncio", "httpcore", "httpx", "filelock", "urllib3", "huggingface_hub", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for verbose in ("asyncio", "httpcore", "httpx", "filelock", "urllib3", "huggingface_hub", "uvicorn.access"):
+        logging.getLogger(verbose).setLevel(logging.WARNING)
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller passed as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _PLAIN}
+    """The fields that the caller passed as `extra`."""
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
 
 
-class _Stamp(logging.Filter):
-    """Marks a record with its process and request, unless it came with them (from a child process)."""
+class _ContextFilter(logging.Filter):
+    """Adds the process name and request id to a record, unless it has them (relayed from a child process)."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -78,10 +80,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class HumanFormatter(logging.Formatter):
-    def __init__(self, colour: bool) -> None:
+class TextFormatter(logging.Formatter):
+    def __init__(self, color: bool) -> None:
         super().__init__()
-        self.colour = colour
+        self.color = color
 
     def format(self, record: logging.LogRecord) -> str:
         extra = fields(record)
@@ -93,14 +95,14 @@ class HumanFormatter(logging.Formatter):
         line += "".join(f" {name}={value}" for name, value in extra.items() if value is not None)
         if request:
             line += f" [{request}]"
-        line = line.translate(_VISIBLE)
-        if self.colour and record.levelname in _COLOURS:
-            line = f"{_COLOURS[record.levelname]}{line}\x1b[0m"
+        line = line.translate(_ESCAPED)
+        if self.color and record.levelname in _COLORS:
+            line = f"{_COLORS[record.levelname]}{line}\x1b[0m"
         return f"{line}\n{trace}" if trace else line
 
 
 def relay(line: str, process: str, default_level: int = logging.INFO) -> None:
-    """Log again, here, a line that a child process wrote: one of our JSON lines, or any text."""
+    """Log a line that a child process wrote: a JSON line of this module, or any text."""
     try:
         child = json.loads(line)
     except ValueError:
@@ -111,6 +113,6 @@ def relay(line: str, process: str, default_level: int = logging.INFO) -> None:
     level = logging.getLevelNamesMapping().get(str(child.pop("level", "")).upper(), default_level)
     child.pop("time", None)
     message = child.pop("message")
-    extra = {key: value for key, value in child.items() if key not in _PLAIN or key == "request_id"}
+    extra = {key: value for key, value in child.items() if key not in _STANDARD_FIELDS or key == "request_id"}
     extra["process_name"] = process
     logging.getLogger(name).log(level, "%s", message, extra=extra)

@@ -16,7 +16,7 @@ def write(home: Path, text: str) -> Path:
 def test_the_defaults_need_nothing(tmp_path: Path) -> None:
     config = resolve(environ={"EMBERLINE_HOME": str(tmp_path)})
     assert config.home == tmp_path
-    assert (config.server.host, config.server.port, config.server.doors) == ("127.0.0.1", 8686, 1)
+    assert (config.server.host, config.server.port, config.server.http_workers) == ("127.0.0.1", 8686, 1)
     assert config.engine.models == ()
     assert config.auth.key is None
 
@@ -29,12 +29,13 @@ def test_home_falls_back_to_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_file_then_environment_then_flags(tmp_path: Path) -> None:
     write(
-        tmp_path, '[server]\nport = 1\ndrain_s = 5\ncors_origins = ["http://a", "http://b"]\n[log]\nlevel = "debug"\n'
+        tmp_path,
+        '[server]\nport = 1\ndrain_timeout_s = 5\ncors_origins = ["http://a", "http://b"]\n[log]\nlevel = "debug"\n',
     )
     environ = {"EMBERLINE_HOME": str(tmp_path), "EMBERLINE_PORT": "2", "EMBERLINE_LOG_LEVEL": "error"}
     assert resolve(environ={"EMBERLINE_HOME": str(tmp_path)}).server.port == 1
     config = resolve(environ=environ)
-    assert (config.server.port, config.log.level, config.server.drain_s) == (2, "error", 5.0)
+    assert (config.server.port, config.log.level, config.server.drain_timeout_s) == (2, "error", 5.0)
     assert config.server.cors_origins == ("http://a", "http://b")
     config = resolve({"server.port": 3, "log.level": None}, environ)
     assert (config.server.port, config.log.level) == (3, "error")
@@ -74,7 +75,7 @@ def test_text_values_take_their_types(tmp_path: Path) -> None:
         ('[engine]\nkv_bytes = "2 bananas"\n', ["kv_bytes", "2 bananas", "2G"]),
         ('[store]\nurl = "mysql://x"\n', ["[store] url", "postgresql://"]),
         ("[server\n", ["emberline.toml", "not valid TOML"]),
-        ("[server]\ndrain_s = nan\n", ["drain_s"]),
+        ("[server]\ndrain_timeout_s = nan\n", ["drain_timeout_s"]),
     ],
 )
 def test_a_wrong_file_names_the_key_and_the_file(tmp_path: Path, text: str, parts: list[str]) -> None:

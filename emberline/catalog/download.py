@@ -109,5 +109,5 @@ def no_space(folder: Path) -> NoSpace:
 
 def _no_space(folder: Path, detail: str) -> NoSpace:
     return NoSpace(
-        f"no disk space in {folder}: {detail}. Free some, or choose another data folder with --data or EMBERLINE_HOME."
+        f"no disk space in {folder}: {detail}. Free some, or choose another folder: --data-dir or EMBERLINE_HOME."
     )

@@ -1,6 +1,6 @@
-"""Measure the running server, or one of our own: one stream, then eight at once, with fresh random prompts.
+"""`emberline bench`: TTFT and throughput of a server with one stream, then eight at once, on random prompts.
 
-`make bench` in a checkout measures Emberline beside its peers; this is the quick look at one machine.
+A quick measurement of one machine; `benchmarks/` compares Emberline with other engines.
 """
 
 import argparse
@@ -24,34 +24,35 @@ WORDS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--model", help="model id (default: what the server has)")
-    parser.add_argument("--input", type=int, default=512, metavar="N", help="words in each prompt (default 512)")
-    parser.add_argument("--output", type=int, default=64, metavar="N", help="tokens in each answer (default 64)")
-    common.add_address(parser)
-    common.add_data(parser)
-    common.add_json(parser)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name, path or hf:org/repo (default: the server's)")
+    parser.add_argument("--input-words", type=int, default=512, metavar="N", help="words per prompt (default 512)")
+    parser.add_argument("--output-tokens", type=int, default=64, metavar="N", help="tokens per answer (default 64)")
+    common.add_client_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    with server(args) as (address, model):
-        rows = [measure(address, model, n, args.input, args.output) for n in (1, 8)]
+    config = common.config_of(args)
+    served = client.served_models(Address.of(config))
+    n_words, n_tokens = args.input_words, args.output_tokens
+    with server(config, args.model, served) as (address, model):
+        rows = [measure(address, model, n, n_words, n_tokens) for n in (1, 8)]
     if args.json:
-        common.print_json({"model": model, "input_words": args.input, "output_tokens": args.output, "runs": rows})
+        common.print_json({"model": model, "input_words": n_words, "output_tokens": n_tokens, "runs": rows})
         return 0
-    print(f"{model}, {rows[0]['prompt_tokens']} tokens in, {args.output} out")
-    print(f"{'streams':>8} {'first token':>14} {'tokens/s each':>14} {'tokens/s in all':>16}")
+    print(f"{model}, {rows[0]['prompt_tokens']} tokens in, {n_tokens} out")
+    print(f"{'streams':>8} {'TTFT':>14} {'tokens/s each':>14} {'tokens/s total':>16}")
     for row in rows:
-        first = f"{row['first_token_ms']:.0f} ms"
-        print(f"{row['streams']:>8} {first:>14} {row['tokens_per_s_each']:>14.1f} {row['tokens_per_s']:>16.1f}")
+        ttft = f"{row['first_token_ms']:.0f} ms"
+        print(f"{row['streams']:>8} {ttft:>14} {row['tokens_per_s_each']:>14.1f} {row['tokens_per_s']:>16.1f}")
     return 0
 
 
 def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens: int) -> dict[str, Any]:
-    """Medians over the streams; `tokens_per_s` counts all of them, prefill included."""
+    """Medians over the streams; `tokens_per_s` is the throughput of all of them, prefill included."""
     timings = [Timing() for _ in range(n_streams)]
     failures: list[EmberlineError] = []
     each = (address, model, n_words, n_tokens, failures)
-    threads = [threading.Thread(target=_ask, args=(*each, timing), daemon=True) for timing in timings]
+    threads = [threading.Thread(target=_stream, args=(*each, timing), daemon=True) for timing in timings]
     start_s = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -61,18 +62,18 @@ def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens
     if failures:
         raise failures[0]
     if not all(timing.output_tokens for timing in timings):
-        raise Unavailable("some streams came back empty; `emberline serve` logs say why")
+        raise Unavailable("some streams were empty; the log of `emberline serve` says why")
     return {
         "streams": n_streams,
         "prompt_tokens": round(statistics.median(timing.prompt_tokens for timing in timings)),
-        "first_token_ms": round(1e3 * statistics.median(timing.first_token_s for timing in timings), 1),
+        "first_token_ms": round(1e3 * statistics.median(timing.ttft_s for timing in timings), 1),
         "tokens_per_s_each": round(statistics.median(timing.tokens_per_s for timing in timings), 1),
         "tokens_per_s": round(sum(timing.output_tokens for timing in timings) / total_s, 1),
         "total_s": round(total_s, 3),
     }
 
 
-def _ask(
+def _stream(
     address: Address, model: str, n_words: int, n_tokens: int, failures: list[EmberlineError], timing: Timing
 ) -> None:
     text = " ".join(random.choices(WORDS, k=n_words))

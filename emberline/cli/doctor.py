@@ -1,46 +1,271 @@
-"""Check this machine and say how to fix what is wrong: each line is ok, warn or fail, with the remedy."""
+"""`emberline doctor`: checks this machine and says how to fix what is wrong.
+
+Each check examines one thing and never raises; its status is ok, warn or fail, with the remedy.
+"""
 
 import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from emberline.cli import common
-from emberline.cli.checks import Check, examine
+from emberline.cli import http_client as client
+from emberline.cli.common import format_size
 from emberline.cli.http_client import Address
-from emberline.config import Config, ConfigError
+from emberline.config import FILE_NAME, Config, ConfigError
+from emberline.engine.memory import free_host_bytes
+from emberline.protocol.errors import EmberlineError
+from emberline.supervisor import machine
 
+if TYPE_CHECKING:
+    from emberline.catalog.model_store import ModelEntry
+
+MIN_PYTHON = (3, 11)
+TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
+NEED_DISK_BYTES = 1 << 30
+NEED_MEMORY_BYTES = 1 << 30
+_TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({"version": torch.__version__, "cuda": cuda,
+                  "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []}))
+"""
 _MARKS = {"ok": ("✓", "\x1b[32m"), "warn": ("!", "\x1b[33m"), "fail": ("✗", "\x1b[31m")}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_address(parser)
-    common.add_data(parser)
-    common.add_json(parser)
+class Check(msgspec.Struct, frozen=True):
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    fix: str = ""
+
+
+add_arguments = common.add_client_options
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 when something fails."""
+    """Exit status 1 when a check fails."""
     config: Config | None
     try:
         config = common.config_of(args)
         first = Check("configuration", "ok", f"{config.home}, {Address.of(config).url}")
     except ConfigError as error:
         config, first = None, Check("configuration", "fail", error.message, "correct or remove that key")
-    checks = [first]
-    if not args.json:
-        _show(first)
-    for check in examine(config):
+    checks = []
+    for check in chain([first], examine(config)):
         checks.append(check)
         if not args.json:
-            _show(check)
+            _print(check)
     failed = any(check.status == "fail" for check in checks)
     if args.json:
-        common.print_json({"ok": not failed, "checks": [check.as_dict() for check in checks]})
+        common.print_json({"ok": not failed, "checks": msgspec.to_builtins(checks)})
     return 1 if failed else 0
 
 
-def _show(check: Check) -> None:
-    mark, colour = _MARKS[check.status]
-    label = f"{colour}{mark} {check.status:<4}\x1b[0m" if sys.stdout.isatty() else f"{mark} {check.status:<4}"
+def _print(check: Check) -> None:
+    mark, color = _MARKS[check.status]
+    label = f"{color}{mark} {check.status:<4}\x1b[0m" if sys.stdout.isatty() else f"{mark} {check.status:<4}"
     print(f"{label}  {check.name:<14} {check.detail}")
     if check.fix:
         print(f"{'':<8}{'':<14} → {check.fix}")
+
+
+def examine(config: Config | None) -> Iterator[Check]:
+    """Every check; without a valid configuration, only those that do not need one."""
+    yield python()
+    torch = _probe_torch()
+    yield torch_version(torch)
+    yield gpu(torch)
+    yield compiler()
+    yield pip()
+    yield memory()
+    if config is not None:
+        yield data_folder(config)
+        yield disk(config)
+        yield key(config)
+        yield from models(config)
+        yield port(config)
+
+
+def python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < MIN_PYTHON:
+        return Check("python", "fail", f"{version} is too old", "install Python 3.11 or newer and set up again")
+    return Check("python", "ok", f"{version} ({sys.executable})")
+
+
+def _probe_torch() -> dict[str, Any] | str:
+    """Version and devices of torch, or why it cannot be imported. In a separate process: a broken torch may crash."""
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    probe = [sys.executable, "-c", _TORCH_PROBE]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=120, check=False)
+        report: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return "importing it takes more than two minutes"
+    except ValueError:
+        lines = done.stderr.strip().splitlines()
+        return lines[-1] if lines else f"importing it ends the process (status {done.returncode})"
+    return report
+
+
+def torch_version(torch: dict[str, Any] | str) -> Check:
+    install = f"{sys.executable} -m pip install torch==2.13.0"
+    if isinstance(torch, str):
+        return Check("torch", "fail", torch, install)
+    low, high = TORCH_RANGE
+    release = tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2])
+    if not low <= release < high:
+        return Check("torch", "fail", f"{torch['version']} is not supported (2.11 to 2.13)", install)
+    return Check("torch", "ok", str(torch["version"]))
+
+
+def gpu(torch: dict[str, Any] | str) -> Check:
+    seen = machine.n_gpus_installed()
+    if isinstance(torch, dict) and torch["gpus"]:
+        return Check("gpu", "ok", ", ".join(torch["gpus"]))
+    if seen:
+        return Check(
+            "gpu",
+            "warn",
+            f"{seen} in this machine, but torch cannot use CUDA",
+            "install a CUDA build of torch, or a driver new enough for it; until then the CPU is used",
+        )
+    return Check("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
+
+
+def compiler() -> Check:
+    from emberline.kernels.cpu import build
+
+    try:
+        library = build.library_path()
+    except build.BuildError as error:
+        return Check(
+            "cpu kernels",
+            "warn",
+            f"{error}; the slower PyTorch path is used",
+            "install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev)",
+        )
+    return Check("cpu kernels", "ok", f"compiled, {library}")
+
+
+def pip() -> Check:
+    done = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return Check(
+            "pip",
+            "warn",
+            "not installed; `emberline pull` needs it for the built-in models, which are wheels",
+            f"{sys.executable} -m ensurepip",
+        )
+    return Check("pip", "ok", " ".join(done.stdout.split()[:2]))
+
+
+def memory() -> Check:
+    free = free_host_bytes()
+    detail = f"{format_size(free)} free"
+    if free < NEED_MEMORY_BYTES:
+        return Check("memory", "warn", detail, "free some, or use a smaller KV cache: --kv-bytes 128M")
+    return Check("memory", "ok", detail)
+
+
+def data_folder(config: Config) -> Check:
+    home = config.home
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Check(
+            "data folder",
+            "fail",
+            f"{existing} is not writable",
+            "make it writable for this user, or use --data-dir DIR",
+        )
+    if not home.exists():
+        return Check("data folder", "ok", f"{home}, created at the first start")
+    if home.stat().st_mode & 0o022:
+        return Check("data folder", "warn", f"others may write to {home}", f"chmod 700 {home}")
+    exposed = [path for path in _private_files(config) if path.exists() and path.stat().st_mode & 0o077]
+    if exposed:
+        names = " ".join(map(str, exposed))
+        return Check("data folder", "warn", f"others may read {names}", f"chmod 600 {names}")
+    return Check("data folder", "ok", str(home))
+
+
+def _private_files(config: Config) -> list[Path]:
+    files = [config.home / "secret"]
+    return [*files, config.home / FILE_NAME] if config.auth.key and "EMBERLINE_AUTH_KEY" not in os.environ else files
+
+
+def disk(config: Config) -> Check:
+    existing = next(path for path in (config.home, *config.home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < NEED_DISK_BYTES:
+        return Check(
+            "disk", "warn", f"{format_size(free)} free at {existing}", "make room, or move the data: --data-dir DIR"
+        )
+    return Check("disk", "ok", f"{format_size(free)} free")
+
+
+def key(config: Config) -> Check:
+    if config.auth.key is None:
+        return Check("key", "ok", "none; the server is reachable from this machine only")
+    return Check("key", "ok", f"set; clients of {config.server.host} must send it")
+
+
+def models(config: Config) -> Iterator[Check]:
+    """One check per installed model: whether its files are intact."""
+    from emberline.catalog.model_store import ModelStore
+
+    entries = ModelStore(config.home).entries()
+    if not entries:
+        yield Check("models", "ok", "none yet; `emberline serve` downloads the default one")
+    for entry in entries:
+        name, problem = entry.card.id, _damage(entry)
+        if problem:
+            again = f"emberline rm {name} && emberline pull {entry.card.aliases[0] if entry.card.aliases else name}"
+            yield Check("models", "fail", f"{name}: {problem}", again)
+        else:
+            yield Check("models", "ok", f"{name}, {format_size(entry.card.weight_bytes)}")
+
+
+def _damage(entry: "ModelEntry") -> str:
+    """What is wrong with a model's files; empty if nothing."""
+    from emberline.catalog.model_card import WheelSource, describe_path
+    from emberline.cli.models import load_text
+
+    source = entry.card.source
+    try:
+        if isinstance(source, WheelSource):
+            with entry.path.open("rb") as file:
+                intact = hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+        else:
+            intact = describe_path(entry.path).fingerprint == entry.card.fingerprint
+            load_text(entry)
+    except (OSError, EmberlineError) as error:
+        return str(error)
+    return "" if intact else f"{entry.path} differs from what was pulled"
+
+
+def port(config: Config) -> Check:
+    address = Address.of(config)
+    if client.is_running(address):
+        return Check("port", "ok", f"an Emberline server runs at {address.url}")
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.server.host.strip("[]"), config.server.port))
+        except OSError as error:
+            reason = f"cannot listen at {config.server.host}:{config.server.port}: {error.strerror}"
+            return Check("port", "fail", reason, "stop what uses it, or choose another: --port 8687")
+    return Check("port", "ok", f"{config.server.port} is free")

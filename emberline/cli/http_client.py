@@ -1,5 +1,6 @@
-"""A small HTTP client of an Emberline server, for the commands that talk to one."""
+"""A small HTTP client for the commands that talk to an Emberline server. Blocking, standard library only."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -15,9 +16,9 @@ import msgspec
 from emberline.config import Config
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 
-PROBE_S = 2.0  # to find out whether a server is there
-_PIECE = 1 << 20
-ANSWER_S = 600.0  # between two tokens, at most
+PROBE_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 600.0  # between two reads
+_CHUNK_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config) -> "Address":
-        """Where a server with this configuration is reached from here."""
+        """Where a server with this configuration is reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
         return cls(host.strip("[]"), config.server.port, config.auth.key)
 
@@ -37,9 +38,9 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct):
-    """What one answer cost. Seconds from sending the request."""
+    """Latency and token counts of one chat completion. Seconds since the request was sent."""
 
-    first_token_s: float = 0.0
+    ttft_s: float = 0.0
     total_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -47,97 +48,97 @@ class Timing(msgspec.Struct):
 
     @property
     def tokens_per_s(self) -> float:
-        """While decoding: the first token is the prefill's."""
-        return (
-            (self.output_tokens - 1) / max(self.total_s - self.first_token_s, 1e-9) if self.output_tokens > 1 else 0.0
-        )
+        """Decode rate: the first token belongs to the prefill."""
+        return (self.output_tokens - 1) / max(self.total_s - self.ttft_s, 1e-9) if self.output_tokens > 1 else 0.0
 
 
-def is_there(address: Address) -> bool:
-    """Whether an Emberline server that can move tokens answers at the address."""
+def is_running(address: Address) -> bool:
+    """Whether a healthy Emberline server answers at the address."""
     try:
-        health = get(address, "/health", timeout_s=PROBE_S)
+        return isinstance(get(address, "/health", timeout_s=PROBE_TIMEOUT_S), dict)
     except EmberlineError:
         return False
-    return isinstance(health, dict)
+
+
+def served_models(address: Address) -> list[str]:
+    """The ids of the models of the server at the address; none if no server runs there."""
+    return [str(card["id"]) for card in get(address, "/v1/models")["data"]] if is_running(address) else []
 
 
 def get(address: Address, path: str, timeout_s: float = 10.0) -> Any:
-    return _exchange(address, "GET", path, None, _headers(address), timeout_s)
+    with _request(address, "GET", path, timeout_s=timeout_s) as response:
+        return _decode(response)
 
 
 def post(address: Address, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-    return _exchange(address, "POST", path, json.dumps(body or {}).encode(), _headers(address), timeout_s)
+    with _request(address, "POST", path, json.dumps(body or {}).encode(), timeout_s=timeout_s) as response:
+        return _decode(response)
 
 
 def upload(address: Address, path: Path, purpose: str) -> Any:
-    """Send a file to /v1/files as it lies on the disk; its size does not matter to our memory."""
-    mark = secrets.token_hex(16)
+    """Send a file to /v1/files, streamed from the disk."""
+    boundary = secrets.token_hex(16)
     name = path.name.replace('"', "_").encode("ascii", "replace").decode()
     head = (
-        f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
-        f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
+        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
     ).encode()
-    tail = f"\r\n--{mark}--\r\n".encode()
-    headers = {**_headers(address), "Content-Type": f"multipart/form-data; boundary={mark}"}
+    tail = f"\r\n--{boundary}--\r\n".encode()
     with path.open("rb") as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        headers["Content-Length"] = str(len(head) + n_bytes + len(tail))
-        body = chain([head], iter(lambda: file.read(_PIECE), b""), [tail])
-        return _exchange(address, "POST", "/v1/files", body, headers, ANSWER_S)
+        n_bytes = len(head) + os.fstat(file.fileno()).st_size + len(tail)
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(n_bytes)}
+        body = chain([head], iter(lambda: file.read(_CHUNK_BYTES), b""), [tail])
+        with _request(address, "POST", "/v1/files", body, headers) as response:
+            return _decode(response)
 
 
 def download(address: Address, path: str) -> Iterator[bytes]:
-    """What is there, piece by piece."""
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
-    try:
-        connection.request("GET", path, headers=_headers(address))
-        response = connection.getresponse()
-        if response.status != 200:
-            _decoded(response, response.read())
-        while piece := response.read(_PIECE):
-            yield piece
-    except (OSError, http.client.HTTPException) as error:
-        raise _not_there(address) from error
-    finally:
-        connection.close()
-
-
-def _exchange(address: Address, method: str, path: str, body: Any, headers: dict[str, str], timeout_s: float) -> Any:
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
-    try:
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        return _decoded(response, response.read())
-    except (OSError, http.client.HTTPException) as error:
-        raise _not_there(address) from error
-    finally:
-        connection.close()
+    with _request(address, "GET", path) as response:
+        while chunk := response.read(_CHUNK_BYTES):
+            yield chunk
 
 
 def chat(address: Address, body: dict[str, Any], timing: Timing) -> Generator[str]:
-    """The pieces of a streamed answer as they come; `timing` is filled on the way. Closing it stops the work."""
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
+    """The text deltas of a streamed chat completion; fills `timing`. Closing the generator cancels the request."""
     start_s = time.perf_counter()
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(request).encode(), _headers(address))
-        response = connection.getresponse()
-        if response.status != 200:
-            _decoded(response, response.read())
-        for event in _events(response):
-            if usage := event.get("usage"):
-                timing.prompt_tokens = usage["prompt_tokens"]
-                timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                timing.output_tokens = usage["completion_tokens"]
-            for choice in event.get("choices", ()):
-                if text := choice["delta"].get("content"):
-                    timing.first_token_s = timing.first_token_s or time.perf_counter() - start_s
-                    yield text
-    except (OSError, http.client.HTTPException) as error:
-        raise _not_there(address) from error
+        with _request(address, "POST", "/v1/chat/completions", json.dumps(request).encode()) as response:
+            for event in _events(response):
+                if usage := event.get("usage"):
+                    timing.prompt_tokens = usage["prompt_tokens"]
+                    timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                    timing.output_tokens = usage["completion_tokens"]
+                for choice in event.get("choices", ()):
+                    if text := choice["delta"].get("content"):
+                        timing.ttft_s = timing.ttft_s or time.perf_counter() - start_s
+                        yield text
     finally:
         timing.total_s = time.perf_counter() - start_s
+
+
+@contextlib.contextmanager
+def _request(
+    address: Address,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> Iterator[http.client.HTTPResponse]:
+    """The response of a request that succeeded; raises the server's error otherwise."""
+    authorization = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json", **authorization, **(headers or {})})
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise _error_of(_decode(response), response.status)
+        yield response
+    except (OSError, http.client.HTTPException) as error:
+        message = f"no Emberline server answers at {address.url}: start one with `emberline serve`"
+        raise Unavailable(message) from error
+    finally:
         connection.close()
 
 
@@ -154,32 +155,19 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _headers(address: Address) -> dict[str, str]:
-    headers = {"Content-Type": "application/json"}
-    if address.key:
-        headers["Authorization"] = f"Bearer {address.key}"
-    return headers
-
-
-def _decoded(response: http.client.HTTPResponse, raw: bytes) -> Any:
+def _decode(response: http.client.HTTPResponse) -> Any:
+    raw = response.read()
     try:
-        body = json.loads(raw) if raw else {}
+        return json.loads(raw) if raw else {}
     except ValueError:
-        raise Unavailable("what answers there is not an Emberline server") from None
-    if response.status >= 400:
-        raise _error_of(body, response.status)
-    return body
+        raise Unavailable("the server at this address is not an Emberline server") from None
 
 
 def _error_of(body: Any, status: int) -> EmberlineError:
-    """The error in a body of any dialect, as one of ours."""
+    """An error body of any API as an exception."""
     if status == 401:
         return BadInput("the server wants a key: put it into EMBERLINE_AUTH_KEY, or into emberline.toml as [auth] key")
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     kind = BadInput if 400 <= status < 500 else Unavailable
     return kind(str(message or f"the server answered with status {status}"))
-
-
-def _not_there(address: Address) -> Unavailable:
-    return Unavailable(f"no Emberline server answers at {address.url}: start one with `emberline serve`")

@@ -1,4 +1,4 @@
-"""A front door: the HTTP app over a service. In the core process it is the only one; with `--doors N` there are N more.
+"""Serves HTTP over a service: in the core process itself, or with `--http-workers N` in N processes of this module.
 
 python -m emberline.cli.http_worker --fd N --plan FILE --name NAME
 """
@@ -24,7 +24,7 @@ from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.model_store import ModelEntry
-from emberline.cli.fetch import load_text
+from emberline.cli.models import load_text
 from emberline.config import Config
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
@@ -34,15 +34,15 @@ from emberline.store import Database, open_store
 from emberline.upstream.config import servers_of
 from emberline.upstream.relay import discover
 
-CONNECT_S = 30.0  # to reach the core and every engine; after that the door opens and says what is not there
+CONNECT_TIMEOUT_S = 30.0  # to the core and every engine; after that HTTP is served and reports what is unavailable
 
 
 class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a door process needs to know; the core writes it to a file that only this user can read."""
+    """The start parameters of an HTTP worker; the core writes them to a file that only this user can read."""
 
     config: Config
     core_socket: Path
-    core_pid: int = 0  # 0: whoever started the door
+    core_pid: int = 0  # 0: the parent, whichever process that is
     models: list[tuple[ModelCard, Path, list[Endpoint]]]
 
     def write(self, path: Path) -> None:
@@ -55,15 +55,15 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
-    """The models with their tokenizers and the engines that compute them."""
+    """The models with their tokenizers and the endpoints of their engines."""
     return [Served(entry.card, load_text(entry), tuple(endpoints[entry.card.id])) for entry in entries]
 
 
-def open_events(store: Database, config: Config) -> WebhookService:
-    """Where this process keeps and reads events; nothing is delivered until it is told to."""
+def open_webhooks(store: Database, config: Config) -> WebhookService:
+    """Records and reads events; delivers them only where `deliver` is called: in the core process."""
     webhooks = config.webhooks
     settings = WebhookSettings(
-        allow=webhooks.allow,
+        allow=webhooks.allowed_networks,
         timeout_s=webhooks.timeout_s,
         disable_after_days=webhooks.disable_after_days,
         retention_days=webhooks.retention_days,
@@ -76,59 +76,56 @@ async def serve_http(
     config: Config,
     listener: socket.socket,
     stop: asyncio.Event,
-    events: WebhookService | None = None,
-    batches: BatchService | None = None,
+    webhooks: WebhookService,
+    batches: BatchService,
 ) -> None:
-    """Answer HTTP until told to stop, then let running requests finish."""
+    """Serve HTTP until `stop`, then drain running requests."""
     auth = Authenticator(Secret.open(config.home), config.auth.key)
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
-    warming = asyncio.create_task(service.warm_up())
-    warming.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request that needs it says more
-    gc.freeze()  # modules and vocabularies stay: the collector need not walk through them while streams wait
-    ending = asyncio.create_task(_end_streams(stop, events, batches))
+    warmup = asyncio.create_task(service.warm_up())
+    warmup.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request reports the same error
+    gc.freeze()  # modules and vocabularies are permanent: collections need not traverse them
+    closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
-        app = create_app(service, settings, events, batches)
-        await serve(app, listener, drain_s=config.server.drain_s, stop=stop)
+        app = create_app(service, settings, webhooks, batches)
+        await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
-        ending.cancel()
+        closing.cancel()
 
 
-async def _end_streams(stop: asyncio.Event, events: WebhookService | None, batches: BatchService | None) -> None:
-    """Streams of events and of queued work may never end by themselves: the drain must not wait for them."""
+async def _close_streams(stop: asyncio.Event, webhooks: WebhookService, batches: BatchService) -> None:
+    """Streams of events and of queued jobs have no end of their own, so the drain must not wait for them."""
     await stop.wait()
-    if events is not None:
-        events.feed.end()
-    if batches is not None:
-        batches.closing.set()
+    webhooks.feed.end()
+    batches.closing.set()
 
 
 async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
     stop = asyncio.Event()
-    with _parent_watched(stop, plan.core_pid):
-        entries = [ModelEntry(card, path) for card, path, _ in plan.models]
-        served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
-        upstreams = await discover(servers_of(plan.config.endpoints))
-        service = await open_http_worker(served, core_socket=plan.core_socket, upstreams=upstreams)
-        store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
-        events = open_events(store, plan.config)
-        queue = await open_queue(store, plan.config.home)
-        batches = BatchService(queue, service)
-        batches.load()
-        try:
-            await _unless(stop, service.ready(CONNECT_S))
+    with _stop_with_core(stop, plan.core_pid):
+        async with contextlib.AsyncExitStack() as stack:
+            entries = [ModelEntry(card, path) for card, path, _ in plan.models]
+            served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
+            upstreams = await discover(servers_of(plan.config.endpoints))
+            store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
+            stack.push_async_callback(store.close)
+            webhooks = open_webhooks(store, plan.config)
+            stack.push_async_callback(webhooks.close)
+            queue = await open_queue(store, plan.config.home)
+            stack.push_async_callback(queue.close)
+            service = await open_http_worker(served, core_socket=plan.core_socket, upstreams=upstreams)
+            stack.push_async_callback(service.close)
+            batches = BatchService(queue, service)
+            stack.push_async_callback(batches.close)
+            batches.load()
+            await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
-                await serve_http(service, plan.config, listener, stop, events, batches)
-        finally:
-            await batches.close()
-            await service.close()
-            await queue.close()
-            await events.close()
-            await store.close()
+                await serve_http(service, plan.config, listener, stop, webhooks, batches)
 
 
-async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:
-    """Wait for it, but not once we shall stop: until we are gone, nobody else can listen where we do."""
+async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:
+    """Wait for it or for `stop`: as long as this process lives, no other can listen on its port."""
     tasks = [asyncio.create_task(waiting), asyncio.create_task(stop.wait())]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -136,13 +133,13 @@ async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> Non
 
 
 @contextlib.contextmanager
-def _parent_watched(stop: asyncio.Event, core_pid: int) -> Iterator[None]:
-    """Stop when the core is gone, however it went; it may have gone while we started."""
+def _stop_with_core(stop: asyncio.Event, core_pid: int) -> Iterator[None]:
+    """Set `stop` when the core process dies, even if it did while this one started."""
     if core_pid and os.getppid() != core_pid:
         stop.set()
     try:
         descriptor = os.pidfd_open(os.getppid())
-    except (AttributeError, OSError):  # not Linux: the core's socket closing is all we see
+    except (AttributeError, OSError):  # not Linux: only the closing of the core's socket shows it
         yield
         return
     loop = asyncio.get_running_loop()
@@ -157,10 +154,10 @@ def _parent_watched(stop: asyncio.Event, core_pid: int) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     import uvloop
 
-    parser = argparse.ArgumentParser(prog="python -m emberline.cli.http_worker")
+    parser = argparse.ArgumentParser(prog="python -m emberline.cli.http_worker", allow_abbrev=False)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--name", default="door")
+    parser.add_argument("--name", default="http")
     args = parser.parse_args(argv)
     plan = HttpWorkerPlan.read(args.plan)
     logs.setup(args.name, plan.config.log.level)

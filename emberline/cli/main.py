@@ -1,26 +1,28 @@
-"""`emberline`: finds the command and hands over. Imports nothing a command does not need: --help is instant."""
+"""`emberline`: finds the command and runs it. Imports nothing that the command does not need, so --help is instant."""
 
 import argparse
 import difflib
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "serve": "start the server: OpenAI, Anthropic and Workers AI doors on a model of yours",
-    "run": "chat in the terminal, or answer one prompt from the arguments or stdin",
-    "pull": "fetch a model: a name, a path, or hf:org/repo",
-    "ls": "models on this machine",
-    "rm": "remove a model from this machine",
-    "ps": "what is running: models, devices, load",
-    "batch": "work for later: submit a file of requests, watch it, fetch the results",
-    "queue": "what waits in the queue, for whom; dead letters, and running them again",
-    "bench": "a quick measurement: one stream, eight streams",
-    "simulate": "try a fleet in virtual time: policies, loads, prefill and decode apart",
-    "doctor": "check this machine, and say how to fix what is wrong",
-    "worker": "start one engine worker by hand",
+    "serve": "start the server: OpenAI, Anthropic and Workers AI APIs for one or more models",
+    "run": "chat with a model in the terminal, or answer one prompt from the arguments or stdin",
+    "pull": "download a model: a name, a path, or hf:org/repo",
+    "ls": "list the models on this machine",
+    "rm": "remove models from this machine",
+    "ps": "show running models, their workers and load",
+    "batch": "submit a file of requests, watch it, download the results",
+    "queue": "show queued jobs and the dead-letter queue; replay dead jobs",
+    "bench": "measure a server quickly: one stream, then eight at once",
+    "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
+    "doctor": "check this machine and say how to fix what is wrong",
+    "worker": "start one engine worker",
     "version": "print the version",
 }
+_MODULES = {"pull": "models", "ls": "models", "rm": "models"}  # where it is not the command's own name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = {"--version": "version", "-V": "version"}.get(words[0], words[0])
     if command not in COMMANDS:
         return _unknown(command)
-    if command == "worker":  # its flags are the engine's own
+    if command == "worker":  # the engine process defines its own flags
         return int(importlib.import_module("emberline.engine.worker").main(words[1:]))
-    module = importlib.import_module(f"emberline.cli.{command}")
     parser = argparse.ArgumentParser(
-        prog=f"emberline {command}", description=(module.__doc__ or "").partition("\n\n")[0]
+        prog=f"emberline {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False
     )
+    parser.set_defaults(command=command)
+    if command == "version":
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        return _print_version(parser.parse_args(words[1:]))
+    module = importlib.import_module(f"emberline.cli.{_MODULES.get(command, command)}")
     module.add_arguments(parser)
-    return _guarded(module.run, parser.parse_args(words[1:]))
+    # Flags may stand between positional arguments, except where argparse has subcommands.
+    parse = parser.parse_args if command == "batch" else parser.parse_intermixed_args
+    return _with_error_messages(module.run, parse(words[1:]))
 
 
-def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Errors that are the user's to fix as one readable message; everything else with its trace, to be reported."""
+def _with_error_messages(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Errors that the user can fix become one readable message; all others keep their traceback."""
     from emberline.protocol.errors import EmberlineError
 
     try:
@@ -52,19 +60,26 @@ def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `emberline ls | head -1`: the reader has enough
+    except BrokenPipeError:  # `emberline ls | head -1`
         sys.stderr.close()
         return 0
     except OSError as error:
-        if error.filename is None:  # nothing a user could look at
+        if error.filename is None:
             raise
         print(f"emberline: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
 
 
+def _print_version(args: argparse.Namespace) -> int:
+    from emberline import __version__
+
+    print(json.dumps({"version": __version__}) if args.json else f"emberline {__version__}")
+    return 0
+
+
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: emberline COMMAND [options]",
@@ -73,7 +88,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "`emberline COMMAND --help` says more. New here? `emberline serve`, or `emberline run`.",
+            "`emberline COMMAND --help` describes a command. To begin: `emberline serve`, or `emberline run`.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What runs: models, devices, cache and load of the server at the configured address."""
+"""`emberline ps`: models, devices, KV cache and load of the server at the configured address."""
 
 import argparse
 import time
@@ -8,31 +8,26 @@ from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.http_client import Address
 
-RATE_OVER_S = 1.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_address(parser)
-    common.add_data(parser)
-    common.add_json(parser)
+RATE_WINDOW_S = 1.0
+add_arguments = common.add_client_options
 
 
 def run(args: argparse.Namespace) -> int:
     address = Address.of(common.config_of(args))
     before, start_s = client.get(address, "/api/ps"), time.monotonic()
-    time.sleep(RATE_OVER_S)
+    time.sleep(RATE_WINDOW_S)
     now = client.get(address, "/api/ps")
     _add_rates(before, now, time.monotonic() - start_s)
     if args.json:
         common.print_json(now)
         return 0
-    heads = ("MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNS", "WAITS", "KV USED", "TOKENS/S")
-    common.print_table([heads, *(_row(engine) for engine in now["engines"])])
+    headings = ("MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNNING", "WAITING", "KV USED", "TOKENS/S")
+    common.print_table([headings, *(_row(engine) for engine in now["engines"])])
     return 0
 
 
 def _add_rates(before: dict[str, Any], now: dict[str, Any], seconds: float) -> None:
-    """Tokens put out per second between two looks; totals that fell belong to a restarted worker."""
+    """Output tokens per second between two reports; a total that decreased belongs to a restarted worker."""
     totals = {engine["name"]: engine["load"]["output_tokens"] for engine in before["engines"]}
     for engine in now["engines"]:
         total = engine["load"]["output_tokens"]
@@ -44,7 +39,7 @@ def _row(engine: dict[str, Any]) -> tuple[str, ...]:
     used, total = load["kv_used_blocks"], load["kv_total_blocks"]
     return (
         engine["model"],
-        engine["name"].rpartition("-")[2],  # the model is said already; what tells its workers apart is the number
+        engine["name"].rpartition("-")[2],  # without the model, which has its own column
         engine.get("role", ""),
         " ".join(filter(None, (engine.get("device"), engine.get("backend")))),
         engine["problem"] or ("ok" if engine["ok"] else "down"),

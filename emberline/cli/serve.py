@@ -1,12 +1,13 @@
-"""Start the server.
+"""`emberline serve`: start the server.
 
-This is where the parts are put together, so it is also where to begin reading: engine workers (processes of their own)
-compute tokens; the service turns requests into token ids and back and keeps the books; the app speaks HTTP.
+This module assembles the processes, so it is also where to begin reading. Engine workers (processes of their own)
+compute tokens; the service turns requests into token ids and back and keeps the ledgers; the app serves HTTP.
 """
 
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,10 @@ from emberline import log as logs
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.cli import common
-from emberline.cli import startup_panel as panel
-from emberline.cli.fetch import fetch
+from emberline.cli import common, startup_panel
 from emberline.cli.http_client import Address
-from emberline.cli.listen import bound, listen
-from emberline.config import Config, check_exposure
+from emberline.cli.models import fetch
+from emberline.config import Config, ConfigError, ServerConfig, check_exposure
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, remote_workers
 from emberline.supervisor.http_workers import HttpWorkers
@@ -39,38 +38,57 @@ if TYPE_CHECKING:
     from emberline.service import Service
     from emberline.store import Database
 
-CONNECT_S = 10.0  # to reach workers that say they are ready
-WORKER_GRACE_S = 5.0  # for workers to end once no request is left
+CONNECT_TIMEOUT_S = 10.0  # to workers that reported ready
+WORKER_GRACE_S = 5.0  # for workers to exit once no request is left
+LISTEN_BACKLOG = 2048
 log = logging.getLogger("emberline.serve")
 
-# Told once requests are answered: the address, the models, the workers' ready lines.
+# Called once requests are served: the address, the models, the workers' ready lines.
 OnReady = Callable[[Address, Sequence[ModelEntry], Sequence[dict[str, Any]]], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-m", "--model", dest="engine.models", action="append", metavar="NAME", help="name, path or hf:org/repo"
-    )
+    add = parser.add_argument
+    add("engine.models", nargs="*", metavar="MODEL", help=f"name, path or hf:org/repo (default {DEFAULT_MODEL})")
     common.add_address(parser)
-    parser.add_argument("--doors", dest="server.doors", metavar="N", help="HTTP processes (default 1: the core itself)")
-    parser.add_argument(
-        "--allow-host",
+    add("--http-workers", dest="server.http_workers", metavar="N", help="HTTP processes (default 1: the core itself)")
+    add(
+        "--allowed-host",
         dest="server.allowed_hosts",
         action="append",
         metavar="NAME",
-        help="a Host name to answer to",
+        help="a Host header to accept; repeatable",
     )
-    parser.add_argument(
-        "--allow-origin",
+    add(
+        "--cors-origin",
         dest="server.cors_origins",
         action="append",
         metavar="URL",
-        help="a web page that may call",
+        help="a web origin that may call; repeatable",
     )
-    common.add_engine(parser)
-    parser.add_argument("--log-level", dest="log.level", metavar="LEVEL", help="debug, info, warning or error")
-    common.add_data(parser)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON when ready")
+    add("--device", dest="engine.device", metavar="DEVICE", help="auto, cpu or cuda (default auto)")
+    add("--replicas", dest="engine.replicas", metavar="N", help="workers per model (default one per GPU, else 1)")
+    add("--prefill-workers", dest="engine.prefill_workers", metavar="N", help="per model; disaggregates prefill")
+    add("--decode-workers", dest="engine.decode_workers", metavar="N", help="per model, with --prefill-workers")
+    add("--threads", dest="engine.threads", metavar="N", help="CPU threads per worker (default: cores)")
+    add(
+        "--kv-bytes",
+        dest="engine.kv_bytes",
+        metavar="SIZE",
+        help="KV cache per worker, e.g. 512M or 4G (default: a quarter of the free memory, at most 2G)",
+    )
+    add("--max-running", dest="engine.max_running", metavar="N", help="sequences in a batch")
+    add("--token-budget", dest="engine.token_budget", metavar="N", help="tokens computed per step")
+    add(
+        "--deterministic",
+        dest="engine.deterministic",
+        action="store_const",
+        const=True,
+        help="same seed, same tokens in any batch (always so on a CPU; slower on a GPU)",
+    )
+    add("--log-level", dest="log.level", metavar="LEVEL", help="debug, info, warning or error")
+    common.add_data_dir(parser)
+    add("--json", action="store_true", help="print one line of JSON when ready")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,61 +96,52 @@ def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     check_exposure(config)
     logs.setup("core", config.log.level, config.log.format)
-    os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # the workers' too, wherever it was set
+    os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # child processes inherit it
     shows_panel = sys.stdout.isatty() and not args.json
 
-    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
-        took_s = time.monotonic() - started_s
+    def on_ready(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+        start_s = time.monotonic() - started_s
         if args.json:
-            print(json.dumps(panel.facts(address, entries, workers, took_s)), flush=True)
+            print(json.dumps(startup_panel.as_dict(address, entries, workers, start_s)), flush=True)
         if shows_panel:
             logging.getLogger().setLevel(config.log.level.upper())
-            panel.show(config, address, entries, workers, took_s)
+            startup_panel.show(config, address, entries, workers, start_s)
         else:
-            log.info("ready", extra={"url": address.url, "seconds": round(took_s, 2)})
+            log.info("ready", extra={"url": address.url, "seconds": round(start_s, 2)})
 
-    with bound(config.server) as listener:  # first: a port in use is told before anything is fetched
+    with bind(config.server) as listener:  # before any download: a port in use is reported at once
         entries = fetch_models(config)
-        if shows_panel:  # it says all that the log lines of a start say
+        if shows_panel:  # the panel repeats what the startup log lines say
             print(f"starting {', '.join(entry.card.id for entry in entries)} …", flush=True)
             logging.getLogger().setLevel(logging.WARNING)
-        return run_loop(serve(config, entries, listener, announce))
+        return run_until_terminated(serve(config, entries, listener, on_ready))
 
 
 def fetch_models(config: Config) -> list[ModelEntry]:
-    """The configured models, pulled if need be, each once however often it is named."""
+    """The configured models, downloaded if needed, without duplicates."""
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shelf = ModelStore(config.home)
+    store = ModelStore(config.home)
+    local = config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
     remote = [name for worker in remote_workers(config.endpoints) for name in worker.models]
-    entries = [fetch(name, shelf) for name in (*_local(config), *remote)]
+    entries = [fetch(name, store) for name in (*local, *remote)]
     return list({entry.card.id: entry for entry in entries}.values())
 
 
-def _local(config: Config) -> tuple[str, ...]:
-    """The models that workers of ours compute: those that are named, or one, if nobody else has any."""
-    return config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
-
-
-def _elsewhere(config: Config) -> dict[str, list[Endpoint]]:
-    """Workers that others started, by the id of the model they serve. The models are here by now."""
-    shelf = ModelStore(config.home)
+def _endpoints_by_model(config: Config) -> dict[str, list[Endpoint]]:
+    """The configured workers on other machines, by model id. Their models have been fetched."""
+    store = ModelStore(config.home)
     found: dict[str, list[Endpoint]] = {}
     for worker in remote_workers(config.endpoints):
-        model = fetch(worker.models[0], shelf).card.id
+        model = fetch(worker.models[0], store).card.id
         found.setdefault(model, []).append(msgspec.structs.replace(worker, models=(model,)))
     return found
 
 
-def _is_local(entry: ModelEntry, config: Config, elsewhere: Mapping[str, object]) -> bool:
-    """Whether workers of ours compute the model: if it was named for them, or nobody else does."""
-    shelf = ModelStore(config.home)
-    return entry.card.id not in elsewhere or any(
-        fetch(name, shelf).card.id == entry.card.id for name in config.engine.models
-    )
-
-
-def _ids(entries: Sequence[ModelEntry]) -> list[str]:
-    return [entry.card.id for entry in entries]
+def _local_models(config: Config, entries: Sequence[ModelEntry], remote: Mapping[str, object]) -> dict[str, Path]:
+    """Id → weights of the models for which workers are started here: those requested, and those without a remote."""
+    store = ModelStore(config.home)
+    requested = {fetch(name, store).card.id for name in config.engine.models}
+    return {entry.card.id: entry.path for entry in entries if entry.card.id in requested or entry.card.id not in remote}
 
 
 async def serve(
@@ -142,17 +151,16 @@ async def serve(
     on_ready: OnReady,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve the models until SIGTERM, SIGINT or `stop`; then let running requests finish."""
+    """Serve the models until SIGTERM, SIGINT or `stop`; then drain running requests."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        elsewhere = _elsewhere(config)
-        local = {entry.card.id: entry.path for entry in entries if _is_local(entry, config, elsewhere)}
-        cluster = EngineWorkers(plan_workers(config.engine, local), config.engine)
-        stack.push_async_callback(cluster.stop, WORKER_GRACE_S)
-        await cluster.start()
+        remote = _endpoints_by_model(config)
+        workers = EngineWorkers(plan_workers(config.engine, _local_models(config, entries, remote)), config.engine)
+        stack.push_async_callback(workers.stop, WORKER_GRACE_S)
+        await workers.start()
 
-        # The workers load in their processes while we import and read tokenizers in ours.
-        from emberline.cli.http_worker import load_models, open_events, serve_http
+        # The workers load weights in their processes while this one imports and reads tokenizers.
+        from emberline.cli.http_worker import load_models, open_webhooks, serve_http
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service
         from emberline.service.core import LocalCore
@@ -161,48 +169,50 @@ async def serve(
         from emberline.upstream.config import servers_of
         from emberline.upstream.relay import discover
 
-        endpoints = {model: cluster.endpoints.get(model, []) + elsewhere.get(model, []) for model in _ids(entries)}
+        ids = [entry.card.id for entry in entries]
+        endpoints = {model: workers.endpoints.get(model, []) + remote.get(model, []) for model in ids}
         served = load_models(entries, endpoints)
-        await cluster.wait_ready()
+        await workers.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
         stack.push_async_callback(store.close)
         service = await open_service(
             served,
             data_dir=config.home,
             retention_days=config.responses.retention_days,
-            queue_share=config.queue.share,
+            queue_share=config.queue.capacity_share,
             store=store,
             upstreams=await discover(servers_of(config.endpoints)),
         )
         stack.push_async_callback(service.close)
-        if not await service.ready(CONNECT_S):
-            if len(config.endpoints) == 0:
-                raise Unavailable("the engine workers are ready but do not let us in; their log lines say why")
-            log.warning("some workers cannot be reached; `emberline ps` tells which")
-        events = open_events(store, config)
-        stack.push_async_callback(events.close)
-        events.deliver()
+        if not await service.ready(CONNECT_TIMEOUT_S):
+            if not config.endpoints:
+                raise Unavailable("the engine workers are ready but refuse the connection; their log lines say why")
+            log.warning("some workers cannot be reached; `emberline ps` shows which")
+        webhooks = open_webhooks(store, config)
+        stack.push_async_callback(webhooks.close)
+        webhooks.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
-        service.core.count(DeliveryMetrics(events.deliverer))
+        service.core.count(DeliveryMetrics(webhooks.deliverer))
         batches = await _open_queue(stack, config, store, service, stop)
-        doors = await _open_doors(stack, config, entries, cluster.folder, endpoints, service, listener)
+        http_workers = await _open_http_workers(stack, config, entries, workers.folder, endpoints, service, listener)
 
         listen(listener, config.server)
         address = msgspec.structs.replace(Address.of(config), port=listener.getsockname()[1])
-        on_ready(address, entries, [worker.ready_line for worker in cluster.workers])
-        stack.callback(_impatience(asyncio.current_task(), stop, config.server.drain_s).cancel)
-        if doors.children:
+        on_ready(address, entries, [worker.ready_line for worker in workers.processes])
+        cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
+        stack.callback(cancelling.cancel)
+        if http_workers.processes:
             _on_signals(stop.set)
             await stop.wait()
-            listener.close()  # with it open, new connections would wait for doors that take no more
+            listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
-            await serve_http(service, config, listener, stop, events, batches)
+            await serve_http(service, config, listener, stop, webhooks, batches)
 
 
 async def _open_queue(
     stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service", stop: asyncio.Event
 ) -> "BatchService":
-    """The durable queue, its doors, and the puller that runs what is in it when engines have room."""
+    """The durable queue, the service that submits to it, and the puller that runs its jobs when engines have room."""
     from emberline.accounts.auth import Authenticator
     from emberline.accounts.secret import Secret
     from emberline.api.batch_loader import BatchService
@@ -226,7 +236,7 @@ async def _open_queue(
     return batches
 
 
-async def _open_doors(
+async def _open_http_workers(
     stack: contextlib.AsyncExitStack,
     config: Config,
     entries: Sequence[ModelEntry],
@@ -235,29 +245,32 @@ async def _open_doors(
     service: "Service",
     listener: socket.socket,
 ) -> HttpWorkers:
-    """Door processes, and the socket where they ask us for decisions; none where this process is the one door."""
+    """The HTTP worker processes and the socket on which they ask the core; none if this process serves HTTP itself."""
     from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import open_core_server
 
-    core_socket, plan_file = folder / "core.sock", folder / "doors.json"
-    n_doors = config.server.doors if config.server.doors > 1 else 0
-    doors = HttpWorkers(n_doors, listener, "emberline.cli.http_worker", ["--plan", str(plan_file)])
-    if n_doors:
+    core_socket, plan_file = folder / "core.sock", folder / "http_workers.json"
+    n_workers = config.server.http_workers if config.server.http_workers > 1 else 0
+    http_workers = HttpWorkers(n_workers, listener, "emberline.cli.http_worker", ["--plan", str(plan_file)])
+    if n_workers:
         models = [(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries]
         HttpWorkerPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
-        core = await open_core_server(service, core_socket)
-        stack.push_async_callback(core.close)
-        stack.push_async_callback(doors.stop, config.server.drain_s + WORKER_GRACE_S)
-        await doors.start()
-        await doors.wait_ready()
-    return doors
+        core_server = await open_core_server(service, core_socket)
+        stack.push_async_callback(core_server.close)
+        stack.push_async_callback(http_workers.stop, config.server.drain_timeout_s + WORKER_GRACE_S)
+        await http_workers.start()
+        await http_workers.wait_ready()
+    return http_workers
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> int:
-    """Run until done. SIGTERM before the doors are open cancels; after that the doors hear it and drain."""
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def run_until_terminated(main: Coroutine[Any, Any, None]) -> int:
+    """Run until done. SIGTERM cancels until HTTP is served; from then on the server handles it by draining."""
     import uvloop
 
-    async def terminable() -> None:
+    async def cancellable() -> None:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -265,19 +278,21 @@ def run_loop(main: Coroutine[Any, Any, None]) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(terminable())
+            runner.run(cancellable())
         except asyncio.CancelledError:
             return 128 + signal.SIGTERM
     return 0
 
 
-def _impatience(serving: asyncio.Task[Any] | None, stop: asyncio.Event, drain_s: float) -> asyncio.Task[None]:
-    """After the signal that began the drain, another one ends it."""
+def _cancel_on_second_signal(
+    serving: asyncio.Task[Any] | None, stop: asyncio.Event, drain_timeout_s: float
+) -> asyncio.Task[None]:
+    """Once the drain has begun, another signal ends it."""
     assert serving is not None
 
     async def watch() -> None:
         await stop.wait()
-        log.info("stopping: running requests may finish within %g s; Ctrl-C again cuts them off", drain_s)
+        log.info("stopping: running requests may finish within %g s; Ctrl-C again aborts them", drain_timeout_s)
         _on_signals(serving.cancel)
 
     return asyncio.create_task(watch())
@@ -285,5 +300,45 @@ def _impatience(serving: asyncio.Task[Any] | None, stop: asyncio.Event, drain_s:
 
 def _on_signals(act: Callable[[], object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: `stop` alone counts
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread, where only `stop` ends the server
             asyncio.get_running_loop().add_signal_handler(number, act)
+
+
+# --- the listening socket --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def bind(server: ServerConfig) -> Iterator[socket.socket]:
+    """A socket bound to the address that does not listen yet: until `listen`, clients are refused at once."""
+    host = server.host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"there is no address {server.host!r} to listen on: {error.strerror}") from error
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        with _socket_errors_explained(server):
+            sock.bind(address)
+        yield sock
+
+
+def listen(sock: socket.socket, server: ServerConfig) -> None:
+    with _socket_errors_explained(server):
+        sock.listen(LISTEN_BACKLOG)
+
+
+@contextlib.contextmanager
+def _socket_errors_explained(server: ServerConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f"{server.host}:{server.port}"
+        if error.errno == errno.EADDRINUSE:
+            hint = "If it is Emberline, `emberline ps` shows what it serves; otherwise choose another port"
+            raise ConfigError(f"{where} is in use. {hint}: emberline serve --port {server.port + 1}") from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"this user may not listen on {where}; choose a port from 1024 up") from error
+        raise ConfigError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from error

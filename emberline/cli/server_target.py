@@ -1,37 +1,81 @@
-"""The server a command talks to: the one that runs, or one of its own."""
+"""The server that `run` and `bench` talk to: the running one if it has the model, otherwise a temporary one."""
 
-import argparse
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-from emberline.cli import common
-from emberline.cli import http_client as client
+import msgspec
+
+from emberline import log as logs
+from emberline.catalog.model_card import built_in
+from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli.http_client import Address
+from emberline.cli.terminal import transient_line
+from emberline.config import Config
 
 
 @contextlib.contextmanager
-def server(args: argparse.Namespace) -> Iterator[tuple[Address, str]]:
-    """The server at the configured address if it has the model, otherwise one of our own for as long as it is used.
+def server(config: Config, model: str | None, served: Sequence[str]) -> Iterator[tuple[Address, str]]:
+    """Yields the address of a server and the id of the model there; without `model`, the server's first one.
 
-    Yields where it is and the model's id there.
+    `served`: the models of the server that runs at the configured address, if any.
     """
-    config = common.config_of(args)
-    address = Address.of(config)
-    if client.is_there(address):
-        ids = [str(card["id"]) for card in client.get(address, "/v1/models")["data"]]
-        wanted = _id_of(args.model) if args.model else next(iter(ids), None)
-        if wanted in ids:
-            yield address, wanted
-            return
-    from emberline.cli.own_server import own_server
-
-    with own_server(config, args.model) as (address, model):
-        yield address, model
+    wanted = _model_id(model, config) if model else next(iter(served), None)
+    if wanted is not None and wanted in served:
+        yield Address.of(config), wanted
+        return
+    with temporary_server(config, model) as target:
+        yield target
 
 
-def _id_of(name: str) -> str:
-    """The id behind a built-in model's alias; any other name is what it is."""
-    from emberline.catalog.model_card import built_in
+def _model_id(name: str, config: Config) -> str:
+    """The id behind an alias of a built-in or installed model; any other name is an id itself."""
+    entry = ModelStore(config.home).find(name)
+    card = entry.card if entry else built_in(name)
+    return card.id if card else name
 
-    card = built_in(name)
-    return name if card is None else card.id
+
+@contextlib.contextmanager
+def temporary_server(config: Config, model: str | None) -> Iterator[tuple[Address, str]]:
+    """A server in a thread of this process, on a free port, for the duration of the block. It logs errors only."""
+    from emberline.cli.serve import bind, fetch_models, serve
+
+    replace = msgspec.structs.replace
+    config = replace(
+        config,
+        server=replace(config.server, host="127.0.0.1", port=0, http_workers=1, drain_timeout_s=1.0),
+        engine=replace(config.engine, models=(model,) if model else config.engine.models),
+    )
+    logs.setup("local", "error", config.log.format)
+    entries = fetch_models(config)
+    ready: Future[Address] = Future()
+    stop = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    def on_ready(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+        ready.set_result(address)
+
+    def run() -> None:
+        try:
+            with bind(config.server) as listener:
+                loop.run_until_complete(serve(config, entries, listener, on_ready, stop))
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="temporary server")
+    thread.start()
+    try:
+        with transient_line(f"starting {entries[0].card.id} …"):
+            address = ready.result()
+        yield address, entries[0].card.id
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(stop.set)
+        thread.join()

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", default="agents", help="a file, or made up: agents (default), chats")
     add("--workers", type=int, default=8, metavar="N", help="workers that do both, 1 to 256 (default 8)")
-    add("--prefill", type=int, default=0, metavar="N", help="instead: so many workers for prompts,")
-    add("--decode", type=int, default=0, metavar="N", help="and so many for replies")
+    add("--prefill-workers", type=int, default=0, metavar="N", help="instead: so many workers for prompts,")
+    add("--decode-workers", type=int, default=0, metavar="N", help="and so many for replies")
     add(
         "--policy", default="sticky", help=f"one or several with commas, or all: {', '.join(POLICIES)} (default sticky)"
     )
@@ -107,14 +107,14 @@ def _plans(args: argparse.Namespace) -> list[Any]:
     chunking: Chunking = Timed() if timed else Fixed(model.token_budget if args.chunk == "timed" else int(args.chunk))
     if min(args.warm, args.time) < 0 or args.time == 0 or args.bandwidth <= 0 or args.report_delay < 0:
         raise BadInput("times and bandwidth must be above 0", param="time")
-    apart = bool(args.prefill or args.decode)
+    apart = bool(args.prefill_workers or args.decode_workers)
     return [
         Plan(
             model=model,
             load=1.0 if args.load is None else args.load,
             workers=0 if apart else args.workers,
-            prefill=args.prefill,
-            decode=args.decode,
+            prefill=args.prefill_workers,
+            decode=args.decode_workers,
             policy=policy.strip(),
             chunking=chunking,
             wire=Wire(args.bandwidth * 1e9),

@@ -1,4 +1,4 @@
-"""What a person sees when the server is ready."""
+"""What `emberline serve` prints when it is ready."""
 
 import json
 import sys
@@ -7,17 +7,17 @@ from typing import Any
 
 from emberline import __version__
 from emberline.catalog.model_store import ModelEntry
-from emberline.cli.common import size
+from emberline.cli.common import format_size
 from emberline.cli.http_client import Address
 from emberline.config import Config
 
 
 def show(
-    config: Config, address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], took_s: float
+    config: Config, address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], start_s: float
 ) -> None:
-    """On a terminal. `workers` are the ready lines of the engine processes."""
+    """On a terminal. `workers`: the ready lines of the engine processes."""
     bold, dim, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
-    lines = [f"{bold}Emberline {__version__}{plain} is ready {dim}({took_s:.1f} s){plain}", ""]
+    lines = [f"{bold}Emberline {__version__}{plain} is ready {dim}({start_s:.1f} s){plain}", ""]
     rows = [
         ("address", f"{bold}{address.url}{plain}"),
         *(("model", _model(entry)) for entry in entries),
@@ -29,21 +29,22 @@ def show(
     print("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n", flush=True)
 
 
-def facts(
-    address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], took_s: float
+def as_dict(
+    address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], start_s: float
 ) -> dict[str, Any]:
-    """The same for programs."""
+    """The same as JSON, for `--json`."""
     ids = [entry.card.id for entry in entries]
-    return {"ready": True, "url": address.url, "models": ids, "workers": list(workers), "seconds": round(took_s, 3)}
+    return {"ready": True, "url": address.url, "models": ids, "workers": list(workers), "seconds": round(start_s, 3)}
 
 
 def _model(entry: ModelEntry) -> str:
     card = entry.card
-    return f"{card.id} ({card.architecture}, {size(card.weight_bytes)}, {card.context_window:,} tokens of context)"
+    size = format_size(card.weight_bytes)
+    return f"{card.id} ({card.architecture}, {size}, {card.context_window:,} tokens of context)"
 
 
 def _worker(worker: dict[str, Any]) -> str:
-    cache = f"KV cache {size(worker.get('kv_bytes', 0))} for {worker.get('kv_tokens', 0):,} tokens"
+    cache = f"KV cache {format_size(worker.get('kv_bytes', 0))} for {worker.get('kv_tokens', 0):,} tokens"
     return f"{worker.get('device', '?')}, {worker.get('backend', '?')} kernels, {cache}"
 
 

@@ -1,4 +1,4 @@
-"""The terminal's own matters: a prompt with line editing and history, and text that cannot move the cursor."""
+"""Terminal input with line editing and history, and output that cannot move the cursor."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a model's words must not steer the terminal."""
+    """Text without control characters: a model's output must not control the terminal."""
     return text.translate(_CONTROL)
 
 
 @contextlib.contextmanager
-def passing(text: str) -> Iterator[None]:
-    """A line that a person sees while the block runs, and that is gone afterwards."""
+def transient_line(text: str) -> Iterator[None]:
+    """A line shown on a terminal while the block runs and erased afterwards."""
     if not sys.stderr.isatty():
         yield
         return
@@ -28,24 +28,24 @@ def passing(text: str) -> Iterator[None]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-class Prompt:
-    """Reads what the user types, a line or a text between triple quotes at a time."""
+class LineReader:
+    """Reads what the user types: one line at a time, or a text between triple quotes."""
 
     def __init__(self, history: Path) -> None:
         self._history = history
         try:
             import readline
-        except ImportError:  # a Python without it still has input()
+        except ImportError:  # without readline, input() has no history
             return
         with contextlib.suppress(OSError):
             readline.read_history_file(history)
         readline.set_history_length(MAX_HISTORY)
 
     def lines(self) -> Iterator[str]:
-        """Until Ctrl-D. Ctrl-C empties the line."""
+        """Until Ctrl-D. Ctrl-C clears the line."""
         while True:
             try:
-                line = self._text().strip()
+                line = self._read().strip()
             except KeyboardInterrupt:
                 print("\n(Ctrl-D or /exit to leave)")
                 continue
@@ -53,10 +53,10 @@ class Prompt:
                 print()
                 return
             if line:
-                self._remember()
+                self._save_history()
                 yield line
 
-    def _text(self) -> str:
+    def _read(self) -> str:
         line = input(">>> ")
         if not line.lstrip().startswith('"""'):
             return line
@@ -65,7 +65,7 @@ class Prompt:
             text += "\n" + input("... ")
         return text.rstrip()[:-3]
 
-    def _remember(self) -> None:
+    def _save_history(self) -> None:
         try:
             import readline
         except ImportError:

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """The flags that every engine process has."""
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
     parser.add_argument("--name", default="", help="the model's name, as clients call it")
     parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")

@@ -1,4 +1,4 @@
-"""What this machine has, learnt without importing torch."""
+"""The CPU cores and GPUs of this machine, found without importing torch."""
 
 import importlib.util
 import os
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
-    """The CUDA devices that workers can use, as CUDA_VISIBLE_DEVICES names them; none with a CPU build of torch."""
+    """The CUDA devices for workers, as CUDA_VISIBLE_DEVICES names them; none with a CPU build of torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
         return []
@@ -24,5 +24,5 @@ def gpus() -> list[str]:
 
 
 def n_gpus_installed() -> int:
-    """GPUs the driver shows, whatever torch can do."""
+    """GPUs that the driver reports, whether or not torch can use them."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,4 +1,4 @@
-"""One process of ours, kept running: started, awaited, its log lines carried on, restarted when it dies."""
+"""A supervised child process: started, awaited, its log lines relayed, restarted when it dies."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,47 +17,45 @@ import msgspec
 from emberline import log as logs
 from emberline.protocol.errors import Unavailable
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
-HEALTHY_S = 60.0  # a run this long forgives the crashes before it
-KILLED_S = 5.0  # how long a killed process may take to be gone
+MIN_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+HEALTHY_S = 60.0  # a run of this length resets the backoff
+KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_LINE_BYTES = 1 << 20
-KEPT_LINES = 20  # of its log, for the error when it never gets ready
+KEPT_LINES = 20  # of its log, for the error message of a failed start
 
-_SECRETS = frozenset(
-    {"EMBERLINE_AUTH_KEY", "EMBERLINE_SECRET", "HF_TOKEN"}
-)  # a child is given what it needs, not these
+_SECRETS = frozenset({"EMBERLINE_AUTH_KEY", "EMBERLINE_SECRET", "HF_TOKEN"})  # not inherited, only passed in `env`
 
 log = logging.getLogger("emberline.supervisor")
 
 
-class ChildFailed(Unavailable):
-    """A process ended before it was ready for the first time."""
+class ProcessFailed(Unavailable):
+    """A process exited before it was ready for the first time."""
 
 
-class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    module: str  # run as `python -m` runs it
+    module: str  # run with `python -m`
     arguments: tuple[str, ...] = ()
-    env: Mapping[str, str] = {}  # beside our own
-    fds: tuple[int, ...] = ()  # open files it inherits
+    env: Mapping[str, str] = {}  # in addition to the inherited environment
+    fds: tuple[int, ...] = ()  # open file descriptors to inherit
 
 
-class Child:
-    """A supervised process. One JSON line on stdout says `"ready": true`, or `false` and the `error`.
+class SupervisedProcess:
+    """The child reports readiness as one JSON line on stdout: `"ready": true`, or `false` and the `error`.
 
-    If it dies before it was ever ready, `wait_ready` raises ChildFailed and that is the end; if later, it is started
-    again, after a pause that doubles with every crash. That it ends when we are killed is its own business.
+    If it dies before it was ever ready, `wait_ready` raises ProcessFailed and it is not restarted; later it is
+    restarted with exponential backoff. The child itself has to notice the death of this process.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
-        self.ready_line: dict[str, Any] = {}  # the last one
+        self.ready_line: dict[str, Any] = {}  # of the latest start
         self.n_restarts = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._became_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._problem = ""  # why it is not ready, in its own words
-        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start_error = ""  # reported by the child
+        self._log_tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -67,21 +65,21 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if running and self._process is not None else None
+        """Of the running process; None if there is none."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
 
     async def start(self) -> None:
-        """Returns as soon as the process exists, so that it works while the caller does something else."""
+        """Returns as soon as the process exists; it loads while the caller continues."""
         assert self._task is None
         process = await self._spawn()
-        self._task = asyncio.create_task(self._keep_running(process), name=f"child {self.name}")
+        self._task = asyncio.create_task(self._keep_running(process), name=f"supervise {self.name}")
 
     async def wait_ready(self) -> None:
-        await asyncio.shield(self._became_ready)
+        await asyncio.shield(self._ready)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, which lets it finish what runs; after `grace_s`, SIGKILL to it and all it started."""
+        """SIGTERM, on which it drains; after `grace_s`, SIGKILL to its whole process group."""
         self._stopping = True
         if self._task is None:
             return
@@ -91,37 +89,35 @@ class Child:
         if self.pid is not None:
             log.warning("%s did not stop within %.0f s, killing it", self.name, grace_s)
             self._signal(signal.SIGKILL)
-            await asyncio.wait([self._task], timeout=KILLED_S)
-        self._task.cancel()  # it may be waiting to start the process again
+            await asyncio.wait([self._task], timeout=KILL_TIMEOUT_S)
+        self._task.cancel()  # it may be in its backoff sleep
         await asyncio.wait([self._task])
-        if not self._became_ready.done():
-            self._became_ready.cancel()
-
-    # --- inside ------------------------------------------------------------------------------------------------------
+        if not self._ready.done():
+            self._ready.cancel()
 
     async def _keep_running(self, process: asyncio.subprocess.Process) -> None:
-        retry_s = FIRST_RETRY_S
+        backoff_s = MIN_BACKOFF_S
         while True:
             started_s = time.monotonic()
-            code = await self._attend(process)
+            code = await self._read_until_exit(process)
             if self._stopping:
                 return
-            if not self._became_ready.done():
-                self._became_ready.set_exception(ChildFailed(f"{self.name} {_ending(code)}: {self._reason()}"))
+            if not self._ready.done():
+                self._ready.set_exception(ProcessFailed(f"{self.name} {_describe_exit(code)}: {self._reason()}"))
                 return
             if time.monotonic() - started_s > HEALTHY_S:
-                retry_s = FIRST_RETRY_S
-            log.error("%s %s; starting it again in %.1f s", self.name, _ending(code), retry_s)
-            await asyncio.sleep(retry_s)
+                backoff_s = MIN_BACKOFF_S
+            log.error("%s %s; restarting it in %.1f s", self.name, _describe_exit(code), backoff_s)
+            await asyncio.sleep(backoff_s)
             if self._stopping:
                 return
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             self.n_restarts += 1
             process = await self._spawn()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        self._last_lines.clear()
-        self._problem = ""
+        self._log_tail.clear()
+        self._start_error = ""
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.spec.module, *self.spec.arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -130,7 +126,7 @@ class Child:
             env=self._environment(),
             limit=MAX_LINE_BYTES,
             pass_fds=self.spec.fds,
-            start_new_session=True,  # a Ctrl-C at the terminal is ours to hear and to pass on
+            start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which stops the child
         )
         return self._process
 
@@ -138,11 +134,11 @@ class Child:
         inherited = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         return {**inherited, "EMBERLINE_LOG_FORMAT": "json", **self.spec.env}
 
-    async def _attend(self, process: asyncio.subprocess.Process) -> int:
-        """Read what the process writes until it has ended."""
+    async def _read_until_exit(self, process: asyncio.subprocess.Process) -> int:
+        """Relay the output of the process until it has exited."""
         assert process.stdout is not None
         assert process.stderr is not None
-        readers = [asyncio.create_task(self._read(pipe)) for pipe in (process.stdout, process.stderr)]
+        readers = [asyncio.create_task(self._relay(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
             code = await process.wait()
             await asyncio.wait(readers, timeout=1.0)  # a grandchild may hold the pipes open
@@ -151,39 +147,40 @@ class Child:
                 reader.cancel()
         return code
 
-    async def _read(self, pipe: asyncio.StreamReader) -> None:
+    async def _relay(self, pipe: asyncio.StreamReader) -> None:
         while True:
             try:
                 raw = await pipe.readline()
-            except ValueError:  # a line beyond MAX_LINE_BYTES: nothing a log needs
+            except ValueError:  # longer than MAX_LINE_BYTES: dropped
                 continue
             if not raw:
                 return
             line = raw.decode("utf-8", "replace").rstrip()
-            if line and not (line.startswith('{"ready":') and self._is_ready_line(line)):
-                self._last_lines.append(line)
+            if line and not (line.startswith('{"ready":') and self._accept_ready_line(line)):
+                self._log_tail.append(line)
                 logs.relay(line, process=self.name)
 
-    def _is_ready_line(self, line: str) -> bool:
+    def _accept_ready_line(self, line: str) -> bool:
+        """Whether the line is the child's readiness report."""
         try:
-            said = json.loads(line)
+            report = json.loads(line)
         except ValueError:
             return False
-        if not isinstance(said, dict) or not isinstance(said.get("ready"), bool):
+        if not isinstance(report, dict) or not isinstance(report.get("ready"), bool):
             return False
-        if not said["ready"]:
-            self._problem = str(said.get("error", ""))
+        if not report["ready"]:
+            self._start_error = str(report.get("error", ""))
             return True
-        self.ready_line = said
-        if not self._became_ready.done():
-            self._became_ready.set_result(None)
+        self.ready_line = report
+        if not self._ready.done():
+            self._ready.set_result(None)
         return True
 
     def _reason(self) -> str:
-        """Why it ended, as far as its last words tell."""
-        if self._problem:
-            return self._problem
-        for line in reversed(self._last_lines):
+        """Why it exited, from its own report or the end of its log."""
+        if self._start_error:
+            return self._start_error
+        for line in reversed(self._log_tail):
             try:
                 parsed = json.loads(line)
             except ValueError:
@@ -191,7 +188,7 @@ class Child:
             if isinstance(parsed, dict) and "message" in parsed:
                 trace = str(parsed.get("exception", "")).strip()
                 return trace.splitlines()[-1] if trace else str(parsed["message"])
-        return "it said nothing"
+        return "it wrote nothing to its log"
 
     def _signal(self, number: signal.Signals) -> None:
         pid = self.pid
@@ -199,15 +196,34 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
-                os.killpg(pid, number)  # it leads a session of its own
+                os.killpg(pid, number)  # it leads a session, so a group, of its own
             else:
                 os.kill(pid, number)
 
 
-def _ending(code: int) -> str:
+class ProcessGroup:
+    """Processes that are started and stopped together."""
+
+    def __init__(self, processes: Iterable[SupervisedProcess]) -> None:
+        self.processes = list(processes)
+
+    async def start(self) -> None:
+        """Every process exists when this returns; `wait_ready` waits for them to serve."""
+        await asyncio.gather(*(process.start() for process in self.processes))
+
+    async def wait_ready(self) -> None:
+        """Raises ProcessFailed when one cannot start."""
+        await asyncio.gather(*(process.wait_ready() for process in self.processes))
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets them finish running requests for `grace_s` seconds."""
+        await asyncio.gather(*(process.stop(grace_s) for process in self.processes))
+
+
+def _describe_exit(code: int) -> str:
     if code >= 0:
-        return f"ended with status {code}"
+        return f"exited with status {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"

@@ -40,11 +40,11 @@ def watch(server: Running, seen: list[Any], most: int) -> None:
 def test_no_event_is_lost_or_told_twice(home: Path) -> None:
     seen: list[Any] = []
     for _ in range(N_DEATHS):
-        with serving(home, SCRIPT, 8, "--doors", "2") as server:
+        with serving(home, SCRIPT, 8, "--http-workers", "2") as server:
             watch(server, seen, 20)
             server.kill()
     assert seen[-1].type not in ENDS
-    with serving(home, SCRIPT, 8, "--doors", "2") as server:
+    with serving(home, SCRIPT, 8, "--http-workers", "2") as server:
         watch(server, seen, 10_000)
         client = client_of(server)
         sync = client.responses.create(**ASK)
@@ -60,7 +60,7 @@ def test_no_event_is_lost_or_told_twice(home: Path) -> None:
 
 
 def test_it_is_told_as_it_is_made(home: Path) -> None:
-    with serving(home, SCRIPT, 8, "--doors", "2") as server:
+    with serving(home, SCRIPT, 8, "--http-workers", "2") as server:
         client = client_of(server)
         arrivals_s: list[float] = []
         events = client.responses.create(**ASK, background=True, stream=True)

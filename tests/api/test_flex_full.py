@@ -32,7 +32,7 @@ DOORS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     home = make_home(smollm2, tmp_path_factory.mktemp("flex"))
-    with serving(home, "say=count,itl_ms=10", PLACES, "--doors", "2") as server:
+    with serving(home, "say=count,itl_ms=10", PLACES, "--http-workers", "2") as server:
         yield server
 
 

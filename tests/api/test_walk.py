@@ -110,7 +110,7 @@ def walk(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
     thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     with (
-        serving(home, "say=echo,itl_ms=2", 8, "--doors", "2") as server,
+        serving(home, "say=echo,itl_ms=2", 8, "--http-workers", "2") as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):

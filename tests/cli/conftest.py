@@ -3,12 +3,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cli.scripted import Scripted
+from tests.cli.fake_server import FakeServer
 
 
 @pytest.fixture
-def scripted() -> Iterator[Scripted]:
-    server = Scripted()
+def fake_server() -> Iterator[FakeServer]:
+    server = FakeServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server

@@ -1,3 +1,5 @@
+"""`emberline batch` and `emberline queue` against a fake server."""
+
 import json
 import threading
 from collections.abc import Iterator
@@ -7,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from emberline.cli.batch import Pace, line_of, seconds
+from emberline.cli.batch import Throughput, format_progress
+from emberline.cli.common import format_duration
 from tests.cli.console import emberline
 
 RESULTS = b'{"custom_id":"c0"}\n{"custom_id":"c1"}\n'
 
 
-class Batches(ThreadingHTTPServer):
-    """A server that knows one batch, which is two lines further with every look."""
+class FakeBatchServer(ThreadingHTTPServer):
+    """A server with one batch, which advances by two requests at each poll."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.daemon_threads = True
-        self.asked: list[tuple[str, str, bytes]] = []
+        self.requests: list[tuple[str, str, bytes]] = []
         self.done = 0
         self.replayed: list[Any] = []
 
@@ -43,25 +46,25 @@ class Batches(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Batches
+    server: FakeBatchServer
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def do_GET(self) -> None:
         waiting = [{"model": "@cf/x/m", "account": "a", "queued": 5, "running": 2, "quarantined": 1, "age_s": 75.0}]
-        letter = {"batch": "batch_1", "line": 4, "custom_id": "c4\x1b[2J", "model": "@cf/x/m"}
+        dead = {"batch": "batch_1", "line": 4, "custom_id": "c4\x1b[2J", "model": "@cf/x/m"}
         bodies: dict[str, Any] = {
             "/v1/batches/batch_1": self.server.batch,
             "/v1/batches?limit=20": lambda: {"data": [self.server.batch()], "has_more": False},
             "/v1/files/file-out/content": lambda: RESULTS,
-            "/api/queue": lambda: {"waiting": waiting, "n_dead": 1, "dead": [letter]},
+            "/api/queue": lambda: {"waiting": waiting, "n_dead": 1, "dead": [dead]},
         }
         self._answer(bodies[self.path]())
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, self.headers["Content-Type"], raw))
+        self.server.requests.append((self.path, self.headers["Content-Type"], raw))
         if self.path == "/v1/files":
             self._answer({"id": "file-in"})
         elif self.path == "/api/queue/replay":
@@ -78,8 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def batches() -> Iterator[Batches]:
-    server = Batches()
+def batches() -> Iterator[FakeBatchServer]:
+    server = FakeBatchServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -95,10 +98,10 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_submit_sends_the_file_and_says_the_batch(batches: Batches, file: Path, tmp_path: Path) -> None:
+def test_submit_uploads_the_file_and_prints_the_batch_id(batches: FakeBatchServer, file: Path, tmp_path: Path) -> None:
     done = emberline("batch", "submit", str(file), "--port", batches.port, home=tmp_path)
     assert (done.returncode, done.stdout) == (0, "batch_1\n")
-    (path, kind, form), (_, _, body) = batches.asked
+    (path, kind, form), (_, _, body) = batches.requests
     assert (path, kind.partition(";")[0]) == ("/v1/files", "multipart/form-data")
     assert file.read_bytes() in form
     assert b'name="purpose"\r\n\r\nbatch\r\n' in form
@@ -109,7 +112,7 @@ def test_submit_sends_the_file_and_says_the_batch(batches: Batches, file: Path, 
     }
 
 
-def test_watch_stays_until_it_is_done(batches: Batches, file: Path, tmp_path: Path) -> None:
+def test_watch_shows_progress_until_the_end(batches: FakeBatchServer, file: Path, tmp_path: Path) -> None:
     done = emberline("batch", "submit", str(file), "--watch", "--port", batches.port, home=tmp_path)
     assert done.returncode == 0
     assert "2/6 done" in done.stderr
@@ -118,16 +121,16 @@ def test_watch_stays_until_it_is_done(batches: Batches, file: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "not json\n", "[1]\n"])
-def test_a_file_that_is_none_is_told_before_it_is_sent(batches: Batches, tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_refused_before_upload(batches: FakeBatchServer, tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     done = emberline("batch", "submit", str(path), "--port", batches.port, home=tmp_path)
     assert done.returncode == 1
     assert "bad.jsonl" in done.stderr
-    assert batches.asked == []
+    assert batches.requests == []
 
 
-def test_status_ls_and_json(batches: Batches, tmp_path: Path) -> None:
+def test_status_ls_and_json(batches: FakeBatchServer, tmp_path: Path) -> None:
     status = emberline("batch", "status", "batch_1", "--port", batches.port, home=tmp_path)
     assert "about 3 min" in status.stdout
     listed = emberline("batch", "ls", "--port", batches.port, home=tmp_path)
@@ -136,7 +139,7 @@ def test_status_ls_and_json(batches: Batches, tmp_path: Path) -> None:
     assert json.loads(plain.stdout)[0]["id"] == "batch_1"
 
 
-def test_results_are_written_as_they_are(batches: Batches, tmp_path: Path) -> None:
+def test_results_are_written_unchanged(batches: FakeBatchServer, tmp_path: Path) -> None:
     early = emberline("batch", "results", "batch_1", "--port", batches.port, home=tmp_path)
     assert early.returncode == 1
     assert "no answers (yet)" in early.stderr
@@ -147,31 +150,31 @@ def test_results_are_written_as_they_are(batches: Batches, tmp_path: Path) -> No
     assert emberline("batch", "results", "batch_1", "--port", batches.port, home=tmp_path).stdout == RESULTS.decode()
 
 
-def test_the_queue_and_its_dead_letters(batches: Batches, tmp_path: Path) -> None:
+def test_queue_and_dead_letter_queue(batches: FakeBatchServer, tmp_path: Path) -> None:
     shown = emberline("queue", "--port", batches.port, home=tmp_path).stdout
     assert shown.splitlines()[1].split() == ["m", "a", "5", "2", "1", "75", "s"]
     assert "\x1b" not in shown
     replayed = emberline("queue", "replay", "batch_1", "4", "--port", batches.port, home=tmp_path)
-    assert replayed.stdout == "1 lines go back to the queue\n"
-    assert json.loads(batches.asked[-1][2]) == {"batch": "batch_1", "line": 4}
+    assert replayed.stdout == "1 jobs returned to the queue\n"
+    assert json.loads(batches.requests[-1][2]) == {"batch": "batch_1", "line": 4}
     assert emberline("queue", "replay", "--port", batches.port, home=tmp_path).returncode == 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_the_bar_fits_its_terminal(width: int) -> None:
-    pace = Pace()
-    pace.add(0, 0.0)
-    pace.add(50_000, 10.0)
+def test_progress_line_fits_the_terminal(width: int) -> None:
+    throughput = Throughput()
+    throughput.add(0, 0.0)
+    throughput.add(50_000, 10.0)
     counts = {"total": 100_000, "completed": 40_000, "failed": 10_000}
-    line = line_of({"status": "in_progress", "request_counts": counts}, pace, width)
+    line = format_progress({"status": "in_progress", "request_counts": counts}, throughput, width)
     assert len(line) < width
     if width >= 80:
         assert "50,000/100,000 done, 10,000 failed, 5000.0/s, 10 s left" in line
 
 
-def test_the_pace_is_that_of_the_last_while() -> None:
-    pace = Pace()
+def test_throughput_covers_the_rate_window_only() -> None:
+    throughput = Throughput()
     for second in range(100):
-        pace.add(min(second, 50) * 10, float(second))
-    assert pace.per_s == 0.0
-    assert [seconds(value) for value in (5, 200, 7200, 400_000)] == ["5 s", "3 min", "2.0 h", "5 d"]
+        throughput.add(min(second, 50) * 10, float(second))
+    assert throughput.per_s == 0.0
+    assert [format_duration(value) for value in (5, 200, 7200, 400_000)] == ["5 s", "3 min", "2.0 h", "5 d"]

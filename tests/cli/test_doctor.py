@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emberline.cli import checks
-from emberline.cli.checks import Check
+from emberline.cli import doctor
+from emberline.cli.doctor import Check
 from emberline.cli.main import main
 from emberline.config import Config, resolve
 from emberline.kernels.cpu import build
@@ -20,7 +20,7 @@ def config(home: Path, **flags: object) -> Config:
 
 @pytest.fixture(autouse=True)
 def _no_torch_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_probe_torch", lambda: {"version": "2.13.0", "cuda": False, "gpus": []})
+    monkeypatch.setattr(doctor, "_probe_torch", lambda: {"version": "2.13.0", "cuda": False, "gpus": []})
 
 
 def test_json_has_every_check_and_the_verdict(
@@ -64,19 +64,19 @@ def test_a_broken_configuration_is_a_finding_not_a_crash(
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
 def test_a_torch_outside_the_range(version: str) -> None:
-    found = checks.torch_version({"version": version})
+    found = doctor.torch_version({"version": version})
     assert found.status == "fail"
     assert "pip install torch==2.13.0" in found.fix
-    assert checks.torch_version({"version": "2.11.0+cu130"}).status == "ok"
-    assert checks.torch_version("No module named 'torch'").status == "fail"
+    assert doctor.torch_version({"version": "2.11.0+cu130"}).status == "ok"
+    assert doctor.torch_version("No module named 'torch'").status == "fail"
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "n_gpus_installed", lambda: 2)
-    found = checks.gpu({"gpus": []})
+    found = doctor.gpu({"gpus": []})
     assert found.status == "warn"
     assert "CUDA" in found.detail
-    assert checks.gpu({"gpus": ["H200"]}) == Check("gpu", "ok", "H200")
+    assert doctor.gpu({"gpus": ["H200"]}) == Check("gpu", "ok", "H200")
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise build.BuildError("no C compiler found")
 
     monkeypatch.setattr(build, "compiler", none)
-    found = checks.compiler()
+    found = doctor.compiler()
     assert found.status == "warn"
     assert "gcc" in found.fix
 
@@ -93,20 +93,20 @@ def test_a_port_somebody_else_has(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        found = checks.port(config(tmp_path, server__port=taken.getsockname()[1]))
+        found = doctor.port(config(tmp_path, server__port=taken.getsockname()[1]))
     assert found.status == "fail"
     assert "--port" in found.fix
 
 
 def test_data_that_others_can_touch(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    assert checks.data_folder(config(tmp_path)).status == "ok"
+    assert doctor.data_folder(config(tmp_path)).status == "ok"
     (tmp_path / "secret").write_text("x")
     (tmp_path / "secret").chmod(0o644)
-    found = checks.data_folder(config(tmp_path))
+    found = doctor.data_folder(config(tmp_path))
     assert (found.status, found.fix) == ("warn", f"chmod 600 {tmp_path / 'secret'}")
     tmp_path.chmod(0o777)
-    assert checks.data_folder(config(tmp_path)).fix == f"chmod 700 {tmp_path}"
+    assert doctor.data_folder(config(tmp_path)).fix == f"chmod 700 {tmp_path}"
 
 
 def test_a_model_that_rotted(tmp_path: Path) -> None:
@@ -131,6 +131,6 @@ def test_a_model_that_rotted(tmp_path: Path) -> None:
     }
     (folder / "card.json").write_text(json.dumps({"card": card, "path": "y.gguf"}))
     (folder / "y.gguf").write_bytes(b"GGUF")
-    (found,) = checks.models(config(tmp_path))
+    (found,) = doctor.models(config(tmp_path))
     assert found.status == "fail"
     assert "emberline rm @cf/x/y && emberline pull y" in found.fix

@@ -1,5 +1,6 @@
 """The command line as a user meets it: as a process."""
 
+import argparse
 import json
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from emberline import __version__
 from emberline.catalog.model_card import describe_path
 from emberline.catalog.model_store import ModelEntry
-from emberline.cli import checks
+from emberline.cli import common, doctor, serve
 from emberline.cli.http_worker import load_models
 from emberline.cli.main import COMMANDS
 from emberline.config import resolve
@@ -137,6 +138,40 @@ def test_a_bad_setting_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_flags_cannot_be_abbreviated(tmp_path: Path) -> None:
+    for words in (["serve", "--http", "2"], ["batch", "ls", "--por", "1"], ["worker", "--sock", "x"]):
+        done = emberline(*words, home=tmp_path)
+        assert done.returncode == 2
+        assert words[-2] in done.stderr or "required" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["serve", "--model", "smollm2"], ["run", "-m", "smollm2", "hi"]])
+def test_models_are_positional(tmp_path: Path, words: list[str]) -> None:
+    done = emberline(*words, home=tmp_path)
+    assert done.returncode == 2
+    assert f"unrecognized arguments: {words[1]}" in done.stderr
+
+
+def test_serve_takes_several_models(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+
+    def models(*words: str) -> tuple[str, ...]:
+        args = parser.parse_intermixed_args([*words, "--data-dir", str(tmp_path)])
+        return common.config_of(args).engine.models
+
+    assert models("a", "--port", "1", "hf:b/c") == ("a", "hf:b/c")
+    (tmp_path / "emberline.toml").write_text('[engine]\nmodels = ["d"]\n')
+    assert models() == ("d",)
+    assert models("a") == ("a",)
+
+
+def test_an_unknown_model_is_refused_by_serve(tmp_path: Path) -> None:
+    done = emberline("serve", "--port", "0", "no-such-model", home=tmp_path)
+    assert done.returncode == 1
+    assert "no-such-model" in done.stderr
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mute.gguf"
     path.write_bytes(gguf_bytes(tmp_path))
@@ -148,13 +183,13 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     entry = ModelEntry(describe_path(path), path)
     with pytest.raises(BadInput, match="no tokenizer"):
         load_models([entry], {entry.card.id: []})
-    (found,) = checks.models(resolve(home=tmp_path / "home"))
+    (found,) = doctor.models(resolve(home=tmp_path / "home"))
     assert found.status == "fail"
     assert "no tokenizer" in found.detail
 
 
 def test_a_data_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    done = emberline("serve", "--port", "0", "--data", "/proc/emberline", home=tmp_path)
+    done = emberline("serve", "--port", "0", "--data-dir", "/proc/emberline", home=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "emberline: cannot use /proc/emberline: No such file or directory\n"
 

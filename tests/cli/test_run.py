@@ -1,4 +1,4 @@
-"""`emberline run`, `ps` and `bench` against a scripted server."""
+"""`emberline run`, `ps` and `bench` against a fake server."""
 
 import json
 import os
@@ -6,85 +6,165 @@ from pathlib import Path
 
 import pytest
 
+from emberline.cli.run import split_words
+from emberline.protocol.errors import BadInput
 from tests.cli.console import Terminal, emberline
-from tests.cli.scripted import MODEL, Scripted
+from tests.cli.fake_server import MODEL, FakeServer
 
 
-def test_one_prompt_from_arguments(tmp_path: Path, scripted: Scripted) -> None:
-    done = emberline("run", "--port", str(scripted.port), "say", "hello", "--seed", "7", home=tmp_path)
+def test_one_prompt_from_arguments(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", str(fake_server.port), "say", "hello", "--seed", "7", home=tmp_path)
     assert (done.returncode, done.stdout) == (0, "Hello!\n")
-    (asked,) = scripted.asked
+    (asked,) = fake_server.requests
     assert asked["messages"] == [{"role": "user", "content": "say hello"}]
     assert (asked["model"], asked["seed"], asked["stream"]) == (MODEL, 7, True)
     assert "max_tokens" not in asked
 
 
-def test_a_prompt_and_a_document_on_stdin(tmp_path: Path, scripted: Scripted) -> None:
-    words = ("run", "--port", str(scripted.port), "--system", "Be brief.", "Summarise:")
+def test_a_prompt_and_a_document_on_stdin(tmp_path: Path, fake_server: FakeServer) -> None:
+    words = ("run", "--port", str(fake_server.port), "--system", "Be brief.", "Summarise:")
     done = emberline(*words, home=tmp_path, stdin="a long text\n")
     assert done.returncode == 0
-    assert scripted.asked[0]["messages"] == [
+    assert fake_server.requests[0]["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Summarise:\n\na long text"},
     ]
 
 
-def test_figures_go_to_stderr(tmp_path: Path, scripted: Scripted) -> None:
-    done = emberline("run", "--port", str(scripted.port), "-v", "x", home=tmp_path)
+NAMES = ["smollm2", "smollm2-135m", "gemma-3-270m", "@cf/test/model"]
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompt"),
+    [
+        ([], None, ""),
+        (["smollm2"], "smollm2", ""),
+        (["SmolLM2", "hi"], "SmolLM2", "hi"),
+        (["@cf/test/model", "why", "so?"], "@cf/test/model", "why so?"),
+        (["hf:org/repo", "hi"], "hf:org/repo", "hi"),
+        (["./model.gguf"], "./model.gguf", ""),
+        (["model.gguf", "hi"], "model.gguf", "hi"),
+        (["/models/llama", "hi"], "/models/llama", "hi"),
+        (["why", "is", "it", "so?"], None, "why is it so?"),
+        (["Why is it so?"], None, "Why is it so?"),
+        (["/etc/hosts is what?"], None, "/etc/hosts is what?"),
+        (["smolm2", "why?"], None, "smolm2 why?"),
+    ],
+)
+def test_the_first_word_is_the_model_if_it_names_one(words: list[str], model: str | None, prompt: str) -> None:
+    assert split_words(words, NAMES) == (model, prompt)
+
+
+def test_a_folder_with_a_checkpoint_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert split_words(["mine", "of", "gold"], NAMES) == (None, "mine of gold")
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert split_words(["mine", "hi"], NAMES) == ("mine", "hi")
+
+
+def test_one_unknown_word_is_not_a_prompt() -> None:
+    with pytest.raises(BadInput) as caught:
+        split_words(["smolm2"], NAMES)
+    assert caught.value.message == (
+        "there is no model 'smolm2'; did you mean smollm2? To send it as a prompt: emberline run smollm2 \"smolm2\""
+    )
+    with pytest.raises(BadInput, match=r"no model 'hello'; `emberline ls` .* emberline run smollm2 \"hello\""):
+        split_words(["hello"], NAMES)
+
+
+def test_one_unknown_word_before_text_on_stdin_is_a_prompt_unless_it_resembles_a_model() -> None:
+    assert split_words(["Summarize:"], NAMES, has_input=True) == (None, "Summarize:")
+    with pytest.raises(BadInput, match="did you mean smollm2"):
+        split_words(["smolm2"], NAMES, has_input=True)
+
+
+def test_a_misspelt_model_is_refused(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", str(fake_server.port), "smolm2", home=tmp_path)
+    assert done.returncode == 1
+    assert "did you mean smollm2?" in done.stderr
+    assert fake_server.requests == []
+
+
+def test_flags_between_the_model_and_the_prompt(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", MODEL, "--port", str(fake_server.port), "say", "--seed", "7", "hello", home=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "Hello!\n")
+    assert fake_server.requests[0]["messages"] == [{"role": "user", "content": "say hello"}]
+
+
+def test_model_alone_with_the_prompt_on_stdin(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", MODEL, "--port", str(fake_server.port), home=tmp_path, stdin="a text\n")
+    assert done.returncode == 0
+    assert fake_server.requests[0]["messages"] == [{"role": "user", "content": "a text"}]
+
+
+def test_figures_go_to_stderr(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", str(fake_server.port), "-v", MODEL, "x", home=tmp_path)
     assert done.stdout == "Hello!\n"
     assert "3 tokens at" in done.stderr
     assert "7 in the prompt (5 cached)" in done.stderr
 
 
-def test_the_servers_error_is_the_message(tmp_path: Path, scripted: Scripted) -> None:
-    scripted.error = (429, "too many requests, come back later")
-    done = emberline("run", "--port", str(scripted.port), "x", home=tmp_path)
+def test_the_servers_error_is_the_message(tmp_path: Path, fake_server: FakeServer) -> None:
+    fake_server.error = (429, "too many requests, come back later")
+    done = emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path)
     assert (done.returncode, done.stderr) == (1, "emberline: too many requests, come back later\n")
 
 
-def test_a_missing_key_is_named(tmp_path: Path, scripted: Scripted) -> None:
-    scripted.error = (401, "send it as `Authorization: Bearer <key>`")
-    done = emberline("run", "--port", str(scripted.port), "x", home=tmp_path)
+def test_a_missing_key_is_named(tmp_path: Path, fake_server: FakeServer) -> None:
+    fake_server.error = (401, "send it as `Authorization: Bearer <key>`")
+    done = emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path)
     assert done.returncode == 1
     assert "EMBERLINE_AUTH_KEY" in done.stderr
 
 
-def test_the_key_is_sent(tmp_path: Path, scripted: Scripted) -> None:
-    emberline("run", "--port", str(scripted.port), "x", home=tmp_path, EMBERLINE_AUTH_KEY="my-key")
-    assert {headers.get("Authorization") for headers in scripted.headers} == {"Bearer my-key"}
+def test_the_key_is_sent(tmp_path: Path, fake_server: FakeServer) -> None:
+    emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path, EMBERLINE_AUTH_KEY="my-key")
+    assert {headers.get("Authorization") for headers in fake_server.headers} == {"Bearer my-key"}
 
 
-def test_ps(tmp_path: Path, scripted: Scripted) -> None:
-    done = emberline("ps", "--port", str(scripted.port), home=tmp_path)
+def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("ps", "--port", str(fake_server.port), home=tmp_path)
     head, row = done.stdout.splitlines()
-    assert head.split() == ["MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNS", "WAITS", "KV", "USED", "TOKENS/S"]
+    assert head.split() == [
+        "MODEL",
+        "WORKER",
+        "ROLE",
+        "DEVICE",
+        "STATE",
+        "RUNNING",
+        "WAITING",
+        "KV",
+        "USED",
+        "TOKENS/S",
+    ]
     assert row.split()[:9] == [MODEL, "0", "cpu", "native", "ok", "1", "2", "25", "%"]
-    report = json.loads(emberline("ps", "--json", "--port", str(scripted.port), home=tmp_path).stdout)
+    report = json.loads(emberline("ps", "--json", "--port", str(fake_server.port), home=tmp_path).stdout)
     assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100
 
 
-def test_bench(tmp_path: Path, scripted: Scripted) -> None:
-    done = emberline("bench", "--json", "--input", "9", "--port", str(scripted.port), home=tmp_path)
+def test_bench(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("bench", "--json", "--input-words", "9", "--port", str(fake_server.port), home=tmp_path)
     runs = json.loads(done.stdout)["runs"]
     assert [row["streams"] for row in runs] == [1, 8]
     assert all(row["tokens_per_s"] > 0 and row["prompt_tokens"] == 7 for row in runs)
-    prompts = [asked["messages"][0]["content"] for asked in scripted.asked]
+    prompts = [asked["messages"][0]["content"] for asked in fake_server.requests]
     assert len(set(prompts)) == 9
-    assert all(asked["ignore_eos"] for asked in scripted.asked)
+    assert all(asked["ignore_eos"] for asked in fake_server.requests)
 
 
-def test_bench_says_what_went_wrong(tmp_path: Path, scripted: Scripted) -> None:
-    scripted.error = (400, "the prompt is too long")
-    done = emberline("bench", "--port", str(scripted.port), home=tmp_path)
+def test_bench_says_what_went_wrong(tmp_path: Path, fake_server: FakeServer) -> None:
+    fake_server.error = (400, "the prompt is too long")
+    done = emberline("bench", "--port", str(fake_server.port), home=tmp_path)
     assert (done.returncode, done.stderr) == (1, "emberline: the prompt is too long\n")
 
 
 @pytest.fixture
-def terminal(tmp_path: Path, scripted: Scripted) -> Terminal:
-    return Terminal(scripted.port, tmp_path)
+def terminal(tmp_path: Path, fake_server: FakeServer) -> Terminal:
+    return Terminal(fake_server.port, tmp_path)
 
 
-def test_a_conversation(terminal: Terminal, scripted: Scripted, tmp_path: Path) -> None:
+def test_a_conversation(terminal: Terminal, fake_server: FakeServer, tmp_path: Path) -> None:
     terminal.expect(MODEL)
     terminal.expect(">>> ")
     terminal.type("first\n")
@@ -101,49 +181,49 @@ def test_a_conversation(terminal: Terminal, scripted: Scripted, tmp_path: Path) 
     terminal.expect("There is no command /nonsense")
     terminal.type("/exit\n")
     assert terminal.close() == 0
-    conversations = [[message["content"] for message in asked["messages"]] for asked in scripted.asked]
+    conversations = [[message["content"] for message in asked["messages"]] for asked in fake_server.requests]
     assert conversations == [["first"], ["first", "Hello!", "two\nlines"], ["third"]]
     history = tmp_path / "history"
     assert "first" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, scripted: Scripted) -> None:
-    scripted.pieces = ["word "] * 1000
-    scripted.pause_s = 0.02
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, fake_server: FakeServer) -> None:
+    fake_server.pieces = ["word "] * 1000
+    fake_server.pause_s = 0.02
     terminal.expect(">>> ")
     terminal.type("go on\n")
     terminal.expect("word word")
     os.kill(terminal.process.pid, 2)
     terminal.expect(">>> ")
-    assert scripted.left.wait(10)
-    scripted.pieces = ["done"]
+    assert fake_server.left.wait(10)
+    fake_server.pieces = ["done"]
     terminal.type("and now?\n")
     terminal.expect("done")
     terminal.expect(">>> ")
     terminal.type("\x04")
     assert terminal.close() == 0
-    said = scripted.asked[1]["messages"][1]["content"]
+    said = fake_server.requests[1]["messages"][1]["content"]
     assert said.startswith("word ")
     assert len(said) < 5000
 
 
-def test_an_error_leaves_the_conversation_as_it_was(terminal: Terminal, scripted: Scripted) -> None:
+def test_an_error_leaves_the_conversation_as_it_was(terminal: Terminal, fake_server: FakeServer) -> None:
     terminal.expect(">>> ")
-    scripted.error = (503, "the engine is starting")
+    fake_server.error = (503, "the engine is starting")
     terminal.type("lost\n")
     terminal.expect("emberline: the engine is starting")
-    scripted.error = None
+    fake_server.error = None
     terminal.type("kept\n")
     terminal.expect("Hello!")
     terminal.expect(">>> ")
     terminal.type("\x04")
     assert terminal.close() == 0
-    assert scripted.asked[1]["messages"] == [{"role": "user", "content": "kept"}]
+    assert fake_server.requests[1]["messages"] == [{"role": "user", "content": "kept"}]
 
 
-def test_a_model_cannot_steer_the_terminal(terminal: Terminal, scripted: Scripted) -> None:
-    scripted.pieces = ["\x1b]0;owned\x07safe\x9b2J"]
+def test_a_model_cannot_steer_the_terminal(terminal: Terminal, fake_server: FakeServer) -> None:
+    fake_server.pieces = ["\x1b]0;owned\x07safe\x9b2J"]
     terminal.expect(">>> ")
     terminal.type("x\n")
     terminal.expect("]0;ownedsafe2J")

@@ -1,4 +1,4 @@
-"""`emberline serve` as a whole: the real model in one process tree; the stand-in behind several doors."""
+"""`emberline serve` as processes: the real model, and the stand-in engine behind several HTTP workers."""
 
 import asyncio
 import json
@@ -15,15 +15,14 @@ import pytest
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.cli import checks
+from emberline.cli import doctor
 from emberline.cli import http_client as client
 from emberline.cli.http_client import Address, Timing
-from emberline.cli.listen import bound
-from emberline.cli.serve import serve
-from emberline.config import EngineConfig, resolve
-from emberline.supervisor import engine_workers as local
-from emberline.supervisor.process import ChildSpec
+from emberline.cli.serve import bind, serve
+from emberline.config import resolve
+from emberline.supervisor import engine_workers
 from tests.cli.console import emberline
+from tests.standin import standin_worker
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def port_of(ready: dict[str, Any]) -> str:
     return str(ready["url"].rpartition(":")[2])
 
 
-def test_the_ready_line_says_where_and_what(ready: dict[str, Any]) -> None:
+def test_ready_line(ready: dict[str, Any]) -> None:
     assert ready["ready"] is True
     assert ready["models"] == [DEFAULT_MODEL]
     (worker,) = ready["workers"]
@@ -69,28 +68,28 @@ def test_the_core_does_not_load_torch(ready: dict[str, Any]) -> None:
 
 
 def test_run_uses_the_running_server(ready: dict[str, Any], tmp_path: Path) -> None:
-    done = emberline("run", "--port", port_of(ready), "--max-tokens", "8", "-v", "Hello", home=tmp_path)
+    done = emberline("run", "--port", port_of(ready), "--max-tokens", "8", "-v", "smollm2", "Hello", home=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "tokens at" in done.stderr
     assert not (tmp_path / "models").exists()
 
 
-def test_ps_and_doctor_see_it(ready: dict[str, Any], home: Path) -> None:
+def test_ps_and_doctor_find_the_server(ready: dict[str, Any], home: Path) -> None:
     report = json.loads(emberline("ps", "--json", "--port", port_of(ready), home=home).stdout)
     assert [engine["model"] for engine in report["engines"]] == [DEFAULT_MODEL]
     config = resolve({"server.port": port_of(ready)}, {}, home)
-    assert checks.port(config).detail.startswith("an Emberline server runs")
-    assert [check.status for check in checks.models(config)] == ["ok"]
+    assert doctor.port(config).detail.startswith("an Emberline server runs")
+    assert [check.status for check in doctor.models(config)] == ["ok"]
 
 
-def test_a_second_server_on_its_port_is_told(ready: dict[str, Any], home: Path) -> None:
+def test_second_server_on_the_port_is_refused(ready: dict[str, Any], home: Path) -> None:
     done = emberline("serve", "--port", port_of(ready), home=home)
     assert done.returncode == 1
     assert "is in use" in done.stderr
 
 
-def test_sigterm_lets_a_running_answer_finish(ready: dict[str, Any]) -> None:
+def test_sigterm_drains(ready: dict[str, Any]) -> None:
     host, _, port = ready["url"].removeprefix("http://").partition(":")
     timing, process = Timing(), ready["process"]
     body = {
@@ -112,27 +111,22 @@ def test_sigterm_lets_a_running_answer_finish(ready: dict[str, Any]) -> None:
     assert not [line for line in logged if line["level"] == "error"]
 
 
-def test_run_brings_its_own_server(home: Path) -> None:
-    done = emberline("run", "--port", "1", "--max-tokens", "4", "Hello", home=home)
+def test_run_starts_a_temporary_server(home: Path) -> None:
+    done = emberline("run", "--port", "1", "--max-tokens", "4", "smollm2", "Hello", home=home)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-async def test_several_doors_answer_on_one_port(smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def standin(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
-        arguments = ("--socket", str(socket), "--name", plan.model)
-        env = {"EMBERLINE_WORKER_TOKEN": token}
-        return ChildSpec(name=plan.name, module="emberline.testing.standin_engine", arguments=arguments, env=env)
-
-    monkeypatch.setattr(local, "worker_spec", standin)
-    config = resolve({"server.port": 0, "server.doors": 2, "server.drain_s": 2}, {}, home)
+async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
+    config = resolve({"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2}, {}, home)
     entry = pull(DEFAULT_MODEL, ModelStore(home))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address)
 
-    with bound(config.server) as listener:
+    with bind(config.server) as listener:
         serving = asyncio.create_task(serve(config, [entry], listener, announce, stop))
         await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
@@ -145,11 +139,11 @@ async def test_several_doors_answer_on_one_port(smollm2: Path, home: Path, monke
         await asyncio.wait_for(serving, 30)
 
 
-def test_a_model_that_cannot_load_ends_the_start_with_a_reason(tmp_path: Path, home: Path) -> None:
+def test_broken_model_is_reported(tmp_path: Path, home: Path) -> None:
     source = next((home / "models").glob("*/*.gguf"))
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(source.read_bytes()[:1000])
-    done = emberline("serve", "--port", "0", "--model", str(broken), home=tmp_path)
+    done = emberline("serve", "--port", "0", str(broken), home=tmp_path)
     assert done.returncode == 1
     assert "broken.gguf" in done.stderr
     assert "Traceback" not in done.stderr

@@ -55,7 +55,7 @@ def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None
         (["--policy", "best"], "no policy 'best'"),
         (["--trace", "none.jsonl"], "no trace 'none.jsonl'"),
         (["--engine", "abacus"], "no coefficients 'abacus'"),
-        (["--prefill", "2"], "need each other"),
+        (["--prefill-workers", "2"], "need each other"),
         (["--chunk", "many"], "--chunk is"),
         (["--workers", "0"], "1 to 256"),
         (["--time", "0"], "above 0"),

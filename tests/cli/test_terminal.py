@@ -1,11 +1,11 @@
-"""The terminal's own matters."""
+"""Terminal output."""
 
 import io
 import sys
 
 import pytest
 
-from emberline.cli.terminal import passing
+from emberline.cli.terminal import transient_line
 
 
 class Screen(io.StringIO):
@@ -14,10 +14,10 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(Screen(), "wait …"), (io.StringIO(), "")])
-def test_a_passing_line_is_for_people_and_goes_away(
+def test_transient_line_is_shown_on_terminals_only_and_erased(
     stream: io.StringIO, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    with passing("wait …"):
+    with transient_line("wait …"):
         assert stream.getvalue() == shown
     assert stream.getvalue() == (f"{shown}\r\x1b[K" if shown else "")

@@ -111,7 +111,7 @@ def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def apart(elsewhere: Elsewhere, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    process = serve(tmp_path_factory.mktemp("apart"), smollm2, "--prefill", "1", "--decode", "1")
+    process = serve(tmp_path_factory.mktemp("apart"), smollm2, "--prefill-workers", "1", "--decode-workers", "1")
     yield Apart(url_of(process), process)
     process.terminate()
     assert process.wait(60) == 0

@@ -42,7 +42,7 @@ class Soak:
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         if postgres is not None:
             env["EMBERLINE_STORE_URL"] = postgres.url
-        words = command(port, args.doors, self.journal, N_RUNNING, script)
+        words = command(port, args.http_workers, self.journal, N_RUNNING, script)
         self.server = Server(words, port, env, folder / "server.log")
         self.client = Client(self.server.url)
         self.asked: dict[str, dict[str, str]] = {}  # questions by custom id, by batch
@@ -51,7 +51,7 @@ class Soak:
     def run(self) -> dict[str, Any]:
         began_s = time.monotonic()
         self.server.start()
-        kinds = ("core", "engine") + (("door",) if self.args.doors > 1 else ())
+        kinds = ("core", "engine") + (("http_worker",) if self.args.http_workers > 1 else ())
         killer = Killer(self.server, self.args.kills, self.rng, self.args.mean_s, kinds, self.args.minutes)
         killer.start()
         self._submit_and_wait(killer)
@@ -165,7 +165,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--database", choices=("sqlite", "postgres"), default="sqlite")
-    parser.add_argument("--doors", type=int, default=2, help="front door processes; 1: the core is the door")
+    parser.add_argument("--http-workers", type=int, default=2, help="HTTP processes; 1: the core itself")
     parser.add_argument("--mean-s", type=float, default=0.7, help="between two kills")
     parser.add_argument("--minutes", type=float, default=1e6, help="kill no more after so long, and audit")
     parser.add_argument("--real", type=int, metavar="N", help="so many lines on the real model instead")
@@ -182,7 +182,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             raise
         finally:
             soak.server.abandon()
-            for kind in ("engine", "door", "core"):
+            for kind in ("engine", "http_worker", "core"):
                 for pid in soak.server.pids(kind):
                     os.kill(pid, 9)
 

@@ -26,8 +26,8 @@ from tests.soak.victims import Killer, Server, free_port
 
 CLIENTS = 12  # at once
 SCRIPT = "say=echo,ttft_ms=20,itl_ms=12,chunk_ms=15"
-WORKERS = {"both": ["--replicas", "3"], "apart": ["--prefill", "2", "--decode", "3"]}
-REAL_WORKERS = {"both": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "2"]}
+WORKERS = {"both": ["--replicas", "3"], "apart": ["--prefill-workers", "2", "--decode-workers", "3"]}
+REAL_WORKERS = {"both": ["--replicas", "2"], "apart": ["--prefill-workers", "1", "--decode-workers", "2"]}
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
 
 
@@ -116,7 +116,7 @@ class Soak:
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         words = [sys.executable, "-m", "tests.soak.streams_server", "real" if args.real else SCRIPT]
         words += ["--port", str(port), "--json", "--log-level", "info", "--kv-bytes", "128M", "--deterministic"]
-        words += ["--doors", str(args.doors)]
+        words += ["--http-workers", str(args.http_workers)]
         words += (REAL_WORKERS if args.real else WORKERS)[args.roles]
         self.server = Server(words, port, env, folder / "server.log")
         self.n_begun = self.n_open = 0
@@ -149,7 +149,7 @@ class Soak:
         self.problems += check_books(self.home / "emberline.db", n_heard, self.n_begun + n_asked_before)
         return {
             "roles": self.args.roles,
-            "doors": self.args.doors,
+            "http_workers": self.args.http_workers,
             "real": bool(self.args.real),
             "requests": self.n_begun,
             **self.counts,
@@ -207,7 +207,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--roles", choices=tuple(WORKERS), default="apart")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--doors", type=int, default=1, help="front door processes; 1: the core is the door")
+    parser.add_argument("--http-workers", type=int, default=1, help="HTTP processes; 1: the core itself")
     parser.add_argument("--mean-s", type=float, default=0.5, help="between two kills")
     parser.add_argument("--minutes", type=float, default=1e6, help="kill no more after so long, and audit")
     parser.add_argument("--rest-s", type=float, default=60.0, help="within which nothing may be left over")

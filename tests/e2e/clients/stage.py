@@ -14,7 +14,7 @@ from pathlib import Path
 from emberline.cli.main import main
 from emberline.config import EngineConfig
 from emberline.supervisor import engine_workers as local
-from emberline.supervisor.process import ChildSpec
+from emberline.supervisor.process import ProcessSpec
 from tests.e2e.clients.play import Play
 
 CONTEXT_LEN = 131_072  # agents' prompts are long
@@ -31,7 +31,7 @@ def staged(play: Play, gguf: Path, home: Path) -> Iterator[str]:
     if (gguf.parent / "card.json").exists():
         (models / gguf.parent.name).symlink_to(gguf.parent)
     else:
-        command += ["--model", str(gguf)]
+        command.append(str(gguf))
     environment = {**os.environ, "EMBERLINE_HOME": str(home), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
@@ -44,9 +44,9 @@ def staged(play: Play, gguf: Path, home: Path) -> Iterator[str]:
 
 
 def run(play_file: str, flags: list[str]) -> int:
-    def actor(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
+    def actor(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
         arguments = (play_file, str(plan.path), "--name", plan.model, "--socket", str(socket))
-        return ChildSpec(
+        return ProcessSpec(
             name=plan.name,
             module="tests.e2e.clients.actor",
             arguments=(*arguments, "--context-len", str(CONTEXT_LEN)),

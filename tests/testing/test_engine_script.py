@@ -3,8 +3,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.token_ids import pack
 from emberline.testing.engine_script import Script, countable, of_request, parse
-
-from .fakes import request
+from tests.engine.fakes import request
 
 
 def test_scripts_stack():

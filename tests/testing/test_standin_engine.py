@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from emberline.protocol.frames import Drain
-
-from .client import Client, engine, start, wait_until
-from .fakes import request
+from tests.engine.client import Client, engine, start, wait_until
+from tests.engine.fakes import request
 
 STANDIN = "emberline.testing.standin_engine"
 

@@ -1,4 +1,4 @@
-"""A scripted server for the commands that talk to one."""
+"""A fake_server server for the commands that talk to one."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 MODEL = "@cf/test/model"
 
 
-class Scripted(ThreadingHTTPServer):
+class FakeServer(ThreadingHTTPServer):
     """Streams `pieces` with `pause_s` between them to every chat, and keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Scripted(ThreadingHTTPServer):
         self.pieces = ["Hel", "lo", "!"]
         self.pause_s = 0.0
         self.error: tuple[int, str] | None = None
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.left = threading.Event()  # a client went away in the middle of an answer
         self.output_tokens = 0
@@ -29,7 +29,7 @@ class Scripted(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Scripted
+    server: FakeServer
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.headers.append(dict(self.headers))
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if self.server.error is not None:
             status, message = self.server.error
             return self._json(status, {"error": {"message": message}})

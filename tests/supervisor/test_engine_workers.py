@@ -1,4 +1,4 @@
-"""Which workers run for which machine, and running them, with the stand-in as the engine."""
+"""Planning the engine workers of a machine and running them, with the stand-in engine."""
 
 import asyncio
 import os
@@ -13,21 +13,12 @@ from emberline.balancer.engine_client import EngineClient
 from emberline.config import EngineConfig
 from emberline.engine import memory
 from emberline.protocol.errors import BadInput
-from emberline.supervisor import machine
-from emberline.supervisor import process as child_module
+from emberline.supervisor import machine, process
 from emberline.supervisor.engine_workers import EngineWorkers, WorkerPlan, plan_workers, runtime_folder, worker_spec
-from emberline.supervisor.process import ChildFailed, ChildSpec
+from emberline.supervisor.process import ProcessFailed
+from tests.standin import standin_worker
 
 MODELS = {"@cf/a/one": Path("/models/one.gguf"), "@cf/b/two": Path("/models/two.gguf")}
-
-
-def standin_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ChildSpec:
-    return ChildSpec(
-        name=plan.name,
-        module="emberline.testing.standin_engine",
-        arguments=("--socket", str(socket), "--name", plan.model),
-        env={"EMBERLINE_WORKER_TOKEN": token},
-    )
 
 
 @pytest.fixture
@@ -38,7 +29,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_on_a_cpu_the_workers_share_cores_and_memory() -> None:
+def test_cpu_workers_share_cores_and_memory() -> None:
     (only,) = plan_workers(EngineConfig(), {"@cf/a/one": Path("/m.gguf")})
     assert (only.name, only.device, only.gpu) == ("one-0", "cpu", None)
     assert (only.threads, only.kv_bytes) == (8, 2 << 30)  # a quarter would be 4 GiB
@@ -48,7 +39,7 @@ def test_on_a_cpu_the_workers_share_cores_and_memory() -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_what_is_configured_is_taken() -> None:
+def test_configured_threads_and_kv_bytes_are_used() -> None:
     (plan,) = plan_workers(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
     assert (plan.threads, plan.kv_bytes) == (3, 123)
 
@@ -80,29 +71,31 @@ def test_the_workers_command_line() -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_prompts_and_replies_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    plans = plan_workers(EngineConfig(prefill=1, decode=2), {"m": Path("/m")})
+    plans = plan_workers(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
     assert [(plan.name, plan.role) for plan in plans] == [
         ("m-prefill0", "prefill"),
         ("m-decode0", "decode"),
         ("m-decode1", "decode"),
     ]
     assert [plan.cores for plan in plans] == [(0, 1), (2, 3), (4, 5)]
-    assert worker_spec(plans[0], EngineConfig(), Path("/w"), "t").arguments[-2:] == ("--nice", "5")  # doors go first
+    assert worker_spec(plans[0], EngineConfig(), Path("/w"), "t").arguments[-2:] == ("--nice", "5")  # HTTP has priority
     assert worker_spec(plans[1], EngineConfig(), Path("/w"), "t").arguments[-6:] == (
         *("--role", "decode", "--id", "m-decode0", "--cores", "2,3"),
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert [plan.cores for plan in plan_workers(EngineConfig(prefill=1, decode=2), {"m": Path("/m")})] == [()] * 3
+    assert [
+        plan.cores for plan in plan_workers(EngineConfig(prefill_workers=1, decode_workers=2), {"m": Path("/m")})
+    ] == [()] * 3
 
 
-@pytest.mark.parametrize("config", [EngineConfig(prefill=1), EngineConfig(decode=1)])
+@pytest.mark.parametrize("config", [EngineConfig(prefill_workers=1), EngineConfig(decode_workers=1)])
 def test_one_role_alone_is_refused(config: EngineConfig) -> None:
-    with pytest.raises(BadInput, match="--prefill N and --decode M"):
+    with pytest.raises(BadInput, match="--prefill-workers N and --decode-workers M"):
         plan_workers(config, MODELS)
-    with pytest.raises(BadInput, match="leave it out"):
-        plan_workers(EngineConfig(prefill=1, decode=1, replicas=2), MODELS)
+    with pytest.raises(BadInput, match="cannot be combined"):
+        plan_workers(EngineConfig(prefill_workers=1, decode_workers=1, replicas=2), MODELS)
 
 
 def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,19 +111,19 @@ def test_the_socket_folder_is_private_and_short(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("cpu")
-async def test_workers_serve_come_back_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 0.01)
-    cluster = EngineWorkers(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_spec)
-    await cluster.start()
-    await asyncio.wait_for(cluster.wait_ready(), 20)
-    (endpoint,) = cluster.endpoints["@cf/a/one"]
+async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
+    workers = EngineWorkers(plan_workers(EngineConfig(), MODELS), EngineConfig(), standin_worker())
+    await workers.start()
+    await asyncio.wait_for(workers.wait_ready(), 20)
+    (endpoint,) = workers.endpoints["@cf/a/one"]
     client = EngineClient(endpoint)
     client.start()
     assert await client.wait_connected(10)
     assert client.info is not None
     assert client.info.model == "@cf/a/one"
 
-    worker = cluster.workers[0]
+    worker = workers.processes[0]
     first = worker.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
@@ -142,16 +135,16 @@ async def test_workers_serve_come_back_and_end(monkeypatch: pytest.MonkeyPatch) 
     assert worker.n_restarts == 1
 
     await client.close()
-    await cluster.stop(grace_s=5)
-    assert [worker.pid for worker in cluster.workers] == [None, None]
-    assert not cluster.folder.exists()
+    await workers.stop(grace_s=5)
+    assert [worker.pid for worker in workers.processes] == [None, None]
+    assert not workers.folder.exists()
 
 
 @pytest.mark.usefixtures("cpu")
-async def test_a_worker_without_weights_says_so(tmp_path: Path) -> None:
+async def test_missing_weights_are_reported(tmp_path: Path) -> None:
     plans = plan_workers(EngineConfig(), {"m": tmp_path / "missing.gguf"})
-    cluster = EngineWorkers(plans, EngineConfig())
-    await cluster.start()
-    with pytest.raises(ChildFailed, match=r"m-0 ended with status 1: .*missing\.gguf"):
-        await asyncio.wait_for(cluster.wait_ready(), 60)
-    await cluster.stop(grace_s=5)
+    workers = EngineWorkers(plans, EngineConfig())
+    await workers.start()
+    with pytest.raises(ProcessFailed, match=r"m-0 exited with status 1: .*missing\.gguf"):
+        await asyncio.wait_for(workers.wait_ready(), 60)
+    await workers.stop(grace_s=5)

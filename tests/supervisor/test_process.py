@@ -1,4 +1,4 @@
-"""A supervised process: ready, crash, restart, stop; with small scripts as the process."""
+"""A supervised process is started, restarted and stopped; small scripts are the process."""
 
 import asyncio
 import logging
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from emberline.supervisor import process as child_module
-from emberline.supervisor.process import Child, ChildFailed, ChildSpec
+from emberline.supervisor import process
+from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess
 
 READY = 'print(\'{"ready": true, "pid": %d}\' % os.getpid(), flush=True)'
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "ScriptMaker":
-    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(process, "MIN_BACKOFF_S", 0.01)
     return ScriptMaker(tmp_path)
 
 
@@ -27,19 +27,19 @@ class ScriptMaker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, body: str, *arguments: str, env: dict[str, str] | None = None) -> Child:
+    def __call__(self, body: str, *arguments: str, env: dict[str, str] | None = None) -> SupervisedProcess:
         source = "import json, os, signal, sys, time\n" + textwrap.dedent(body)
         (self.folder / "script.py").write_text(source)
-        spec = ChildSpec(
+        spec = ProcessSpec(
             name="child", module="script", arguments=arguments, env={"PYTHONPATH": str(self.folder), **(env or {})}
         )
-        return Child(spec)
+        return SupervisedProcess(spec)
 
 
 async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
     end_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end_s, "it did not happen"
+        assert time.monotonic() < end_s, "timed out"
         await asyncio.sleep(0.01)
 
 
@@ -50,7 +50,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_ready_then_a_polite_end(script: ScriptMaker) -> None:
+async def test_ready_then_stopped_by_sigterm(script: ScriptMaker) -> None:
     child = script(f"{READY}\ntime.sleep(60)", env={"X": "1"})
     await child.start()
     await asyncio.wait_for(child.wait_ready(), 10)
@@ -62,7 +62,7 @@ async def test_ready_then_a_polite_end(script: ScriptMaker) -> None:
     assert not alive(pid)
 
 
-async def test_it_gets_its_arguments_and_environment_but_no_secrets(
+async def test_child_gets_arguments_and_environment_but_no_secrets(
     script: ScriptMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBERLINE_AUTH_KEY", "secret")
@@ -81,32 +81,32 @@ async def test_it_gets_its_arguments_and_environment_but_no_secrets(
     await child.stop(grace_s=5)
 
 
-async def test_a_first_start_that_fails_says_why(script: ScriptMaker) -> None:
+async def test_failed_first_start_raises_with_the_log(script: ScriptMaker) -> None:
     child = script("print('no such weights: x.gguf', file=sys.stderr); sys.exit(3)")
     await child.start()
-    with pytest.raises(ChildFailed, match=r"child ended with status 3: no such weights: x\.gguf"):
+    with pytest.raises(ProcessFailed, match=r"child exited with status 3: no such weights: x\.gguf"):
         await asyncio.wait_for(child.wait_ready(), 10)
     assert child.n_restarts == 0
     await child.stop(grace_s=1)
 
 
-async def test_the_error_of_a_ready_line_is_what_counts(script: ScriptMaker) -> None:
+async def test_error_of_the_ready_line_is_the_reason(script: ScriptMaker) -> None:
     child = script("print(json.dumps({'ready': False, 'error': 'no such device'}), flush=True); sys.exit(1)")
     await child.start()
-    with pytest.raises(ChildFailed, match="child ended with status 1: no such device"):
+    with pytest.raises(ProcessFailed, match="child exited with status 1: no such device"):
         await asyncio.wait_for(child.wait_ready(), 10)
     await child.stop(grace_s=1)
 
 
-async def test_a_failing_json_logger_is_quoted_by_its_message(script: ScriptMaker) -> None:
+async def test_json_log_line_is_quoted_by_its_message(script: ScriptMaker) -> None:
     child = script("print(json.dumps({'level': 'error', 'message': 'out of memory'}), file=sys.stderr); os.abort()")
     await child.start()
-    with pytest.raises(ChildFailed, match="child was ended by SIGABRT: out of memory"):
+    with pytest.raises(ProcessFailed, match="child was killed by SIGABRT: out of memory"):
         await asyncio.wait_for(child.wait_ready(), 10)
     await child.stop(grace_s=1)
 
 
-async def test_a_crash_after_ready_is_followed_by_a_restart(script: ScriptMaker) -> None:
+async def test_crash_after_ready_restarts(script: ScriptMaker) -> None:
     child = script(f"{READY}\ntime.sleep(60)")
     await child.start()
     await asyncio.wait_for(child.wait_ready(), 10)
@@ -118,8 +118,8 @@ async def test_a_crash_after_ready_is_followed_by_a_restart(script: ScriptMaker)
     await child.stop(grace_s=5)
 
 
-async def test_stopping_between_two_runs_does_not_wait(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "FIRST_RETRY_S", 30.0)
+async def test_stop_during_backoff_returns_at_once(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MIN_BACKOFF_S", 30.0)
     child = script(f"{READY}\nsys.exit(1)")
     await child.start()
     await until(lambda: child.ready_line and child.pid is None)
@@ -128,7 +128,7 @@ async def test_stopping_between_two_runs_does_not_wait(script: ScriptMaker, monk
     assert time.monotonic() - started_s < 5
 
 
-async def test_one_that_ignores_the_signal_is_killed_with_its_children(script: ScriptMaker) -> None:
+async def test_child_ignoring_sigterm_is_killed_with_its_process_group(script: ScriptMaker) -> None:
     child = script(
         """
         import subprocess
@@ -145,7 +145,7 @@ async def test_one_that_ignores_the_signal_is_killed_with_its_children(script: S
     await until(lambda: not alive(child.ready_line["grandchild"]))
 
 
-async def test_its_lines_go_on_to_our_log(script: ScriptMaker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_are_relayed(script: ScriptMaker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     child = script(
         f"""

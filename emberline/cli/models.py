@@ -1,0 +1,128 @@
+"""`emberline pull`, `ls` and `rm`: the models on this machine."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from emberline.catalog.download import DownloadProgress, ReportProgress
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.pull import pull
+from emberline.cli import common
+from emberline.protocol.errors import BadInput
+from emberline.weights.model_config import BadCheckpoint
+
+if TYPE_CHECKING:
+    from emberline.text.text_model import TextModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command = parser.get_default("command")
+    if command == "pull":
+        parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=f"default {DEFAULT_MODEL}")
+    elif command == "rm":
+        parser.add_argument("models", nargs="+", metavar="MODEL", help="id or alias, see `emberline ls`")
+    common.add_data_dir(parser)
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    store = ModelStore(common.config_of(args).home)
+    return {"pull": _pull, "ls": _list, "rm": _remove}[args.command](store, args)
+
+
+def fetch(name: str, store: ModelStore) -> ModelEntry:
+    """The model of that name, downloaded with a progress bar if it is not on this machine."""
+    entry = store.find(name)
+    if entry is not None:
+        return entry
+    with _progress_bar(name) as report:
+        return pull(name, store, report)
+
+
+def load_text(entry: ModelEntry) -> "TextModel":
+    """The model's tokenizer and chat template; BadInput without them, since such a model cannot be served."""
+    from emberline.text.text_model import TextModel
+
+    try:
+        return TextModel.load(entry.path)
+    except BadCheckpoint as error:
+        raise BadInput(f"{entry.path} cannot be served: {error}") from None
+
+
+def _pull(store: ModelStore, args: argparse.Namespace) -> int:
+    entry = fetch(args.model, store)
+    load_text(entry)  # report a model that cannot be served now rather than when it is
+    if args.json:
+        common.print_json(_as_dict(entry))
+    else:
+        print(f"{entry.card.id} ({common.format_size(entry.card.weight_bytes)}) is on this machine:\n{entry.path}")
+    return 0
+
+
+def _list(store: ModelStore, args: argparse.Namespace) -> int:
+    entries = store.entries()
+    if args.json:
+        common.print_json([_as_dict(entry) for entry in entries])
+    elif not entries:
+        print("No models yet. `emberline pull` downloads the default one.")
+    else:
+        rows = [
+            (
+                card.id,
+                card.aliases[0] if card.aliases else "",
+                common.format_size(card.weight_bytes),
+                f"{card.context_window:,}",
+                card.architecture,
+            )
+            for card, _ in entries
+        ]
+        common.print_table([("MODEL", "ALIAS", "SIZE", "CONTEXT", "ARCHITECTURE"), *rows])
+    return 0
+
+
+def _remove(store: ModelStore, args: argparse.Namespace) -> int:
+    """A user's own file that was only linked stays where it is."""
+    removed = []
+    for name in args.models:
+        removed.append(store.remove(name).id)
+        if not args.json:
+            print(f"removed {removed[-1]}")
+    if args.json:
+        common.print_json({"removed": removed})
+    return 0
+
+
+def _as_dict(entry: ModelEntry) -> dict[str, Any]:
+    card = entry.card
+    return {
+        "id": card.id,
+        "aliases": card.aliases,
+        "path": str(entry.path),
+        "bytes": card.weight_bytes,
+        "context_window": card.context_window,
+        "architecture": card.architecture,
+        "fingerprint": card.fingerprint,
+    }
+
+
+@contextmanager
+def _progress_bar(name: str) -> Iterator[ReportProgress | None]:
+    """A progress bar on a terminal; otherwise one line at the start."""
+    if not sys.stderr.isatty():
+        print(f"pulling {name}", file=sys.stderr)
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"pulling {name}", total=None)
+
+        def report(progress: DownloadProgress) -> None:
+            bar.update(task, completed=progress.done_bytes, total=progress.total_bytes or None)
+
+        yield report
