@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import zlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ import numpy as np
 
 from benchmarks.virtual_time import RealTimeStore, VirtualLoop
 from emberline.accounts.usage_ledger import UsageRow
+from emberline.balancer.cost_model import Cost
+from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.grants import SHARE, Grants
+from emberline.balancer.worker import Worker
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -31,7 +34,6 @@ from emberline.jobs.queue.queue import Queue
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
-from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import EngineRequest, GenerateRequest, Principal, Priority, SamplingParams
 from emberline.service.job_context import JobContext
 from emberline.store import open_store
@@ -58,10 +60,8 @@ class ModelledEngine:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.max_running = PLACES
-        self.healthy = self.writes = True
-        self.sync_in_flight = self.batch_in_flight = 0
-        self.load = EngineLoad()
+        endpoint = Endpoint(name=name, address="unix:/modelled", models=(MODEL,))
+        self.worker = Worker(endpoint, Capacity(max_running=PLACES), Cost(), 0)  # as admission sees it
         cache = KVCache([LAYOUT], [blocks_of(KV_TOKENS) + 1], chunk=2048)
         limits = Limits(context_len=4096, vocab_size=50_000, eos_ids=(2,), max_running=PLACES, token_budget=2048)
         self._scheduler = Scheduler(cache, limits, name)
@@ -74,8 +74,9 @@ class ModelledEngine:
         loop, batch = asyncio.get_running_loop(), request.priority == Priority.BATCH
         began_s = loop.time()
         first, last = self._waiting[request.id] = loop.create_future(), loop.create_future()
-        self.sync_in_flight += not batch
-        self.batch_in_flight += batch
+        in_flight = self.worker.in_flight
+        in_flight.active += 1
+        in_flight.batch_active += batch
         self._scheduler.submit(request, began_s)
         self._work.set()
         try:
@@ -86,8 +87,8 @@ class ModelledEngine:
         finally:
             del self._waiting[request.id]
             self._scheduler.abort(request.id)
-            self.sync_in_flight -= not batch
-            self.batch_in_flight -= batch
+            in_flight.active -= 1
+            in_flight.batch_active -= batch
 
     def close(self) -> None:
         self._task.cancel()
@@ -108,7 +109,7 @@ class ModelledEngine:
                         first.set_result(None)
                     if delta.finish is not None and not last.done():
                         last.set_result(None)
-            self.load = self._scheduler.load()
+            self.worker.load = self._scheduler.load()
 
 
 def took_s(plan: StepPlan) -> float:
@@ -127,8 +128,8 @@ class ModelledFleet:
     def __iter__(self) -> Iterator[ModelledEngine]:
         return iter(self.members)
 
-    def of(self, model: str) -> Sequence[ModelledEngine]:
-        return self.members
+    def workers_of(self, model: str) -> list[Worker]:
+        return [member.worker for member in self.members]
 
     async def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
@@ -145,10 +146,11 @@ class ModelledFleet:
 
     async def ask(self, request_id: str) -> float:
         """A request with a waiting client; the seconds to its first token."""
-        member = min(self.members, key=lambda member: (member.sync_in_flight, member.batch_in_flight))
-        mixed = member.batch_in_flight > 0
+        loads = {member: member.worker.in_flight for member in self.members}
+        member = min(loads, key=lambda member: (loads[member].sync_active, loads[member].batch_active))
+        mixed = loads[member].batch_active > 0
         first_s = await member.run(sequence(request_id, Priority.DEFAULT))
-        self.grants.heard(member, first_s, mixed)  # type: ignore[arg-type]
+        self.grants.observe_ttft(MODEL, member.name, first_s, mixed)
         self.grants.stir()
         return first_s
 

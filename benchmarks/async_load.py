@@ -32,8 +32,8 @@ from benchmarks.machine_load import Meter, family
 from benchmarks.ours import default_gguf
 from benchmarks.process import Process, ended_by_sigterm, free_port
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.engine_client import EngineClient
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
+from emberline.service.engine_client import EngineClient
 from emberline.text.text_model import TextModel
 
 MAX_TOKENS = 32

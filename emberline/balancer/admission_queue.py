@@ -1,222 +1,123 @@
-"""The bounded queue in front of the endpoints: who waits for which, who goes next, who is refused and until when."""
+"""The bounded admission queue: in which order requests wait for workers, when they are re-routed, refused or expire."""
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Set
 from itertools import count
 
-from emberline.balancer.route_request import Route, RouteRequest
-from emberline.balancer.worker import Worker
+from emberline.balancer.ledger import InFlightRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Overloaded, Unavailable
-from emberline.protocol.request import Priority
 
-CACHED = 0.1  # of a cached prompt token, against one that is computed
-OUTPUT = 2.0  # of a token drawn
-_MOST_IDLE = 10_000  # accounts remembered although they have nothing open
-
-
-class Tenant:
-    __slots__ = ("account", "counter", "n_open")
-
-    def __init__(self, account: str) -> None:
-        self.account = account
-        self.counter = 0.0  # virtual tokens
-        self.n_open = 0  # requests that wait or run
+REROUTE_S = 0.2  # after which a waiting request is routed again: another worker may have become better
+MAX_REROUTES = 16  # per dispatch
+RATE_S = 10.0  # time constant over which departures are counted
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # bounds of retry-after
 
 
-class Tenants:
-    """The one with the lowest counter goes first. Who comes back from idleness brings no claim on the time it was away:
-    its counter is lifted to the lowest of those who are there, or to that of the last who left."""
+class AdmissionQueue:
+    """A waiting request is in the queue of the worker that its last routing decision chose, so that whoever is next
+    for a worker is found there. The order in each queue is `InFlightRequest.order`."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, Tenant] = {}
-        self._there: set[Tenant] = set()
-        self._last = 0.0
-
-    def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._tenants.values())
-
-    def enter(self, account: str) -> Tenant:
-        tenant = self._tenants.get(account)
-        if tenant is None:
-            self._trim()
-            tenant = self._tenants[account] = Tenant(account)
-        if tenant.n_open == 0:
-            floor = min((other.counter for other in self._there), default=self._last)
-            tenant.counter = max(tenant.counter, floor)
-            self._there.add(tenant)
-        tenant.n_open += 1
-        return tenant
-
-    def leave(self, tenant: Tenant) -> None:
-        tenant.n_open -= 1
-        assert tenant.n_open >= 0
-        if tenant.n_open == 0:
-            self._there.discard(tenant)
-            self._last = max(self._last, tenant.counter)
-
-    def _trim(self) -> None:
-        if len(self._tenants) - len(self._there) > _MOST_IDLE:
-            self._tenants = {tenant.account: tenant for tenant in self._there}
-
-
-def prompt_cost(uncached_tokens: int, cached_tokens: int) -> float:
-    return uncached_tokens + CACHED * cached_tokens
-
-
-_numbers = count()
-
-
-class QueuedRequest:
-    """Handed out once by `dispatch`: with a route, or with the error that ends it."""
-
-    __slots__ = (
-        "arrived_s",
-        "ask",
-        "checked_s",
-        "deadline_s",
-        "error",
-        "give_up_s",
-        "held_on",
-        "number",
-        "priority",
-        "rank_s",
-        "route",
-        "tenant",
-        "waiting",
-    )
-
-    def __init__(self, ask: RouteRequest, tenant: Tenant, arrived_s: float, now_s: float) -> None:
-        self.number = next(_numbers)
-        self.ask = ask
-        self.tenant = tenant
-        self.priority = Priority[ask.priority.upper()]
-        self.arrived_s = arrived_s
-        self.deadline_s = None if ask.deadline_s is None else now_s + ask.deadline_s
-        self.give_up_s = now_s + ask.wait_s  # where no endpoint is connected
-        self.rank_s: float | None = (
-            None  # its arrival, plus the seconds of its prompt: for so long a shorter one passes
-        )
-        self.held_on: Worker | None = None  # the endpoint it waits for; None while it waits for any at all
-        self.waiting = True
-        self.checked_s = now_s
-        self.route: Route | None = None
-        self.error: EmberlineError | None = None
-
-    @property
-    def order(self) -> tuple[int, float, float, int]:
-        return self.priority, self.tenant.counter, self.rank_s or self.arrived_s, self.number
-
-
-RECHECK_S = 0.2  # after so long, one who waits for an endpoint looks whether another would be better by now
-MOST_RECHECKS = 16  # in one go
-RATE_S = 10.0  # over which departures are counted
-SOONEST_S, LATEST_S = 1.0, 60.0  # to be told to come back
-
-
-class Admission:
-    """Waiting tickets stand at the endpoint they wait for. Order: class, then the tenant that has had the least, then
-    arrival plus the seconds its prompt takes."""
-
-    def __init__(self) -> None:
-        self._anywhere: set[QueuedRequest] = set()  # while no endpoint is there
-        self._waiting: dict[QueuedRequest, None] = {}
-        self._rechecks: deque[tuple[float, QueuedRequest]] = deque()
-        self._ends: list[tuple[float, int, QueuedRequest]] = []  # when a ticket gives up
+        self._waiting: dict[InFlightRequest, None] = {}
+        self._queues: defaultdict[str, set[InFlightRequest]] = defaultdict(set)  # by worker; "": none is connected
+        self._reroutes: deque[tuple[float, InFlightRequest]] = deque()  # when each was last routed
+        self._expirations: list[tuple[float, int, InFlightRequest]] = []
         self._tie = count()
-        self._departed = 0.0  # smoothed count
+        self._departures = 0.0  # smoothed count
         self._departed_s = -math.inf
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[QueuedRequest]:
+    def __iter__(self) -> Iterator[InFlightRequest]:
         return iter(self._waiting)
 
-    def hold(self, ticket: QueuedRequest, worker: Worker | None, now_s: float) -> None:
-        """Let it stand at the endpoint, whether it is new or stood elsewhere before."""
-        if ticket not in self._waiting:
-            self._waiting[ticket] = None
-            ends = [] if ticket.deadline_s is None else [ticket.deadline_s]
-            ends += [ticket.give_up_s] if worker is None else []
+    def waiting_for(self, worker: str) -> Set[InFlightRequest]:
+        """Requests in the queue of a worker; "": those that wait for any worker to connect."""
+        return self._queues[worker]
+
+    def hold(self, record: InFlightRequest, worker: str, now_s: float) -> None:
+        """Put a request into the queue of a worker, whether it is new or comes from another queue."""
+        if record not in self._waiting:
+            self._waiting[record] = None
+            ends = [] if record.deadline_s is None else [record.deadline_s]
+            ends += [] if worker else [record.give_up_s]
             if ends:
-                heapq.heappush(self._ends, (min(ends), next(self._tie), ticket))
+                heapq.heappush(self._expirations, (min(ends), next(self._tie), record))
         else:
-            self._at(ticket).discard(ticket)
-        ticket.held_on, ticket.checked_s = worker, now_s
-        self._at(ticket).add(ticket)
-        self._rechecks.append((now_s, ticket))
+            self._queues[record.waits_for].discard(record)
+        record.waits_for, record.checked_s = worker, now_s
+        self._queues[worker].add(record)
+        self._reroutes.append((now_s, record))
 
-    def remove(self, ticket: QueuedRequest) -> None:
-        if ticket in self._waiting:
-            del self._waiting[ticket]
-            self._at(ticket).discard(ticket)
-            ticket.held_on = None
+    def remove(self, record: InFlightRequest) -> None:
+        if record in self._waiting:
+            del self._waiting[record]
+            self._queues[record.waits_for].discard(record)
 
-    def depart(self, now_s: float) -> None:
-        """One got its place."""
-        self._departed = self._departed * self._faded(now_s) + 1
+    def departed(self, now_s: float) -> None:
+        """A request was dispatched."""
+        self._departures = self._departures * self._decay(now_s) + 1
         self._departed_s = now_s
 
-    def first(self, worker: Worker | None) -> QueuedRequest | None:
-        return min(worker.held if worker is not None else self._anywhere, key=_order, default=None)
+    def first(self, worker: str) -> InFlightRequest | None:
+        return min(self._queues[worker], key=_order, default=None)
 
-    def last_below(self, ticket: QueuedRequest) -> QueuedRequest | None:
-        """Who makes room in a full queue: the last of a worse class."""
+    def last_below(self, record: InFlightRequest) -> InFlightRequest | None:
+        """Which request a full queue sheds for this one: the last of a lower class."""
         last = max(self._waiting, key=_order, default=None)
-        return last if last is not None and last.priority > ticket.priority else None
+        return last if last is not None and last.priority > record.priority else None
 
-    def due(self, now_s: float) -> list[QueuedRequest]:
-        """Tickets that should look around again."""
-        due: list[QueuedRequest] = []
-        while self._rechecks and self._rechecks[0][0] + RECHECK_S <= now_s and len(due) < MOST_RECHECKS:
-            checked_s, ticket = self._rechecks.popleft()
-            if ticket in self._waiting and ticket.checked_s == checked_s:
-                ticket.checked_s = now_s
-                due.append(ticket)
+    def due(self, now_s: float) -> list[InFlightRequest]:
+        """Requests that should be routed again."""
+        due: list[InFlightRequest] = []
+        while self._reroutes and self._reroutes[0][0] + REROUTE_S <= now_s and len(due) < MAX_REROUTES:
+            checked_s, record = self._reroutes.popleft()
+            if record in self._waiting and record.checked_s == checked_s:
+                record.checked_s = now_s
+                due.append(record)
         return due
 
-    def expired(self, now_s: float) -> list[tuple[QueuedRequest, EmberlineError]]:
-        over: list[tuple[QueuedRequest, EmberlineError]] = []
-        while self._ends and self._ends[0][0] <= now_s:
-            _, _, ticket = heapq.heappop(self._ends)
-            if ticket not in self._waiting:
+    def expired(self, now_s: float) -> list[tuple[InFlightRequest, EmberlineError]]:
+        expired: list[tuple[InFlightRequest, EmberlineError]] = []
+        while self._expirations and self._expirations[0][0] <= now_s:
+            _, _, record = heapq.heappop(self._expirations)
+            if record not in self._waiting:
                 continue
-            if ticket.deadline_s is not None and ticket.deadline_s <= now_s:
-                over.append((ticket, DeadlineExceeded(f"not started within {ticket.ask.deadline_s:g} s")))
-            elif ticket.held_on is None:
-                error = Unavailable(f"no engine of {ticket.ask.model} is connected", retry_after_s=2)
-                over.append((ticket, error))
-        return over
+            if record.deadline_s is not None and record.deadline_s <= now_s:
+                expired.append((record, DeadlineExceeded(f"not started within {record.request.deadline_s:g} s")))
+            elif not record.waits_for:
+                error = Unavailable(f"no engine of {record.request.model} is connected", retry_after_s=2)
+                expired.append((record, error))
+        return expired
 
     def wake_s(self) -> float | None:
+        """When the next request expires or is to be routed again; None while none waits."""
         if not self._waiting:
             return None
-        while self._ends and self._ends[0][2] not in self._waiting:
-            heapq.heappop(self._ends)
-        ends_s = self._ends[0][0] if self._ends else math.inf
-        recheck_s = self._rechecks[0][0] + RECHECK_S if self._rechecks else math.inf
-        return min(ends_s, recheck_s)
+        while self._expirations and self._expirations[0][2] not in self._waiting:
+            heapq.heappop(self._expirations)
+        expires_s = self._expirations[0][0] if self._expirations else math.inf
+        reroute_s = self._reroutes[0][0] + REROUTE_S if self._reroutes else math.inf
+        return min(expires_s, reroute_s)
 
     def retry_after_s(self, now_s: float) -> float:
-        """When those who wait now will be gone, at the rate at which they have been going."""
-        rate = self._departed * self._faded(now_s) / RATE_S
-        return min(LATEST_S, max(SOONEST_S, len(self) / rate)) if rate > 0 else LATEST_S
+        """In how many seconds the queue will be empty, at the recent rate of departures."""
+        rate = self._departures * self._decay(now_s) / RATE_S
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, len(self) / rate)) if rate > 0 else MAX_RETRY_S
 
-    def overloaded(self, ticket: QueuedRequest, now_s: float) -> Overloaded:
+    def overloaded(self, record: InFlightRequest, now_s: float) -> Overloaded:
         after_s = self.retry_after_s(now_s)
         return Overloaded(
-            f"{len(self)} requests already wait for {ticket.ask.model}; come back in {after_s:.0f} s",
+            f"{len(self)} requests already wait for {record.request.model}; retry in {after_s:.0f} s",
             retry_after_s=after_s,
         )
 
-    def _faded(self, now_s: float) -> float:
+    def _decay(self, now_s: float) -> float:
         return math.exp((self._departed_s - now_s) / RATE_S)
 
-    def _at(self, ticket: QueuedRequest) -> set[QueuedRequest]:
-        return self._anywhere if ticket.held_on is None else ticket.held_on.held
 
-
-def _order(ticket: QueuedRequest) -> tuple[int, float, float, int]:
-    return ticket.order
+def _order(record: InFlightRequest) -> tuple[int, float, float, int]:
+    return record.order

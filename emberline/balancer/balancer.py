@@ -1,58 +1,81 @@
-"""Admits requests and sends each to the endpoints that serve it best. Decisions only: no I/O, and the caller's clock.
+"""Admission and routing: which request goes to which worker, and when. Decisions only: no I/O, and the caller's clock.
 
-A request is offered, waits if it must, is dispatched with a route and charged to its endpoints, begins with its first
-token, and ends once. Every method takes the time, monotonic seconds, so a simulator runs the very same code.
+A request is enqueued, dispatched with a route, charged to its workers, reports its first token, and ends once. Every
+method takes the time in monotonic seconds, so that the simulator runs the same code.
 """
 
 import logging
+from collections import Counter
 from hashlib import blake2b
 from typing import Literal
 
-from emberline.balancer.admission_queue import OUTPUT, Admission, QueuedRequest, Tenants, prompt_cost
+import msgspec
+
+from emberline.balancer.admission_queue import AdmissionQueue
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.ledger import Charge, InFlightLedger
+from emberline.balancer.ledger import (
+    CACHED_TOKEN_COST,
+    OUTPUT_TOKEN_COST,
+    InFlightLedger,
+    InFlightLoad,
+    InFlightRequest,
+    Tenants,
+)
 from emberline.balancer.prefix_index import FleetPrefixIndex, Match
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.balancer.routing_policy import Need
-from emberline.balancer.snapshot import Snapshot, describe
-from emberline.balancer.worker import Worker
-from emberline.balancer.worker_pool import Pool, WorkerPair
+from emberline.balancer.routing_policy import RoutingInput
+from emberline.balancer.worker import Worker, WorkerSnapshot
+from emberline.balancer.worker_pool import WorkerPair, WorkerPool
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
 
-OWN_S = 4.0  # a decision counts as cached for so long after the prompt should be computed, until the engine says so
-BLIND_S = 300.0  # an endpoint that never says is believed to keep what it was given for one to two times as long
-ORPHAN_S = 300.0  # without a first token
-ORPHAN_RUNNING_S = 3600.0  # without an end
-LOOK_S = 0.5  # between two looks at what only time changes
+EXPECTED_S = 4.0  # a dispatched prompt counts as cached for so long after its prefill, until a KV event confirms it
+NO_EVENTS_S = 300.0  # a worker without KV events is believed to cache what it was given for one to two times as long
+HEALTH_CHECK_S = 0.5  # between two checks of what only time changes
 _SMOOTHING = 0.1
+_MAX_TENANTS = 100  # in a snapshot
 
 Outcome = Literal["finished", "cancelled", "client_error", "engine_failed"]
 
 log = logging.getLogger("emberline.balancer")
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger as plain data, for health, `ps` and the metrics."""
+
+    workers: list[WorkerSnapshot]
+    waiting: dict[str, int]  # requests in the admission queue, by class
+    dispatched: int  # requests on workers
+    tenants: dict[str, float]  # virtual tokens of those that have used the most
+    index_blocks: int
+    index_bytes: int
+
+
 class Balancer:
     def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.ledger = InFlightLedger()
         self._settings = settings
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, WorkerPool] = {}
         self._workers: dict[str, Worker] = {}
         self._index = FleetPrefixIndex(settings.index_bytes)
-        self._ledger = InFlightLedger()
         self._tenants = Tenants()
-        self._waiting = Admission()
-        self._tickets: dict[str, QueuedRequest] = {}  # by request id: waiting, or dispatched and not ended
-        self._out: list[QueuedRequest] = []  # what the next dispatch hands out
-        self._stirred: set[Worker] = set()  # endpoints that may have room for those who wait
-        self._looked_s = float("-inf")
+        self._queue = AdmissionQueue()
+        self._decided: list[InFlightRequest] = []  # what the next `dispatch` hands out
+        self._freed: set[Worker] = set()  # workers that may have room for requests in their queues
+        self._checked_s = float("-inf")
         self._rotated_s = float("-inf")
 
-    # --- endpoints ---------------------------------------------------------------------------------------------------
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def register(self, endpoint: Endpoint) -> None:
+        """A configured worker that has not connected yet."""
+        worker = self._add(endpoint, Capacity())
+        worker.connected, worker.problem = False, "not connected yet"
 
     def join(self, endpoint: Endpoint, capacity: Capacity, now_s: float) -> None:
-        """It is there: for the first time, again, or with other capacities. BadInput when the name is taken."""
+        """A worker has connected: for the first time, again, or with other capacities. BadInput: its name is taken."""
         worker = self._workers.get(endpoint.name)
         if worker is not None and worker.connected and worker.endpoint.address != endpoint.address:
             raise BadInput(
@@ -61,431 +84,480 @@ class Balancer:
                 param="name",
             )
         if worker is None:
-            worker = Worker(endpoint, capacity, self._settings.cost, self._index.take_slot())
-            self._workers[endpoint.name] = worker
-        elif worker.endpoint.models != endpoint.models or worker.endpoint.role != endpoint.role:
-            self._out_of_pools(worker)
+            worker = self._add(endpoint, capacity)
+        elif worker.endpoint.models != endpoint.models:
+            self._remove_from_pools(worker)
+            self._add_to_pools(worker, endpoint)
         worker.endpoint, worker.capacity = endpoint, capacity
         worker.connected, worker.draining, worker.problem = True, False, ""
-        for model in endpoint.models:
-            if worker not in (pool := self._pool(model)).workers:
-                pool.workers.append(worker)
-        self._changed(worker)
-        self._retry_all(now_s)
+        self._readiness_changed(worker)
+        self._route_unroutable(now_s)
 
-    def down(self, name: str, now_s: float, why: str = "") -> None:
-        """Its connection is lost, and with it all that ran there. One failure, however many streams it had."""
+    def disconnected(self, name: str, now_s: float, why: str = "") -> None:
+        """The connection is lost, and with it all that ran there. One failure, however many requests it had."""
         worker = self._workers.get(name)
         if worker is None or not worker.connected:
             return
         worker.connected, worker.problem = False, why
         worker.breaker.failed(now_s)
-        self._empty(worker, now_s)
+        self._reset(worker, now_s)
 
-    def leave(self, name: str, now_s: float) -> None:
-        """It is gone for good."""
+    def remove(self, name: str, now_s: float) -> None:
+        """The worker does not come back."""
         worker = self._workers.pop(name, None)
         if worker is None:
             return
         worker.connected = False
-        self._out_of_pools(worker)
-        self._empty(worker, now_s)
+        self._remove_from_pools(worker)
+        self._reset(worker, now_s)
         self._index.drop_slot(worker.slot)
 
     def drain(self, name: str, now_s: float) -> None:
-        """It takes nothing new; what runs there goes on."""
+        """The worker gets nothing new; what runs there goes on."""
         if (worker := self._workers.get(name)) is not None:
             worker.draining = True
-            self._changed(worker)
-            self._evacuate(worker, now_s)
+            self._readiness_changed(worker)
+            self._reroute_queue(worker, now_s)
 
     def report(self, name: str, load: EngineLoad, now_s: float) -> None:
+        """A load report, straight from the worker."""
         worker = self._workers.get(name)
         if worker is None:
             return
-        worker.heard_s = now_s
-        before, before_s = worker.witness.load, worker.witness.at_s
-        if worker.witness.hear(load, worker.account, now_s):
-            worker.learn_step(before, load, now_s - before_s)
-        elif worker.witness.lies == 1 or worker.witness.lies % 1000 == 0:
-            log.warning(
-                "endpoint %s: its load is not believed: %s", name, worker.witness.problem, extra={"endpoint": name}
-            )
-        self._stir(worker)
+        worker.reported(load, now_s)
+        reports = worker.reports
+        before, before_s = reports.load, reports.at_s
+        if reports.accept(load, worker.in_flight, now_s):
+            worker.measure_decode(before, load, now_s - before_s)
+        elif reports.n_rejected == 1 or reports.n_rejected % 1000 == 0:
+            log.warning("worker %s: load report rejected: %s", name, reports.problem, extra={"endpoint": name})
+        self._has_freed(worker)
 
-    def failed(self, name: str, now_s: float) -> None:
-        """It did something wrong outside of any request."""
+    def observed(self, name: str, load: EngineLoad, at_s: float) -> None:
+        """A load report that an HTTP worker received on its own connection. Too old for routing, it shows progress."""
+        if (worker := self._workers.get(name)) is not None:
+            worker.reported(load, at_s)
+
+    def protocol_error(self, name: str, now_s: float) -> None:
+        """The worker sent something invalid outside of any request."""
         if (worker := self._workers.get(name)) is not None:
             worker.breaker.failed(now_s)
-            self._changed(worker)
+            self._readiness_changed(worker)
 
-    # --- what the endpoints' caches hold -----------------------------------------------------------------------------
+    def workers_of(self, model: str) -> list[Worker]:
+        pool = self._pools.get(model)
+        return [] if pool is None else pool.workers
+
+    # --- KV events ---------------------------------------------------------------------------------------------------
 
     def stored(self, name: str, keys: bytes, now_s: float) -> None:
-        self._index.lapse(now_s)
+        """The worker's cache has gained these blocks."""
+        self._index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
             self._index.stored(worker.slot, keys)
 
     def removed(self, name: str, keys: bytes, now_s: float) -> None:
-        self._index.lapse(now_s)
+        self._index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
             self._index.removed(worker.slot, keys)
 
-    def cleared(self, name: str, now_s: float) -> None:
-        self._index.lapse(now_s)
+    def replaced(self, name: str, keys: bytes, now_s: float) -> None:
+        """The worker's cache holds these blocks and no others."""
+        self._index.expire(now_s)
         if (worker := self._workers.get(name)) is not None:
-            self._forget(worker)
-
-    def whole(self, name: str, keys: bytes, now_s: float) -> None:
-        """All that it holds."""
-        self.cleared(name, now_s)
-        self.stored(name, keys, now_s)
+            self._forget_cache(worker)
+            self._index.stored(worker.slot, keys)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def offer(self, ask: RouteRequest, now_s: float) -> QueuedRequest:
-        """Take a request in; `dispatch` hands it out again, at once if there is room. Overloaded when too many wait, or
-        when this one would and is not to; Unavailable when nothing is there. Who is open already moves: what it held is
-        given back, those it lost are blamed, and it keeps its place."""
-        self._look(now_s)
-        before = self._tickets.get(ask.id)
-        ticket = self._admit(ask, before, now_s)
-        try:
-            if ask.deadline_s is not None and ask.deadline_s <= 0:
-                raise DeadlineExceeded("the deadline has passed before an engine was found")
-            self._seat(ticket, now_s, new=before is None)
-        except EmberlineError:
-            self._close(ticket)
-            raise
-        return ticket
+    def enqueue(self, request: RouteRequest, now_s: float) -> InFlightRequest:
+        """Take a request in; `dispatch` hands it out again, at once if there is room.
 
-    def dispatch(self, now_s: float) -> list[QueuedRequest]:
-        """Those that leave the queue now, each with its route or its error."""
-        self._look(now_s)
-        if len(self._waiting):
-            for ticket, error in self._waiting.expired(now_s):
-                self._refuse(ticket, error)
-            for ticket in self._waiting.due(now_s):
-                if ticket.held_on is not None:
-                    self._stirred.add(ticket.held_on)
-                self._try(ticket, now_s)
-            while self._stirred:
-                self._serve(self._stirred.pop(), now_s)
-        self._stirred.clear()
-        out, self._out = self._out, []
-        return out
+        Overloaded when the queue is full, or when the request would wait and must not; Unavailable when no worker is
+        connected. A request that is in flight already moves: what it holds is released, the workers that it lost are
+        blamed, and it keeps its arrival time. Once it was dispatched, its record stays until `ended`, whatever is
+        raised here.
+        """
+        self._check(now_s)
+        record = self.ledger.get(request.id)
+        is_new = record is None
+        if record is None:
+            record = InFlightRequest(request, self._tenants.enter(request.account), now_s)
+            self.ledger.add(record)
+        else:
+            self._withdraw(record, request, now_s)
+        try:
+            if request.deadline_s is not None and request.deadline_s <= 0:
+                raise DeadlineExceeded("the deadline has passed before an engine was found")
+            self._admit(record, now_s, is_new)
+        except EmberlineError as error:
+            self._refused(record, error)
+            raise
+        return record
+
+    def dispatch(self, now_s: float) -> list[InFlightRequest]:
+        """Requests that leave the queue now, each with its route or its error."""
+        self._check(now_s)
+        if len(self._queue):
+            for record, error in self._queue.expired(now_s):
+                self._refused(record, error, hand_out=True)
+            for record in self._queue.due(now_s):
+                if (worker := self._workers.get(record.waits_for)) is not None:
+                    self._freed.add(worker)
+                self._route(record, now_s)
+            while self._freed:
+                self._serve_queue(self._freed.pop(), now_s)
+        self._freed.clear()
+        decided, self._decided = self._decided, []
+        return decided
 
     def wake_s(self, now_s: float) -> float | None:
-        """When to call `dispatch` even if nothing has happened; None while nobody waits."""
-        at_s = self._waiting.wake_s()
+        """When to call `dispatch` even if nothing has happened; None while no request waits."""
+        at_s = self._queue.wake_s()
         return None if at_s is None else max(at_s, now_s)
 
-    def place(self, ask: RouteRequest, now_s: float) -> Route:
-        """Queued work that was granted an endpoint goes there, and is charged as what makes room for others."""
-        self._look(now_s)
-        worker = self._workers.get(ask.engine)
+    def dispatch_job(self, request: RouteRequest, now_s: float) -> Route:
+        """A job that was granted a worker goes straight there, charged as preemptible. Unavailable: it is gone."""
+        self._check(now_s)
+        worker = self._workers.get(request.engine)
         if worker is None or not worker.connected or worker.stalled:
-            raise Unavailable(f"engine {ask.engine} is not there any more", retry_after_s=1)
-        self._release(ask.id, ask.lost, now_s)
-        pool = self._pool(ask.model)
-        need = self._need(ask, pool, [worker])
-        choice = pool.paired(worker, need, now_s)
-        if choice is None:
-            raise Unavailable(f"no prefill endpoint is there for engine {ask.engine}", retry_after_s=1)
-        return self._charge(ask, choice, need, now_s, batch=True)
+            raise Unavailable(f"engine {request.engine} is not connected any more", retry_after_s=1)
+        pool = self._pool(request.model)
+        need = self._routing_input(request, pool, [worker])
+        pair = pool.pair_with(worker, need, now_s)
+        if pair is None:
+            raise Unavailable(f"no prefill worker is connected for engine {request.engine}", retry_after_s=1)
+        if (before := self.ledger.get(request.id)) is not None:  # of an attempt whose lease has expired
+            self._forget(before, request.lost, now_s)
+        record = InFlightRequest(request, None, now_s)
+        self.ledger.add(record)
+        return self._charge(record, pair, need, now_s)
 
     def prefilled(self, request_id: str, now_s: float) -> None:
-        """Its prompt is computed and handed on; the first token is another's."""
-        if (charge := self._ledger.get(request_id)) is not None:
-            charge.seen_s = now_s
-            self._computed(charge, now_s)
+        """The prompt is computed and transferred; another worker generates the first token."""
+        if (record := self.ledger.get(request_id)) is not None:
+            record.progress_s = now_s
+            self._prefill_done(record, now_s)
 
-    def began(self, request_id: str, now_s: float, cached_tokens: int | None = None) -> None:
-        """Its first token is there; `cached_tokens`: as the engine that computed the prompt counted them."""
-        charge = self._ledger.get(request_id)
-        if charge is None or charge.began_s is not None:
+    def first_token(self, request_id: str, now_s: float, cached_tokens: int | None = None) -> None:
+        """`cached_tokens`: of the prompt, as counted by the worker that computed it."""
+        record = self.ledger.get(request_id)
+        if record is None or record.decode is None or record.first_token_s is not None:
             return
-        charge.began_s = charge.seen_s = now_s
-        self._computed(charge, now_s, cached_tokens)
+        record.first_token_s = record.progress_s = now_s
+        self._prefill_done(record, now_s, cached_tokens)
 
     def progress(self, request_id: str, n_tokens: int, now_s: float) -> None:
-        if (charge := self._ledger.get(request_id)) is not None and n_tokens > 0:
-            charge.seen_s = now_s
-            self._ledger.emitted(charge, n_tokens)
-            self._count_output(request_id, n_tokens)
+        record = self.ledger.get(request_id)
+        if record is not None and record.decode is not None and n_tokens > 0:
+            record.progress_s = now_s
+            self.ledger.emitted(record, n_tokens)
+            record.charge_tenant(OUTPUT_TOKEN_COST * n_tokens)
 
     def ended(
         self, request_id: str, now_s: float, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()
     ) -> None:
-        """It is over, wherever it was; all that it held is given back. `output_tokens` in all. `blame`: the endpoints
-        that failed it; by default the one that drew its tokens."""
-        charge = self._ledger.get(request_id)
-        if charge is not None:
-            self._count_output(request_id, max(0, output_tokens - charge.emitted))
+        """It is over, wherever it was; all that it held is released. `output_tokens` in all. `blame`: the workers that
+        failed it; by default the decode worker. Ending twice changes nothing."""
+        record = self.ledger.get(request_id)
+        if record is None:
+            return
+        if record.decode is not None:
+            assert record.route is not None
+            record.charge_tenant(OUTPUT_TOKEN_COST * max(0, output_tokens - record.emitted))
             if outcome == "finished":
-                self._learn(charge, output_tokens, now_s)
+                self._measure(record, output_tokens, now_s)
             elif outcome == "engine_failed":
-                blame = blame or (charge.decode.name,)
-            self._release(request_id, blame, now_s, finished=outcome == "finished")
-        if (ticket := self._tickets.get(request_id)) is not None:
-            self._close(ticket)
-
-    @property
-    def open_ids(self) -> set[str]:
-        """Requests that wait, or hold something."""
-        return self._ledger.ids() | set(self._tickets)
+                blame = blame or (record.route.decode,)
+        self._forget(record, blame, now_s, finished=outcome == "finished")
 
     def snapshot(self, now_s: float) -> Snapshot:
-        return describe(self._workers.values(), self._waiting, self._tenants, self._index, len(self._ledger), now_s)
-
-    # --- taking in ---------------------------------------------------------------------------------------------------
-
-    def _admit(self, ask: RouteRequest, before: QueuedRequest | None, now_s: float) -> QueuedRequest:
-        tenant = self._tenants.enter(ask.account)
-        ticket = QueuedRequest(ask, tenant, now_s if before is None else before.arrived_s, now_s)
-        if before is not None:
-            self._close(before)
-        if ask.lost and (charge := self._ledger.get(ask.id)) is not None:
-            for worker in {charge.decode, charge.prefill}:
-                self._index.unexpect(worker.slot, ask.keys)  # nobody brings it any more
-        self._release(ask.id, ask.lost, now_s)
-        self._tickets[ask.id] = ticket
-        return ticket
-
-    def _seat(self, ticket: QueuedRequest, now_s: float, new: bool) -> None:
-        """Find it a place, or let it wait, if it may."""
-        ask, pool = ticket.ask, self._pools.get(ticket.ask.model)
-        decoders = pool.candidates((*ask.avoid, *ask.lost))[0] if pool is not None else []
-        if not decoders and ask.wait_s <= 0:
-            raise Unavailable(f"no engine of {ask.model} is connected", retry_after_s=2)
-        if self._try(ticket, now_s):
-            return
-        if ask.reject_if_busy:
-            after_s = self._waiting.retry_after_s(now_s)
-            raise Overloaded(f"{ask.model} is busy, and the request is not to wait", retry_after_s=after_s)
-        if new and len(self._waiting) > self._settings.max_waiting * max(1, len(decoders)):
-            last = self._waiting.last_below(ticket)
-            if last is None:
-                raise self._waiting.overloaded(ticket, now_s)
-            self._refuse(last, self._waiting.overloaded(last, now_s))
-
-    def _try(self, ticket: QueuedRequest, now_s: float, called_by: Worker | None = None) -> bool:
-        """Dispatch it if the best place for it has room, and nobody else stands there or it was called; else let it
-        stand there."""
-        ask, pool = ticket.ask, self._pool(ticket.ask.model)
-        decoders, prefillers = pool.candidates((*ask.avoid, *ask.lost))
-        if not decoders:
-            self._waiting.hold(ticket, None, now_s)
-            return False
-        need = self._need(ask, pool, decoders)
-        choice = pool.decide(decoders, prefillers, need, now_s)
-        if ticket.rank_s is None:
-            ticket.rank_s = ticket.arrived_s + need.prefill_s(choice.prefill)
-        blocker = choice.blocker or _occupied(choice, ticket, called_by)
-        if blocker is None and ask.reject_if_busy and choice.decode.queues(now_s):
-            blocker = choice.decode
-        if blocker is not None:
-            self._waiting.hold(ticket, blocker, now_s)
-            return False
-        self._waiting.remove(ticket)
-        self._waiting.depart(now_s)
-        ticket.route = self._charge(ask, choice, need, now_s)
-        ticket.tenant.counter += prompt_cost(need.tokens - ticket.route.cached_tokens, ticket.route.cached_tokens)
-        self._out.append(ticket)
-        return True
-
-    def _serve(self, worker: Worker, now_s: float) -> None:
-        """Those who wait for the endpoint, in order, while it has room."""
-        while (ticket := self._waiting.first(worker)) is not None:
-            self._try(ticket, now_s, called_by=worker)
-            if ticket.held_on is worker:
-                return
-
-    def _need(self, ask: RouteRequest, pool: Pool, decoders: list[Worker]) -> Need:
-        match = self._index.match(ask.keys)
-        shared = _shared(match, decoders) if match else 0
-        output_tokens = min(pool.output_tokens, ask.max_tokens) if ask.max_tokens else pool.output_tokens
-        return Need(
-            max(1, ask.input_tokens),
-            ask.n,
-            match,
-            shared,
-            _session64(ask, shared),
-            output_tokens,
-            self._settings.block_tokens,
-            passes_flex=ask.priority in ("priority", "default"),
+        most = sorted(self._tenants, key=lambda tenant: -tenant.virtual_tokens)[:_MAX_TENANTS]
+        return Snapshot(
+            workers=[
+                worker.snapshot(len(self._queue.waiting_for(name)), now_s) for name, worker in self._workers.items()
+            ],
+            waiting=dict(Counter(record.priority.name.lower() for record in self._queue)),
+            dispatched=sum(record.decode is not None for record in self.ledger),
+            tenants={tenant.account: tenant.virtual_tokens for tenant in most},
+            index_blocks=len(self._index),
+            index_bytes=self._index.n_bytes,
         )
 
-    def _charge(self, ask: RouteRequest, choice: WorkerPair, need: Need, now_s: float, batch: bool = False) -> Route:
-        decode, prefill = choice.decode, choice.prefill
+    # --- admission and routing ---------------------------------------------------------------------------------------
+
+    def _withdraw(self, record: InFlightRequest, request: RouteRequest, now_s: float) -> None:
+        """Take a request off its workers, or out of the queue, before it asks again."""
+        if request.lost and record.route is not None and record.decode is not None:
+            for name in {record.route.decode, record.route.prefill} - {""}:
+                if (worker := self._workers.get(name)) is not None:
+                    self._index.unexpect(worker.slot, request.keys)  # no worker stores these blocks now
+        self._release(record, request.lost, now_s)
+        self._unqueue(record)
+        record.requeue(request, now_s)
+
+    def _admit(self, record: InFlightRequest, now_s: float, is_new: bool) -> None:
+        """Route it, or let it wait, if it may."""
+        request, pool = record.request, self._pools.get(record.request.model)
+        decoders = pool.candidates((*request.avoid, *request.lost))[0] if pool is not None else []
+        if not decoders and request.wait_s <= 0:
+            raise Unavailable(f"no engine of {request.model} is connected", retry_after_s=2)
+        if self._route(record, now_s):
+            return
+        if request.reject_if_busy:
+            after_s = self._queue.retry_after_s(now_s)
+            raise Overloaded(f"{request.model} is busy, and the request must not wait", retry_after_s=after_s)
+        if is_new and len(self._queue) > self._settings.max_waiting * max(1, len(decoders)):
+            last = self._queue.last_below(record)
+            if last is None:
+                raise self._queue.overloaded(record, now_s)
+            self._refused(last, self._queue.overloaded(last, now_s), hand_out=True)
+
+    def _route(self, record: InFlightRequest, now_s: float, serving: Worker | None = None) -> bool:
+        """Dispatch it if the best workers for it have room and no queue; else put it into the queue of the one that
+        blocks it. `serving`: the worker whose queue is being served, and it is first there."""
+        request, pool = record.request, self._pool(record.request.model)
+        decoders, prefillers = pool.candidates((*request.avoid, *request.lost))
+        if not decoders:
+            self._queue.hold(record, "", now_s)
+            return False
+        need = self._routing_input(request, pool, decoders)
+        pair = pool.decide(decoders, prefillers, need, now_s)
+        if record.rank_s is None:
+            record.rank_s = record.arrived_s + need.prefill_s(pair.prefill)
+        blocker = pair.blocker or self._queued_before(pair, record, serving)
+        if blocker is None and request.reject_if_busy and pair.decode.has_queue(now_s):
+            blocker = pair.decode
+        if blocker is not None:
+            self._queue.hold(record, blocker.name, now_s)
+            return False
+        self._queue.remove(record)
+        self._queue.departed(now_s)
+        route = self._charge(record, pair, need, now_s)
+        cached = route.cached_tokens
+        record.charge_tenant(need.tokens - cached + CACHED_TOKEN_COST * cached)
+        self._decided.append(record)
+        return True
+
+    def _queued_before(self, pair: WorkerPair, record: InFlightRequest, serving: Worker | None) -> Worker | None:
+        """The worker of the pair that has other requests in its queue, which a new one must not pass."""
+        for worker in (pair.decode, pair.prefill):
+            queue = self._queue.waiting_for(worker.name)
+            if worker is not serving and queue and (len(queue) > 1 or record not in queue):
+                return worker
+        return None
+
+    def _serve_queue(self, worker: Worker, now_s: float) -> None:
+        """Dispatch from the worker's queue, in order, while it has room."""
+        while (record := self._queue.first(worker.name)) is not None:
+            if not self._route(record, now_s, serving=worker) and record.waits_for == worker.name:
+                return
+
+    def _routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
+        match = self._index.match(request.keys)
+        shared = _shared_blocks(match, decoders) if match else 0
+        output_tokens = min(pool.output_tokens, request.max_tokens) if request.max_tokens else pool.output_tokens
+        return RoutingInput(
+            max(1, request.input_tokens),
+            request.n,
+            match,
+            shared,
+            _session64(request, shared),
+            output_tokens,
+            self._settings.block_tokens,
+            passes_flex=request.priority in ("priority", "default"),
+        )
+
+    def _charge(self, record: InFlightRequest, pair: WorkerPair, need: RoutingInput, now_s: float) -> Route:
+        decode, prefill, keys = pair.decode, pair.prefill, record.request.keys
         cached = need.cached(prefill)
-        charge = Charge(ask.id, decode, prefill, need.tokens - cached, need.tokens, ask.n)
-        charge.flex = ask.priority == "flex"
-        work_us = int(self._settings.cost.work_s(charge.uncached_tokens, need.tokens) * 1e6)
+        record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
+        record.work_us = int(self._settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         for worker in {decode, prefill}:
-            until_s = now_s + OWN_S + prefill.wait_s(now_s) + work_us * 1e-6 * prefill.prefill_pace.scale
-            self._expect(worker, ask.keys, need, until_s)
-            worker.given(need.tokens, now_s)
+            prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
+            new_keys = keys[need.depth(1 << worker.slot) * DIGEST_BYTES :]
+            if worker.capacity.events:
+                self._index.expect(worker.slot, new_keys, now_s + EXPECTED_S + prefill_s)
+            else:
+                self._index.stored(worker.slot, new_keys)
+            worker.dispatched(need.tokens, now_s)
             if worker.breaker.state != "closed":
                 worker.breaker.sent()
-                self._changed(worker)
-        self._ledger.charge(charge, work_us, batch, now_s)
+                self._readiness_changed(worker)
+        self.ledger.charge(record, decode.in_flight, prefill.in_flight, now_s)
         name = "" if prefill is decode else prefill.name
-        return Route(decode=decode.name, prefill=name, cached_tokens=cached)
+        record.route = Route(decode=decode.name, prefill=name, cached_tokens=cached)
+        return record.route
 
-    def _expect(self, worker: Worker, keys: bytes, need: Need, until_s: float) -> None:
-        fresh = keys[need.depth(1 << worker.slot) * DIGEST_BYTES :]
-        if worker.capacity.events:
-            self._index.expect(worker.slot, fresh, until_s)
-        else:
-            self._index.stored(worker.slot, fresh)
+    # --- release -----------------------------------------------------------------------------------------------------
 
-    # --- giving back -------------------------------------------------------------------------------------------------
-
-    def _computed(self, charge: Charge, now_s: float, cached_tokens: int | None = None) -> None:
-        worker = charge.prefill
-        share = worker.witness.share(worker.account.prefill_tokens)
-        if not self._ledger.prefilled(charge):
+    def _prefill_done(self, record: InFlightRequest, now_s: float, cached_tokens: int | None = None) -> None:
+        worker = self._prefill_worker(record)
+        if worker is None or record.request.id not in worker.in_flight.pending:
             return
-        cost, predicted_s = self._settings.cost, charge.work_us * 1e-6
-        if cached_tokens is not None and 0 <= cached_tokens < charge.total_tokens:
-            predicted_s = cost.work_s(charge.total_tokens - cached_tokens, charge.total_tokens)
-        if charge.at_s >= worker.first_s:  # it did not come while another was computed
+        in_flight, reports = worker.in_flight, worker.reports
+        own_share = reports.own_share(in_flight.prefill_tokens)
+        self.ledger.prefilled(record)
+        cost, predicted_s = self._settings.cost, record.work_us * 1e-6
+        if cached_tokens is not None and 0 <= cached_tokens < record.total_tokens:
+            predicted_s = cost.work_s(record.total_tokens - cached_tokens, record.total_tokens)
+        if record.dispatched_s >= worker.last_prefill_s:  # it was not batched with another prompt
             predicted_s += cost.request_s
-        if not charge.batch:
-            worker.prefill_pace.add((now_s - max(charge.at_s, worker.first_s)) * share, predicted_s)
-        worker.first_s = now_s
-        worker.witness.prefilled(charge)
-        self._stir(worker)
+        if not record.is_job:
+            took_s = (now_s - max(record.dispatched_s, worker.last_prefill_s)) * own_share
+            worker.prefill_speed.add(took_s, predicted_s)
+        worker.last_prefill_s = now_s
+        reports.prefilled(record, record.n_on(in_flight))
+        self._has_freed(worker)
 
-    def _release(self, request_id: str, blame: tuple[str, ...], now_s: float, finished: bool = False) -> None:
-        charge = self._ledger.release(request_id)
-        if charge is None:
+    def _prefill_worker(self, record: InFlightRequest) -> Worker | None:
+        """None: it has lost its connection since the request was dispatched."""
+        if record.route is None:
+            return None
+        worker = self._workers.get(record.route.prefill or record.route.decode)
+        return worker if worker is not None and worker.in_flight is record.prefill else None
+
+    def _release(self, record: InFlightRequest, blame: tuple[str, ...], now_s: float, finished: bool = False) -> None:
+        if record.decode is None:
             return
-        for worker, incarnation in zip((charge.decode, charge.prefill), charge.incarnations):
-            if worker.incarnation == incarnation:  # else its end was counted when its connection was lost
-                was_ready = worker.ready
-                if worker.name in blame:
-                    worker.breaker.failed(now_s)
-                elif finished:
-                    worker.breaker.succeeded()
-                else:
-                    worker.breaker.undecided()
-                if worker.ready != was_ready:
-                    self._changed(worker)
-                self._stir(worker)
-            if charge.decode is charge.prefill:
-                break
+        assert record.route is not None
+        route = record.route
+        loads = {route.decode: record.decode, route.prefill or route.decode: record.prefill}
+        self.ledger.release(record)
+        for name, load in loads.items():
+            worker = self._workers.get(name)
+            if worker is None or worker.in_flight is not load:
+                continue  # its failure was counted when its connection was lost
+            was_ready = worker.ready
+            if name in blame:
+                worker.breaker.failed(now_s)
+            elif finished:
+                worker.breaker.succeeded()
+            else:
+                worker.breaker.inconclusive()
+            if worker.ready != was_ready:
+                self._readiness_changed(worker)
+            self._has_freed(worker)
 
-    def _refuse(self, ticket: QueuedRequest, error: EmberlineError) -> None:
-        self._close(ticket)
-        ticket.error = error
-        self._out.append(ticket)
+    def _refused(self, record: InFlightRequest, error: EmberlineError, hand_out: bool = False) -> None:
+        """It gets no worker. A request that had one before stays on record until its owner ends it."""
+        self._unqueue(record)
+        record.error = error
+        if not record.admitted:
+            self._close(record)
+        if hand_out:
+            self._decided.append(record)
 
-    def _close(self, ticket: QueuedRequest) -> None:
-        """The ticket is history. What it was charged is another matter."""
-        self._waiting.remove(ticket)
-        if self._tickets.get(ticket.ask.id) is ticket:
-            del self._tickets[ticket.ask.id]
-            if ticket in self._out:
-                self._out.remove(ticket)
-        self._tenants.leave(ticket.tenant)
+    def _forget(self, record: InFlightRequest, blame: tuple[str, ...], now_s: float, finished: bool = False) -> None:
+        self._release(record, blame, now_s, finished)
+        self._unqueue(record)
+        self._close(record)
 
-    def _count_output(self, request_id: str, n_tokens: int) -> None:
-        if (ticket := self._tickets.get(request_id)) is not None:
-            ticket.tenant.counter += OUTPUT * n_tokens
+    def _unqueue(self, record: InFlightRequest) -> None:
+        self._queue.remove(record)
+        if record in self._decided:
+            self._decided.remove(record)
 
-    def _learn(self, charge: Charge, output_tokens: int, now_s: float) -> None:
-        worker = charge.decode
-        worker.mean_s += _SMOOTHING * (now_s - charge.at_s - worker.mean_s)
-        for model in worker.endpoint.models:
-            self._pool(model).ended(output_tokens)
+    def _close(self, record: InFlightRequest) -> None:
+        self.ledger.remove(record)
+        if record.tenant is not None:
+            self._tenants.leave(record.tenant)
+
+    def _measure(self, record: InFlightRequest, output_tokens: int, now_s: float) -> None:
+        assert record.route is not None
+        if (worker := self._workers.get(record.route.decode)) is not None:
+            worker.mean_request_s += _SMOOTHING * (now_s - record.dispatched_s - worker.mean_request_s)
+        self._pool(record.request.model).measure_output(output_tokens)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
-    def _look(self, now_s: float) -> None:
+    def _check(self, now_s: float) -> None:
         """What only the passing of time changes."""
-        self._index.lapse(now_s)
-        if now_s - self._looked_s < LOOK_S:
+        self._index.expire(now_s)
+        if now_s - self._checked_s < HEALTH_CHECK_S:
             return
-        self._looked_s = now_s
+        self._checked_s = now_s
         for worker in self._workers.values():
-            if worker.look(now_s):
-                self._changed(worker)
+            if worker.check_health(now_s):
+                self._readiness_changed(worker)
         for pool in self._pools.values():
-            pool.relax(now_s)
-        for request_id in self._ledger.overdue(now_s - ORPHAN_S, now_s - ORPHAN_RUNNING_S):
-            log.warning("a request gave no sign of life and is written off", extra={"request_id": request_id})
+            pool.fade_speeds(now_s)
+        for request_id in self.ledger.orphans(now_s):
+            log.warning("request without progress written off", extra={"request_id": request_id})
             self.ended(request_id, now_s, "cancelled")
-        if now_s - self._rotated_s >= BLIND_S:
+        if now_s - self._rotated_s >= NO_EVENTS_S:
             self._rotated_s = now_s
-            self._rotate()
+            self._rotate_slots()
 
-    def _rotate(self) -> None:
+    def _rotate_slots(self) -> None:
+        """Forget what workers without KV events were given before the last rotation."""
         for worker in self._workers.values():
             if not worker.capacity.events:
                 if worker.old_slot is not None:
                     self._index.drop_slot(worker.old_slot)
-                worker.move(self._index.take_slot(), worker.slot)
+                worker.set_slots(self._index.take_slot(), worker.slot)
 
-    def _changed(self, worker: Worker) -> None:
+    def _readiness_changed(self, worker: Worker) -> None:
         for model in worker.endpoint.models:
             self._pool(model).refresh()
-        self._stir(worker)
+        self._has_freed(worker)
 
-    def _stir(self, worker: Worker) -> None:
-        if worker.held:
-            self._stirred.add(worker)
+    def _has_freed(self, worker: Worker) -> None:
+        """Its queue is to be served by the next `dispatch`."""
+        if self._queue.waiting_for(worker.name):
+            self._freed.add(worker)
 
-    def _empty(self, worker: Worker, now_s: float) -> None:
-        """Nothing is on it any more, nor in its cache."""
-        self._ledger.void(worker)
-        worker.witness.forget()
-        self._forget(worker)
-        self._changed(worker)
-        self._evacuate(worker, now_s)
+    def _reset(self, worker: Worker, now_s: float) -> None:
+        """Nothing runs on it any more, and its cache is gone. Records on it stay until each request ends or moves."""
+        worker.in_flight = InFlightLoad()
+        worker.reports.reset()
+        self._forget_cache(worker)
+        self._readiness_changed(worker)
+        self._reroute_queue(worker, now_s)
 
-    def _forget(self, worker: Worker) -> None:
+    def _forget_cache(self, worker: Worker) -> None:
         for slot in (worker.slot, worker.old_slot):
             if slot is not None:
                 self._index.drop_slot(slot)
-        worker.move(self._index.take_slot(), None)
+        worker.set_slots(self._index.take_slot(), None)
 
-    def _evacuate(self, worker: Worker, now_s: float) -> None:
-        for ticket in sorted(worker.held, key=lambda ticket: ticket.order):
-            self._try(ticket, now_s)
+    def _reroute_queue(self, worker: Worker, now_s: float) -> None:
+        for record in sorted(self._queue.waiting_for(worker.name), key=lambda record: record.order):
+            self._route(record, now_s)
 
-    def _retry_all(self, now_s: float) -> None:
-        """A new endpoint may be better for those who wait, above all for those who wait for any at all."""
-        while (ticket := self._waiting.first(None)) is not None and self._pools[ticket.ask.model].candidates(())[0]:
-            self._try(ticket, now_s)
+    def _route_unroutable(self, now_s: float) -> None:
+        """A worker has connected: route the requests that waited for any worker of their model."""
+        while (record := self._queue.first("")) is not None and self._pool(record.request.model).candidates(())[0]:
+            self._route(record, now_s)
 
-    def _out_of_pools(self, worker: Worker) -> None:
+    def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
+        worker = Worker(endpoint, capacity, self._settings.cost, self._index.take_slot())
+        self._workers[endpoint.name] = worker
+        self._add_to_pools(worker, endpoint)
+        return worker
+
+    def _add_to_pools(self, worker: Worker, endpoint: Endpoint) -> None:
+        for model in endpoint.models:
+            self._pool(model).workers.append(worker)
+
+    def _remove_from_pools(self, worker: Worker) -> None:
         for pool in self._pools.values():
             if worker in pool.workers:
                 pool.workers.remove(worker)
                 pool.refresh()
 
-    def _pool(self, model: str) -> Pool:
+    def _pool(self, model: str) -> WorkerPool:
         pool = self._pools.get(model)
         if pool is None:
-            pool = self._pools[model] = Pool(model, self._settings)
+            pool = self._pools[model] = WorkerPool(self._settings)
         return pool
 
 
-def _occupied(choice: WorkerPair, ticket: QueuedRequest, called_by: Worker | None) -> Worker | None:
-    """Whoever has others standing there, that a new one must not pass."""
-    for worker in (choice.decode, choice.prefill):
-        if worker is not called_by and worker.held and (len(worker.held) > 1 or ticket not in worker.held):
-            return worker
-    return None
-
-
-def _shared(match: Match, workers: list[Worker]) -> int:
-    """How many leading blocks more than half of the endpoints hold: what many conversations begin with."""
+def _shared_blocks(match: Match, workers: list[Worker]) -> int:
+    """How many leading blocks more than half of the workers hold: what many conversations begin with."""
     bits = 0
     for worker in workers:
-        bits |= worker.bits
+        bits |= worker.slot_bits
     n_holders = 0
     for depth, mask in match:
         n_holders += (mask & bits).bit_count()
@@ -494,11 +566,10 @@ def _shared(match: Match, workers: list[Worker]) -> int:
     return 0
 
 
-def _session64(ask: RouteRequest, shared: int) -> int:
-    """What the conversation is recognised by: its name; else its first block beyond those that most endpoints hold;
-    else nothing but itself."""
-    if ask.affinity is None and ask.keys:
-        first = min(shared, len(ask.keys) // DIGEST_BYTES - 1) * DIGEST_BYTES
-        return int.from_bytes(ask.keys[first : first + 8], "little")
-    name = ask.id if ask.affinity is None else ask.affinity
+def _session64(request: RouteRequest, shared: int) -> int:
+    """Identifies the conversation: by its session; else by its first block beyond the shared ones; else by its id."""
+    if request.affinity is None and request.keys:
+        first = min(shared, len(request.keys) // DIGEST_BYTES - 1) * DIGEST_BYTES
+        return int.from_bytes(request.keys[first : first + 8], "little")
+    name = request.id if request.affinity is None else request.affinity
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,25 +1,25 @@
-"""Keeps requests away from an endpoint that fails them, and finds out when it no longer does."""
+"""Circuit breaker of one worker: outlier ejection by failed requests, and recovery by single probes."""
 
 from collections import deque
 from typing import Literal
 
 FAILURES = 10  # that open it,
-OF_LAST = 20  # among so many outcomes: one that fails every other request is no use either
-SUCCESSES = 3  # that close it
+OF_LAST = 20  # among so many outcomes: a worker that fails every other request is ejected too
+SUCCESSES = 3  # of probes, that close it
 OPEN_S = 60.0
 
 State = Literal["closed", "open", "half_open"]
 
 
 class CircuitBreaker:
-    """Closed: all may pass. Open: none. Half open: one at a time, until enough have succeeded or one has failed."""
+    """Closed: all requests pass. Open: none. Half open: one probe at a time, until enough succeeded or one failed."""
 
     __slots__ = ("_outcomes", "_successes", "opened_s", "probing", "state")
 
     def __init__(self) -> None:
         self.state: State = "closed"
         self.opened_s = 0.0
-        self.probing = False  # half open, and the one is on its way
+        self.probing = False  # half open, and a probe is in flight
         self._outcomes: deque[bool] = deque(maxlen=OF_LAST)
         self._successes = 0
 
@@ -27,8 +27,8 @@ class CircuitBreaker:
     def allows(self) -> bool:
         return self.state == "closed" or (self.state == "half_open" and not self.probing)
 
-    def look(self, now_s: float) -> None:
-        """Time passes."""
+    def check(self, now_s: float) -> None:
+        """Half-open the breaker once it has been open for long enough."""
         if self.state == "open" and now_s - self.opened_s >= OPEN_S:
             self.state, self.probing, self._successes = "half_open", False, 0
 
@@ -50,6 +50,6 @@ class CircuitBreaker:
             self.state, self.opened_s, self.probing = "open", now_s, False
             self._outcomes.clear()
 
-    def undecided(self) -> None:
-        """Nobody's fault: the probe has told nothing, and another may go."""
+    def inconclusive(self) -> None:
+        """The request ended for a reason that says nothing about the worker: another probe may go."""
         self.probing = False

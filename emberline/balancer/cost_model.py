@@ -1,4 +1,4 @@
-"""What work takes, in seconds: the shape of the cost, whose scale is measured at each endpoint."""
+"""The cost model: seconds of prefill and decode work. Its proportions are fixed, its scale is measured per worker."""
 
 from typing import Literal
 
@@ -9,45 +9,45 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill is linear in new tokens and, through attention, in new tokens times context; a decode step is linear in
-    streams and in their contexts. The figures are those published for an 8B model on one GPU; they matter by their
-    proportions, since each endpoint's own pace is learnt from its first tokens."""
+    sequences and in their contexts. The figures are those published for an 8B model on one GPU. Only their proportions
+    matter: the speed of each worker is measured from its first tokens."""
 
     request_s: float = 0.066  # of every prompt, however short
-    token_s: float = 57e-6  # of a new token
-    attention_s: float = 8.82e-9  # of a new token for each token before it
+    token_s: float = 57e-6  # of a new prompt token
+    attention_s: float = 8.82e-9  # of a new prompt token, for each token before it
     step_s: float = 0.01064  # of a decode step
-    stream_s: float = 419e-6  # of a stream in it
+    stream_s: float = 419e-6  # of a sequence in it
     context_s: float = 1.42e-7  # of a token of context in it
     transfer_s: float = 2e-6  # of a token's KV from prefill to decode
 
     def prefill_s(self, uncached: int, total: int) -> float:
-        """Of a prompt of `total` tokens, the last `uncached` of which are computed, by itself."""
+        """Of a prompt of `total` tokens, of which the last `uncached` are computed, alone on the worker."""
         return self.request_s + self.work_s(uncached, total)
 
     def work_s(self, uncached: int, total: int) -> float:
-        """By which it holds up others; what every prompt takes anyhow they take together."""
+        """By which the prompt delays those behind it: without the fixed cost, which prompts of one step share."""
         return uncached * (self.token_s + self.attention_s * (total - uncached / 2))
 
     def decode_step_s(self, streams: int, context_tokens: int) -> float:
         return self.step_s + self.stream_s * streams + self.context_s * context_tokens
 
 
-KEEP = 0.95  # of the past, at each sample,
-FADE = 0.9  # and at each look at an endpoint that has shown nothing of late
-PRIOR_S = 0.05  # of predicted work that the first guess weighs
-SLOWEST, FASTEST = 1e4, 1e-4  # no measurement is believed beyond
+KEEP = 0.95  # weight of the past at each sample,
+FADE = 0.9  # and at each health check of a worker that was not measured recently
+PRIOR_S = 0.05  # seconds of predicted work that the prior weighs
+MIN_SCALE, MAX_SCALE = 1e-4, 1e4
 
 
 class SpeedEstimate:
-    """A ratio of sums, not a mean of ratios: prompts that are computed side by side end together, and the time of all
-    then stands beside the work of all."""
+    """Measured over predicted seconds. A ratio of sums, not a mean of ratios: prompts computed in one batch end
+    together, and then the time of all must be compared with the work of all."""
 
-    __slots__ = ("_guess", "_predicted_s", "_took_s", "n", "scale")
+    __slots__ = ("_predicted_s", "_prior", "_took_s", "n", "scale")
 
-    def __init__(self, guess: float = 1.0) -> None:
-        self.scale: float = guess
-        self.n = 0
-        self._guess = guess
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.n = 0  # samples
+        self._prior = 1.0
         self._took_s = 0.0
         self._predicted_s = 0.0
 
@@ -57,18 +57,18 @@ class SpeedEstimate:
         self.n += 1
         self._took_s = KEEP * self._took_s + took_s
         self._predicted_s = KEEP * self._predicted_s + predicted_s
-        self._settle()
+        self._update()
 
-    def relax(self, guess: float) -> None:
-        """Let go of what was measured long ago: one slow beginning must not keep requests away for ever."""
-        self._guess = guess
+    def fade(self, prior: float) -> None:
+        """Forget old measurements: one slow start must not keep requests away for ever."""
+        self._prior = prior
         self._took_s *= FADE
         self._predicted_s *= FADE
-        self._settle()
+        self._update()
 
-    def _settle(self) -> None:
-        scale = (self._took_s + PRIOR_S * self._guess) / (self._predicted_s + PRIOR_S)
-        self.scale = min(SLOWEST, max(FASTEST, scale))
+    def _update(self) -> None:
+        scale = (self._took_s + PRIOR_S * self._prior) / (self._predicted_s + PRIOR_S)
+        self.scale = min(MAX_SCALE, max(MIN_SCALE, scale))
 
 
 PolicyName = Literal["sticky", "affinity", "prefix", "round_robin", "least_loaded"]
@@ -76,12 +76,12 @@ PolicyName = Literal["sticky", "affinity", "prefix", "round_robin", "least_loade
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "sticky"
-    others: float = 2.0  # weight of what computing a prompt costs those who live at the endpoint; stickiness
-    ahead_s: float = 0.5  # prefill work that an endpoint has before it, beyond which requests are held back
-    local_tokens: int = 256  # uncached tokens that a decode endpoint computes itself
-    max_waiting: int = 256  # requests held back per endpoint of the model
-    block_tokens: int = BLOCK_TOKENS  # that a content key stands for
-    index_bytes: int = 512 << 20  # of the fleet-wide prefix index
+    others: float = 2.0  # weight of what a prefill costs the other conversations of the worker: higher is stickier
+    ahead_s: float = 0.5  # prefill work queued in a worker beyond which requests wait in the admission queue
+    local_tokens: int = 256  # uncached tokens that a decode worker computes itself
+    max_waiting: int = 256  # length of the admission queue per worker of the model
+    block_tokens: int = BLOCK_TOKENS  # per content key
+    index_bytes: int = 512 << 20  # of the fleet's prefix index
     cost: Cost = Cost()
 
 

@@ -1,4 +1,4 @@
-"""Where an engine listens, what it does, and how much of it."""
+"""A worker's address, role and capacity, and the events by which its connection keeps the balancer informed."""
 
 from typing import Literal, Protocol
 
@@ -11,15 +11,15 @@ DEFAULT_MAX_RUNNING = 16  # where an engine does not say
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One engine process. The name is unique in the fleet and stable over restarts: affinity hashes it."""
+    """One worker. The name is unique in the fleet and stable over restarts: session affinity hashes it."""
 
     name: str
-    address: str  # "unix:/path/to.sock", "tcp:host:port"; of other people's servers "http(s)://host:port"
+    address: str  # "unix:/path/to.sock", "tcp:host:port"; of upstream servers "http(s)://host:port"
     token: str = ""  # the secret to join
     role: WorkerRole = "both"
     kind: Kind = "emberline"
     models: tuple[str, ...] = ()
-    alone: bool = True  # it can compute prompts; where not, it draws tokens beside a prefill endpoint only
+    alone: bool = True  # it can compute prompts; if not, it decodes only what a prefill worker computed
 
     def split(self) -> tuple[str | None, str, int]:
         """(path, "", 0) of a Unix socket, (None, host, port) of a TCP one."""
@@ -33,49 +33,31 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint can hold. Known once it has answered."""
+    """What a worker can hold. Known once it has connected."""
 
     max_running: int = DEFAULT_MAX_RUNNING
     kv_tokens: int = 0  # 0: unknown
-    events: bool = True  # it tells what its prefix cache gains and loses
+    events: bool = True  # it publishes KV events
 
     @classmethod
-    def of(cls, info: EngineInfo) -> "Capacity":
-        return cls(max_running=info.max_running or DEFAULT_MAX_RUNNING, kv_tokens=info.kv_tokens)
+    def of(cls, info: EngineInfo, events: bool = True) -> "Capacity":
+        return cls(max_running=info.max_running or DEFAULT_MAX_RUNNING, kv_tokens=info.kv_tokens, events=events)
 
 
-class Watcher(Protocol):
-    """Who follows what an endpoint does, beside those whose requests it serves: the core does."""
+class WorkerListener(Protocol):
+    """Told by a worker's connection what happens to the worker. Implemented by the core's admission controller."""
 
-    def joined(self, info: EngineInfo, load: EngineLoad) -> None: ...
+    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None: ...
 
-    def reported(self, load: EngineLoad) -> None: ...
+    def reported(self, name: str, load: EngineLoad) -> None: ...
 
-    def cached(self, events: KVEvents) -> None: ...
+    def kv_events(self, name: str, events: KVEvents) -> None: ...
 
-    def left(self) -> None: ...
+    def left(self, name: str, why: str) -> None: ...
 
 
-class Client(Protocol):
-    info: EngineInfo | None  # of the last time it answered; outlives the connection
-    load: EngineLoad
-    progress_s: float  # monotonic time of the last sign that it computes
-    problem: str  # empty while connected
-    closing: bool
-    watcher: Watcher | None
+class WorkerConnection(Protocol):
+    listener: WorkerListener | None
 
     @property
     def endpoint(self) -> Endpoint: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def connected(self) -> bool: ...
-
-    def start(self) -> None:
-        """Connect, and stay connected, in the background."""
-
-    async def wait_connected(self, timeout_s: float) -> bool: ...
-
-    async def close(self) -> None: ...

@@ -1,32 +1,33 @@
-"""Room for queued work: how many lines may run on which engine now, so that requests with a waiting client come first.
+"""Admission control for jobs: how many may run on which worker now, so that requests with a waiting client come first.
 
-A line is claimed only against a grant, and then goes straight to the engine that the grant names. While requests are
-there, queued work has a share of the engine's places, less when steps or first tokens become slow; when there are none
-it has them all. A few places are always granted: the engine itself sees to it that those who wait are not starved.
+A job is claimed from the durable queue only against a grant, and then goes straight to the worker that the grant names.
+While requests run on a worker, jobs get a share of its sequences, less when steps or first tokens become slow; without
+requests they get all of them. A minimum is always granted: the engine itself keeps waiting requests from starving.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 
-from emberline.balancer.fleet import Fleet, Member
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.worker import Worker
 
-SHARE = 0.5  # of an engine's places, while others use it too
-QUIET_S = 5.0  # without a request: the engine is the queue's
-STEP_S = 0.05  # what a step may take when a request may have to wait for its end
-FLOOR = 1 / 16  # of an engine's places; one at least
-AHEAD = 1 / 8  # beyond an engine's places, when it is the queue's: it is never idle while the next lines are claimed
-KV_FULL = 0.9  # of the blocks: more lines would only push each other out
-BUSY = 0.98  # utilisation of an accelerator that has nothing to give
-_LOOK_S = 0.2  # between two corrections
-_SLOWER, _FASTER = 0.8, 0.02  # the cap is multiplied by the one, or grows by the other, at every correction
+SHARE = 0.5  # of a worker's sequences, while it serves requests too
+QUIET_S = 5.0  # without a request, after which jobs may use the whole worker
+MAX_STEP_S = 0.05  # step time above which jobs are cut back: a request may have to wait for the end of a step
+FLOOR = 1 / 16  # of a worker's sequences, granted in any case; one at least
+AHEAD = 1 / 8  # granted beyond a worker's sequences when it has no requests: it must not idle while jobs are claimed
+KV_FULL = 0.9  # of the KV blocks: more jobs would only evict each other
+MAX_UTILISATION = 0.98  # of an accelerator, above which jobs are cut back
+_ADJUST_S = 0.2  # between two adjustments of the cap
+_DECREASE, _INCREASE = 0.8, 0.02  # multiplicative and additive, per adjustment
 _SMOOTHING = 0.2
 _MIN_SAMPLES = 5
-_STALE_S = 300.0  # first tokens without queued work that are older tell nothing about now
+_STALE_S = 300.0  # TTFT samples that are older say nothing about now
 
 
-class Mean:
-    """A smoothed figure, and how old it is."""
+class SmoothedMean:
+    """An exponentially smoothed mean, and its age."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -38,156 +39,164 @@ class Mean:
         self.at_s = now_s
         self.value += max(_SMOOTHING, 1 / self.n) * (value - self.value)
 
-    def known(self, now_s: float) -> bool:
+    def is_known(self, now_s: float) -> bool:
         return self.n >= _MIN_SAMPLES and now_s - self.at_s < _STALE_S
 
 
-class Room:
-    """One engine, as queued work sees it."""
+class JobQuota:
+    """How many jobs one worker may run: a cap that adapts to the latency of its requests."""
 
-    def __init__(self, member: Member, share: float, now_s: float) -> None:
-        self.member = member
+    def __init__(self, worker: Worker, share: float, now_s: float) -> None:
+        self.worker = worker
         self.granted = 0  # sequences
-        self.emptied = False  # for a line that is to run alone,
-        self.alone = False  # which runs
-        self.step_s = Mean()
+        self.emptying = False  # no more grants, until a job that must run alone has run
+        self.exclusive = False  # that job runs
+        self.step_s = SmoothedMean()
         self._share = share
-        self._cap = 1.0  # of the places
-        self._sync_s = now_s - QUIET_S  # when a request was last there
-        self._first_s = {True: Mean(), False: Mean()}  # to a first token, beside queued work and without
-        self._looked_s, self._looked_steps = now_s, 0
+        self._cap = 1.0  # of the worker's sequences
+        self._last_request_s = now_s - QUIET_S  # when a request last ran there
+        self._ttft_s = {True: SmoothedMean(), False: SmoothedMean()}  # of requests, with and without jobs beside them
+        self._adjusted_s, self._adjusted_steps = now_s, 0
 
     @property
-    def floor(self) -> int:
-        return max(1, int(self.member.max_running * FLOOR))
+    def max_running(self) -> int:
+        return self.worker.capacity.max_running
 
     def free(self, now_s: float) -> int:
         """Sequences that may be granted now."""
-        member = self.member
-        self._look(now_s)
-        if not member.healthy or self.emptied:
+        self._adjust(now_s)
+        if not self.worker.is_healthy(now_s) or self.emptying:
             return 0
-        return max(0, max(self._most(now_s), self.floor) - self.granted)
+        floor = max(1, int(self.max_running * FLOOR))
+        return max(0, max(self._limit(now_s), floor) - self.granted)
 
-    def heard(self, first_token_s: float, mixed: bool, now_s: float) -> None:
-        self._first_s[mixed].add(first_token_s, now_s)
+    def observe_ttft(self, ttft_s: float, mixed: bool, now_s: float) -> None:
+        self._ttft_s[mixed].add(ttft_s, now_s)
 
-    def _most(self, now_s: float) -> int:
-        member, load = self.member, self.member.load
-        places = member.max_running
+    def _limit(self, now_s: float) -> int:
+        load = self.worker.load
         if load.waiting > load.waiting_batch:
             return 0
         if load.kv_total_blocks and load.kv_used_blocks > KV_FULL * load.kv_total_blocks:
             return self.granted
-        if now_s - self._sync_s >= QUIET_S:
-            return places + max(1, int(places * AHEAD))
-        return min(int(places * min(self._cap, self._share)), places - self._others())
+        if now_s - self._last_request_s >= QUIET_S:
+            return self.max_running + max(1, int(self.max_running * AHEAD))
+        return min(int(self.max_running * min(self._cap, self._share)), self.max_running - self._n_others())
 
-    def _others(self) -> int:
-        """Sequences that are not ours to run: requests, and what other cores have there."""
-        load, member = self.member.load, self.member
-        return max(member.sync_in_flight, load.running + load.waiting - member.batch_in_flight)
+    def _n_others(self) -> int:
+        """Sequences that are no jobs of ours: requests, and what other cores run there."""
+        load, in_flight = self.worker.load, self.worker.in_flight
+        return max(in_flight.sync_active, load.running + load.waiting - in_flight.batch_active)
 
-    def _look(self, now_s: float) -> None:
-        """Learn the pace of steps, and give queued work more or less of the engine."""
-        if self._others() > 0:
-            self._sync_s = now_s
-        elapsed_s, steps = now_s - self._looked_s, self.member.load.steps
-        if elapsed_s < _LOOK_S:
+    def _adjust(self, now_s: float) -> None:
+        """Measure the step time, and move the cap."""
+        if self._n_others() > 0:
+            self._last_request_s = now_s
+        elapsed_s, steps = now_s - self._adjusted_s, self.worker.load.steps
+        if elapsed_s < _ADJUST_S:
             return
-        n_steps = steps - self._looked_steps
-        self._looked_s, self._looked_steps = now_s, steps
-        if n_steps <= 0 or elapsed_s > 5 * _LOOK_S:
-            return  # it was idle, or begins anew
+        n_steps = steps - self._adjusted_steps
+        self._adjusted_s, self._adjusted_steps = now_s, steps
+        if n_steps <= 0 or elapsed_s > 5 * _ADJUST_S:
+            return  # the worker was idle, or has restarted
         self.step_s.add(elapsed_s / n_steps, now_s)
-        if now_s - self._sync_s >= QUIET_S:
-            return  # nobody who could mind: what was learnt is kept for the next who comes
-        if self.granted and self._slow(now_s):
-            self._cap = max(min(self._cap, self._share) * _SLOWER, FLOOR)
+        if now_s - self._last_request_s >= QUIET_S:
+            return  # there is nobody to protect: the cap is kept for the next request
+        if self.granted and self._is_slow(now_s):
+            self._cap = max(min(self._cap, self._share) * _DECREASE, FLOOR)
         else:
-            self._cap = min(self._cap + _FASTER, 1.0)
+            self._cap = min(self._cap + _INCREASE, 1.0)
 
-    def _slow(self, now_s: float) -> bool:
-        mixed, alone = self._first_s[True], self._first_s[False]
-        # By its mean: the unlucky wait twice as long.
-        late = mixed.known(now_s) and alone.known(now_s) and mixed.value > alone.value + STEP_S / 2
-        utilisation = self.member.load.utilisation
-        full = utilisation is not None and utilisation > BUSY
-        return late or full or self.step_s.value > STEP_S
+    def _is_slow(self, now_s: float) -> bool:
+        mixed, alone = self._ttft_s[True], self._ttft_s[False]
+        # Half a step on average: the unlucky wait twice as long.
+        is_late = mixed.is_known(now_s) and alone.is_known(now_s) and mixed.value > alone.value + MAX_STEP_S / 2
+        utilisation = self.worker.load.utilisation
+        is_full = utilisation is not None and utilisation > MAX_UTILISATION
+        return is_late or is_full or self.step_s.value > MAX_STEP_S
 
 
 class Grant:
-    """A place on an engine, for one line. Given back once."""
+    """Room for one job on a worker. Given back once."""
 
-    __slots__ = ("_n", "_on_return", "_room", "alone")
+    __slots__ = ("_n", "_on_return", "_quota", "exclusive")
 
-    def __init__(self, room: Room, on_return: Callable[[], None], alone: bool = False) -> None:
-        self._room = room
+    def __init__(self, quota: JobQuota, on_return: Callable[[], None], exclusive: bool = False) -> None:
+        self._quota = quota
         self._n = 1
         self._on_return = on_return
-        self.alone = room.alone = alone
-        room.granted += 1
+        self.exclusive = quota.exclusive = exclusive
+        quota.granted += 1
 
     @property
     def engine(self) -> str:
-        return self._room.member.name
+        return self._quota.worker.name
 
     def widen(self, n: int) -> None:
-        """The line wants `n` sequences."""
-        self._room.granted += n - self._n
+        """The job needs `n` sequences."""
+        self._quota.granted += n - self._n
         self._n = n
 
     def give_back(self) -> None:
-        self._room.granted -= self._n
-        assert self._room.granted >= 0
+        self._quota.granted -= self._n
+        assert self._quota.granted >= 0
         self._n = 0
-        if self.alone:
-            self._room.emptied = self._room.alone = self.alone = False
+        if self.exclusive:
+            self._quota.emptying = self._quota.exclusive = self.exclusive = False
         self._on_return()
 
 
 class Grants:
-    def __init__(self, fleet: Fleet, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
-        self._fleet = fleet
+    def __init__(self, balancer: Balancer, share: float = SHARE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._balancer = balancer
+        self._share = share
         self._clock = clock
-        self._rooms = {member.name: Room(member, share, clock()) for member in fleet}
-        self._stirred = asyncio.Event()
+        self._quotas: dict[str, JobQuota] = {}  # by worker
+        self._room = asyncio.Event()
 
     def issue(self, model: str, most: int) -> list[Grant]:
-        """Up to `most` places, those of one engine together."""
+        """Up to `most` grants, those on one worker together."""
         now_s = self._clock()
         grants: list[Grant] = []
-        for room in sorted(self._of(model), key=lambda room: room.granted / room.member.max_running):
-            n = min(room.free(now_s), most - len(grants))
-            grants += [Grant(room, self.stir) for _ in range(n)]
+        for quota in sorted(self._of(model), key=lambda quota: quota.granted / quota.max_running):
+            n = min(quota.free(now_s), most - len(grants))
+            grants += [Grant(quota, self.stir) for _ in range(n)]
         return grants
 
     def issue_alone(self, model: str) -> Grant | None:
-        """An engine with nothing else of the queue on it. None: one is being emptied; ask again."""
-        rooms = [room for room in self._of(model) if room.member.healthy]
-        if not rooms:
+        """A worker without other jobs. None: not yet, one is being emptied; ask again."""
+        now_s = self._clock()
+        quotas = [quota for quota in self._of(model) if quota.worker.is_healthy(now_s)]
+        if not quotas:
             return None
-        room = min(rooms, key=lambda room: (not room.emptied, room.granted))
-        room.emptied = True
-        return Grant(room, self.stir, alone=True) if not room.granted else None
+        quota = min(quotas, key=lambda quota: (not quota.emptying, quota.granted))
+        quota.emptying = True
+        return Grant(quota, self.stir, exclusive=True) if not quota.granted else None
 
     def call_off(self, model: str) -> None:
-        """No line is to run alone after all."""
-        for room in self._of(model):
-            room.emptied = room.alone
+        """No job is waiting to run alone any more."""
+        for quota in self._of(model):
+            quota.emptying = quota.exclusive
         self.stir()
 
-    def heard(self, member: Member, first_token_s: float, mixed: bool) -> None:
-        """How long a request waited for its first token; `mixed`: queued work was there when it came."""
-        self._rooms[member.name].heard(first_token_s, mixed, self._clock())
+    def observe_ttft(self, model: str, worker: str, ttft_s: float, mixed: bool) -> None:
+        """The TTFT of a request on this worker; `mixed`: jobs ran there when the request was dispatched."""
+        for quota in self._of(model):
+            if quota.worker.name == worker:
+                quota.observe_ttft(ttft_s, mixed, self._clock())
 
     def stir(self) -> None:
         """There may be room where there was none."""
-        self._stirred.set()
+        self._room.set()
 
     async def stirred(self) -> None:
-        await self._stirred.wait()
-        self._stirred.clear()
+        await self._room.wait()
+        self._room.clear()
 
-    def _of(self, model: str) -> list[Room]:
-        return [self._rooms[member.name] for member in self._fleet.of(model) if member.writes]
+    def _of(self, model: str) -> list[JobQuota]:
+        workers = [worker for worker in self._balancer.workers_of(model) if worker.endpoint.role != "prefill"]
+        for worker in workers:
+            quota = self._quotas.get(worker.name)
+            if quota is None or quota.worker is not worker:
+                self._quotas[worker.name] = JobQuota(worker, self._share, self._clock())
+        return [self._quotas[worker.name] for worker in workers]

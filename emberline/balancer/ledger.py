@@ -1,151 +1,244 @@
-"""What we have sent where and what of it is still to be done: charged at dispatch, released when it is over."""
+"""The one record of every request in flight: where it waits or runs, what it costs there, when it last progressed.
 
-from typing import TYPE_CHECKING
+A request gets its record when it asks for a worker and keeps it until it ends: through queueing, prefill, decode and
+failover. Everything that needs to know what is in flight reads it here: routing, health, metrics, job grants.
+"""
 
-if TYPE_CHECKING:
-    from emberline.balancer.worker import Worker
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.request import Priority
+
+# Progress is measured by tokens, not by answered probes. With work in flight and no progress for so long,
+STALLED_S = 30.0  # a worker is unhealthy: it gets no requests,
+HUNG_S = 300.0  # its connection is dropped, and its requests move: on a slow machine one step takes minutes
+ORPHAN_S = 300.0  # and a request that was dispatched is written off,
+ORPHAN_RUNNING_S = 3600.0  # or after its first token, when nothing but its end is reported any more.
+CACHED_TOKEN_COST = 0.1  # fair-share cost of a cached prompt token; a computed one costs 1
+OUTPUT_TOKEN_COST = 2.0  # of a generated token
+_MAX_IDLE_TENANTS = 10_000
+
+Phase = Literal["waiting", "prefill", "decode"]
+_numbers = count()
 
 
-class Account:
-    """One endpoint's side. Work is in whole microseconds at the cost's own figures, so that sums return to zero."""
+@dataclass(slots=True, eq=False)
+class Tenant:
+    account: str
+    virtual_tokens: float = 0.0  # service received, weighted by the costs above
+    n_open: int = 0  # requests that wait or run
 
-    __slots__ = (
-        "active",
-        "batch_active",
-        "decode_tokens",
-        "flex_active",
-        "pending",
-        "prefill_tokens",
-        "pushes",
-        "work_us",
-    )
+
+class Tenants:
+    """Fair queueing by virtual token counters: the tenant with the lowest counter goes first.
+
+    A tenant that returns from idleness must not claim the service it did not use: its counter is lifted to the lowest
+    of the active tenants, or to that of the last one that became idle.
+    """
 
     def __init__(self) -> None:
-        self.pending: dict[str, Charge] = {}  # prompts not yet computed, in the order in which they were sent
-        self.prefill_tokens = 0  # of them, uncached
-        self.work_us = 0  # of those that are not queued work, which makes room for all others
-        self.pushes = 0  # of them, those computed for another endpoint
-        self.active = 0  # sequences
-        self.batch_active = 0  # of them, queued work
-        self.flex_active = 0  # of the others, those of the flex class
-        self.decode_tokens = 0  # prompts and what was emitted
+        self._tenants: dict[str, Tenant] = {}
+        self._active: set[Tenant] = set()
+        self._last_idle = 0.0  # counter of the last tenant that became idle
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values())
+
+    def enter(self, account: str) -> Tenant:
+        tenant = self._tenants.get(account)
+        if tenant is None:
+            if len(self._tenants) - len(self._active) > _MAX_IDLE_TENANTS:
+                self._tenants = {tenant.account: tenant for tenant in self._active}
+            tenant = self._tenants[account] = Tenant(account)
+        if tenant.n_open == 0:
+            floor = min((other.virtual_tokens for other in self._active), default=self._last_idle)
+            tenant.virtual_tokens = max(tenant.virtual_tokens, floor)
+            self._active.add(tenant)
+        tenant.n_open += 1
+        return tenant
+
+    def leave(self, tenant: Tenant) -> None:
+        tenant.n_open -= 1
+        assert tenant.n_open >= 0
+        if tenant.n_open == 0:
+            self._active.discard(tenant)
+            self._last_idle = max(self._last_idle, tenant.virtual_tokens)
+
+
+@dataclass(slots=True)
+class InFlightLoad:
+    """The sum of the records on one worker. A worker that reconnects gets a new one; records from before keep the old.
+
+    Work is in whole microseconds of the cost model, so that sums return to zero.
+    """
+
+    pending: dict[str, "InFlightRequest"] = field(default_factory=dict)  # prompts not computed yet, in dispatch order
+    prefill_tokens: int = 0  # of the pending prompts, uncached
+    work_us: int = 0  # of the pending prompts that are no jobs: jobs are preempted by all others
+    pushes: int = 0  # pending prompts that are computed for another worker
+    active: int = 0  # sequences
+    batch_active: int = 0  # of them, jobs
+    flex_active: int = 0  # of the others, those of the flex class
+    decode_tokens: int = 0  # prompts and generated tokens
 
     @property
     def sync_active(self) -> int:
         return self.active - self.batch_active
 
-    @property
-    def empty(self) -> bool:
-        return not any(getattr(self, name) for name in self.__slots__)
 
-
-class Charge:
-    """One request's side: which endpoints compute its prompt and draw its tokens, and what it cost them."""
+class InFlightRequest:
+    """One request's record. `dispatch` hands it out once per admission: with a route, or with an error."""
 
     __slots__ = (
-        "at_s",
-        "batch",
-        "began_s",
+        "admitted",
+        "arrived_s",
+        "checked_s",
+        "deadline_s",
         "decode",
+        "dispatched_s",
         "emitted",
-        "flex",
-        "incarnations",
-        "n",
+        "error",
+        "first_token_s",
+        "give_up_s",
+        "mixed",
+        "number",
         "prefill",
-        "request_id",
-        "seen_s",
+        "priority",
+        "progress_s",
+        "rank_s",
+        "request",
+        "route",
+        "tenant",
         "total_tokens",
         "uncached_tokens",
+        "waits_for",
         "work_us",
-    )
+    )  # fmt: skip
 
-    def __init__(
-        self, request_id: str, decode: "Worker", prefill: "Worker", uncached_tokens: int, total_tokens: int, n: int
-    ) -> None:
-        self.request_id = request_id
-        self.decode = decode
-        self.prefill = prefill  # the same as `decode` where that one computes the prompt
-        self.uncached_tokens = uncached_tokens
-        self.total_tokens = total_tokens
-        self.n = n
-        self.work_us = 0
-        self.batch = self.flex = False
-        self.emitted = 0
-        self.at_s = self.seen_s = 0.0
-        self.began_s: float | None = None
-        self.incarnations = (decode.incarnation, prefill.incarnation)
+    def __init__(self, request: RouteRequest, tenant: Tenant | None, now_s: float) -> None:
+        self.tenant = tenant  # None: a job, which the durable queue has ordered already
+        self.priority = Priority[request.priority.upper()]
+        self.number = next(_numbers)
+        self.arrived_s = now_s
+        self.admitted = False  # dispatched at least once: from then on only its end removes the record
+        self.decode: InFlightLoad | None = None  # the loads that it is charged to; None while it is on no worker
+        self.prefill: InFlightLoad | None = None  # the same as `decode` where that worker computes the prompt
+        self.uncached_tokens = self.total_tokens = 0  # of the prompt
+        self.work_us = 0  # of its prefill
+        self.emitted = 0  # tokens generated, as far as they were reported
+        self.dispatched_s = 0.0
+        self.first_token_s: float | None = None
+        self.mixed = False  # jobs ran on the decode worker when this was dispatched
+        self.requeue(request, now_s)
+
+    def requeue(self, request: RouteRequest, now_s: float) -> None:
+        """Ask for workers, for the first time or again after a failure."""
+        self.request = request
+        self.progress_s = self.checked_s = now_s
+        self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
+        self.give_up_s = now_s + request.wait_s  # while no worker is connected
+        self.rank_s: float | None = None  # arrival plus the seconds of its prompt: until then a shorter one may pass
+        self.waits_for = ""  # the worker in whose queue it is; empty: any
+        self.route: Route | None = None
+        self.error: EmberlineError | None = None
+
+    @property
+    def is_job(self) -> bool:
+        return self.tenant is None
+
+    @property
+    def phase(self) -> Phase:
+        if self.decode is None:
+            return "waiting"
+        return "prefill" if self.first_token_s is None else "decode"
+
+    @property
+    def order(self) -> tuple[int, float, float, int]:
+        """Among waiting requests: class, then the tenant that has had the least, then arrival and prompt length."""
+        assert self.tenant is not None, "jobs do not wait here"
+        return self.priority, self.tenant.virtual_tokens, self.rank_s or self.arrived_s, self.number
+
+    def n_on(self, load: InFlightLoad) -> int:
+        """Sequences of the request on the worker with this load."""
+        return self.request.n if self.decode is load else 1
+
+    def charge_tenant(self, virtual_tokens: float) -> None:
+        if self.tenant is not None:
+            self.tenant.virtual_tokens += virtual_tokens
 
 
 class InFlightLedger:
-    """Every open charge. What an endpoint is charged is the sum over those that are still on it."""
+    """All records by request id, and the loads of the workers as the sums over them."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Charge] = {}
+        self._records: dict[str, InFlightRequest] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        return iter(self._records.values())
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def get(self, request_id: str) -> InFlightRequest | None:
+        return self._records.get(request_id)
 
-    def get(self, request_id: str) -> Charge | None:
-        return self._open.get(request_id)
+    def add(self, record: InFlightRequest) -> None:
+        assert record.request.id not in self._records, f"{record.request.id} is in flight already"
+        self._records[record.request.id] = record
 
-    def ids(self) -> set[str]:
-        return set(self._open)
+    def remove(self, record: InFlightRequest) -> None:
+        assert record.decode is None, "release it first"
+        del self._records[record.request.id]
 
-    def charge(self, charge: Charge, work_us: int, batch: bool, now_s: float) -> None:
-        assert charge.request_id not in self._open, f"{charge.request_id} is charged already"
-        self._open[charge.request_id] = charge
-        charge.work_us, charge.batch, charge.at_s, charge.seen_s = work_us, batch, now_s, now_s
-        prefill, decode = charge.prefill.account, charge.decode.account
-        prefill.pending[charge.request_id] = charge
-        prefill.prefill_tokens += charge.uncached_tokens
-        prefill.work_us += 0 if batch else work_us
+    def charge(self, record: InFlightRequest, decode: InFlightLoad, prefill: InFlightLoad, now_s: float) -> None:
+        """It is dispatched: add it to the loads of its workers."""
+        assert record.decode is None, f"{record.request.id} is charged already"
+        n = record.request.n
+        record.decode, record.prefill = decode, prefill
+        record.admitted, record.emitted, record.first_token_s = True, 0, None
+        record.dispatched_s = record.progress_s = now_s
+        record.mixed = record.is_job or decode.batch_active > 0
+        prefill.pending[record.request.id] = record
+        prefill.prefill_tokens += record.uncached_tokens
+        prefill.work_us += 0 if record.is_job else record.work_us
         prefill.pushes += prefill is not decode
-        decode.active += charge.n
-        decode.batch_active += charge.n if batch else 0
-        decode.flex_active += charge.n if charge.flex else 0
-        decode.decode_tokens += charge.total_tokens * charge.n
+        decode.active += n
+        decode.batch_active += n if record.is_job else 0
+        decode.flex_active += n if record.priority is Priority.FLEX else 0
+        decode.decode_tokens += record.total_tokens * n
 
-    def prefilled(self, charge: Charge) -> bool:
-        """The prompt is computed. Whether that is news."""
-        account = charge.prefill.account
-        if account.pending.pop(charge.request_id, None) is None:
+    def prefilled(self, record: InFlightRequest) -> bool:
+        """The prompt is computed. False: that was known."""
+        prefill = record.prefill
+        if prefill is None or prefill.pending.pop(record.request.id, None) is None:
             return False
-        account.prefill_tokens -= charge.uncached_tokens
-        account.work_us -= 0 if charge.batch else charge.work_us
-        account.pushes -= charge.prefill is not charge.decode
+        prefill.prefill_tokens -= record.uncached_tokens
+        prefill.work_us -= 0 if record.is_job else record.work_us
+        prefill.pushes -= prefill is not record.decode
         return True
 
-    def emitted(self, charge: Charge, n_tokens: int) -> None:
-        charge.emitted += n_tokens
-        if charge.incarnations[0] == charge.decode.incarnation:
-            charge.decode.account.decode_tokens += n_tokens
+    def emitted(self, record: InFlightRequest, n_tokens: int) -> None:
+        assert record.decode is not None
+        record.emitted += n_tokens
+        record.decode.decode_tokens += n_tokens
 
-    def release(self, request_id: str) -> Charge | None:
-        """All of it. None: there was nothing, or no more."""
-        charge = self._open.pop(request_id, None)
-        if charge is None:
-            return None
-        self.prefilled(charge)
-        if charge.incarnations[0] == charge.decode.incarnation:
-            account = charge.decode.account
-            account.active -= charge.n
-            account.batch_active -= charge.n if charge.batch else 0
-            account.flex_active -= charge.n if charge.flex else 0
-            account.decode_tokens -= charge.total_tokens * charge.n + charge.emitted
-        return charge
+    def release(self, record: InFlightRequest) -> None:
+        """It is on no worker any more."""
+        self.prefilled(record)
+        decode, n = record.decode, record.request.n
+        assert decode is not None
+        decode.active -= n
+        decode.batch_active -= n if record.is_job else 0
+        decode.flex_active -= n if record.priority is Priority.FLEX else 0
+        decode.decode_tokens -= record.total_tokens * n + record.emitted
+        record.decode = record.prefill = None
 
-    def void(self, worker: "Worker") -> None:
-        """The endpoint is gone with all that was on it. Its charges stay open until each request ends or moves."""
-        worker.incarnation += 1
-        worker.account = Account()
-
-    def overdue(self, waiting_s: float, running_s: float) -> list[str]:
-        """Requests that gave no sign of life since before `waiting_s`, or, once they had begun, `running_s`."""
+    def orphans(self, now_s: float) -> list[str]:
+        """Requests of which nothing was heard for too long; those that wait are bounded by their own deadlines."""
         return [
             request_id
-            for request_id, charge in self._open.items()
-            if charge.seen_s < (waiting_s if charge.began_s is None else running_s)
+            for request_id, record in self._records.items()
+            if (record.decode is not None or record.error is not None)
+            and now_s - record.progress_s > (ORPHAN_S if record.first_token_s is None else ORPHAN_RUNNING_S)
         ]

@@ -1,22 +1,22 @@
-"""What an endpoint says of its load, and how far that is believed.
+"""Load reports of one worker: checked for plausibility, and used only for what the core cannot know itself.
 
-Our own account is exact and at once, but blind to what other cores send and to how far the engine has come. The
-endpoint's report corrects it in just these two: work and streams that are not ours, and progress on the prompt that is
-being computed. So nothing counts twice, and a report can take off no more than that one prompt.
+The ledger is exact and immediate, but does not see what other cores send, nor how far a worker has come with a prompt.
+A report corrects just these two: sequences and prompt tokens that are not ours, and progress on our first pending
+prompt. So nothing counts twice, and a report can take off no more than that one prompt.
 """
 
 import math
 
-from emberline.balancer.ledger import Account, Charge
+from emberline.balancer.ledger import InFlightLoad, InFlightRequest
 from emberline.protocol.frames import EngineLoad
 
-SETTLE_S = 0.05  # a request may take so long from us to the endpoint's own account
-STALE_S = 5.0  # what others had there, without a newer report
-DISTRUST_S = 60.0  # in which only our own account counts, after a report that cannot be
-STUCK_S = 2.0  # prompts of ours are there, and the endpoint keeps saying that it has nothing
-MOST_S = 60.0  # of other people's work that is believed
-MOST_SEQUENCES = 1 << 20
-MOST_TOKENS = 1 << 24  # of a sequence
+SETTLE_S = 0.05  # a dispatched request may take so long to appear in the worker's reports
+STALE_S = 5.0  # after which a report says nothing about other cores any more
+REJECT_S = 60.0  # reports are ignored for so long after an implausible one
+STUCK_S = 2.0  # a worker that has pending prompts of ours may report no work at all for so long
+MAX_FOREIGN_S = 60.0  # of other cores' work that is believed
+MAX_SEQUENCES = 1 << 20
+MAX_TOKENS = 1 << 24  # of a sequence
 
 
 class LoadReports:
@@ -24,58 +24,58 @@ class LoadReports:
         "_denied_s",
         "_foreign_active",
         "_foreign_least",
+        "_rejected_until_s",
         "at_s",
-        "distrusted_until_s",
         "done_tokens",
         "foreign_tokens",
-        "lies",
         "load",
+        "n_rejected",
         "problem",
-    )
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.load = EngineLoad()  # the last that could be believed,
+        self.load = EngineLoad()  # the last accepted report,
         self.at_s = -math.inf  # and when it came
-        self.foreign_tokens = 0  # prompt tokens that others wait for
-        self.done_tokens = 0  # of our first prompt there
-        self.lies = 0
-        self.problem = ""  # what was wrong with the last that could not be believed
-        self.distrusted_until_s = -math.inf
+        self.foreign_tokens = 0  # prompt tokens of other cores that are still to be computed
+        self.done_tokens = 0  # computed of our first pending prompt
+        self.n_rejected = 0
+        self.problem = ""  # what was wrong with the last rejected report
+        self._rejected_until_s = -math.inf
         self._foreign_active = self._foreign_least = 0
-        self._denied_s: float | None = None  # since when it says that it has nothing although we wait
+        self._denied_s: float | None = None  # since when it reports no work although prompts of ours are pending
 
-    def hear(self, load: EngineLoad, account: Account, now_s: float) -> bool:
-        """Whether the report can be believed."""
-        problem = implausible(load) or self._denies(load, account, now_s)
+    def accept(self, load: EngineLoad, in_flight: InFlightLoad, now_s: float) -> bool:
+        """False: the report is implausible, and rejected. `in_flight`: what we know to be on the worker."""
+        problem = implausible(load) or self._denies_work(load, in_flight, now_s)
         if problem:
-            self.lies += 1
+            self.n_rejected += 1
             self.problem = problem
-            self.distrusted_until_s = now_s + DISTRUST_S
-        if self.doubted(now_s):
+            self._rejected_until_s = now_s + REJECT_S
+        if self.rejecting(now_s):
             self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
             return not problem
         self.load, self.at_s = load, now_s
-        known, unsure = _settled(account, now_s)
-        self._foreign_least = _foreign(load, account)
-        self._foreign_active = _foreign(load, account, unsure)
-        ahead = load.waiting_tokens - known
+        known_tokens, n_unsettled = _settled(in_flight, now_s)
+        self._foreign_least = _foreign(load, in_flight)
+        self._foreign_active = _foreign(load, in_flight, n_unsettled)
+        ahead = load.waiting_tokens - known_tokens
         self.foreign_tokens = max(0, ahead) if self._foreign_active else 0
-        first = next(iter(account.pending.values()), None)
+        first = next(iter(in_flight.pending.values()), None)
         self.done_tokens = min(max(0, -ahead), first.uncached_tokens) if first is not None else 0
         return True
 
-    def prefilled(self, charge: Charge) -> None:
-        """One of our prompts is done; what had been done of it went with it. It is there: so if the last report may
-        have counted it, it has, and it was not another's."""
-        self.done_tokens = max(0, self.done_tokens - charge.uncached_tokens)
-        if not charge.batch and self.at_s - SETTLE_S < charge.at_s <= self.at_s:
-            self._foreign_active = max(self._foreign_least, self._foreign_active - _n(charge))
+    def prefilled(self, record: InFlightRequest, n_sequences: int) -> None:
+        """One of our prompts is done, and what was reported as done belonged to it. If the last report may or may not
+        have counted the request, it did: so the request was not another core's."""
+        self.done_tokens = max(0, self.done_tokens - record.uncached_tokens)
+        if not record.is_job and self.at_s - SETTLE_S < record.dispatched_s <= self.at_s:
+            self._foreign_active = max(self._foreign_least, self._foreign_active - n_sequences)
 
     def foreign_s(self, now_s: float, token_s: float) -> float:
-        """What others' prompts there still take: they are worked off while we look on."""
+        """Seconds that other cores' prompts still take; they are worked off as time passes."""
         if not self.foreign_tokens:
             return 0.0
-        return max(0.0, min(MOST_S, self.foreign_tokens * token_s) - (now_s - self.at_s))
+        return max(0.0, min(MAX_FOREIGN_S, self.foreign_tokens * token_s) - (now_s - self.at_s))
 
     def foreign_active(self, now_s: float) -> int:
         return self._foreign_active if self._foreign_active and self.is_fresh(now_s) else 0
@@ -83,28 +83,28 @@ class LoadReports:
     def is_fresh(self, now_s: float) -> bool:
         return now_s - self.at_s < STALE_S
 
-    def share(self, own_tokens: int) -> float:
-        """Of the endpoint's time for prompts, what it spends on ours."""
+    def own_share(self, own_tokens: int) -> float:
+        """Of the worker's prefill time, the share that our prompts get."""
         return own_tokens / (own_tokens + self.foreign_tokens) if own_tokens > 0 else 1.0
 
-    def doubted(self, now_s: float) -> bool:
-        return now_s < self.distrusted_until_s
+    def rejecting(self, now_s: float) -> bool:
+        return now_s < self._rejected_until_s
 
-    def forget(self) -> None:
-        """The endpoint begins anew."""
+    def reset(self) -> None:
+        """The worker starts anew."""
         self.load, self._denied_s = EngineLoad(), None
         self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
 
-    def _denies(self, load: EngineLoad, account: Account, now_s: float) -> str:
-        first = next(iter(account.pending.values()), None)
-        if load.running or load.waiting or first is None or now_s - first.at_s < STUCK_S:
+    def _denies_work(self, load: EngineLoad, in_flight: InFlightLoad, now_s: float) -> str:
+        first = next(iter(in_flight.pending.values()), None)
+        if load.running or load.waiting or first is None or now_s - first.dispatched_s < STUCK_S:
             self._denied_s = None
             return ""
         if self._denied_s is None:
             self._denied_s = now_s
-        if now_s - max(self._denied_s, first.at_s) < STUCK_S:
+        if now_s - max(self._denied_s, first.dispatched_s) < STUCK_S:
             return ""
-        return "it says that it has no work, and has had prompts of ours for seconds"
+        return "it reports no work, but has had prompts of ours for seconds"
 
 
 def implausible(load: EngineLoad) -> str:
@@ -114,36 +114,31 @@ def implausible(load: EngineLoad) -> str:
     if min(*counts, *batch, load.steps, load.prompt_tokens, load.cached_tokens, load.output_tokens) < 0:
         return "a count is negative"
     if load.running_batch > load.running or load.waiting_batch > load.waiting:
-        return "more of its work is queued work than there is"
+        return "it counts more jobs than sequences"
     sequences = load.running + load.waiting
-    if sequences > MOST_SEQUENCES or load.waiting_tokens > sequences * MOST_TOKENS:
+    if sequences > MAX_SEQUENCES or load.waiting_tokens > sequences * MAX_TOKENS:
         return "it claims more work than an engine can have"
     if load.kv_used_blocks > load.kv_total_blocks:
-        return "more blocks are in use than there are"
+        return "more KV blocks are in use than there are"
     if load.utilisation is not None and not 0 <= load.utilisation <= 1:
         return "its utilisation is not between 0 and 1"
     return ""
 
 
-def _foreign(load: EngineLoad, account: Account, unsure: int = 0) -> int:
-    """Sequences that are not ours and do not make room; `unsure`: of ours, those that may not be among them yet.
-    Queued work makes room, whoever sent it. So ours needs no such doubt, and theirs, where it is told, does not count.
-    """
-    theirs = load.running + load.waiting - account.active - account.pushes + unsure
-    queued = load.running_batch + load.waiting_batch - account.batch_active
-    return max(0, theirs - max(0, queued))
+def _foreign(load: EngineLoad, in_flight: InFlightLoad, n_unsettled: int = 0) -> int:
+    """Sequences of other cores that are not preemptible; `n_unsettled`: of ours, those that the report may not count
+    yet. Jobs are preemptible whoever sent them: ours need no such correction, and those of others do not count."""
+    theirs = load.running + load.waiting - in_flight.active - in_flight.pushes + n_unsettled
+    their_jobs = load.running_batch + load.waiting_batch - in_flight.batch_active
+    return max(0, theirs - max(0, their_jobs))
 
 
-def _settled(account: Account, now_s: float) -> tuple[int, int]:
-    """Our prompt tokens that the endpoint must know of by now, and the sequences that it may not know of yet."""
-    tokens, unsure = account.prefill_tokens, 0
-    for charge in reversed(account.pending.values()):
-        if charge.at_s <= now_s - SETTLE_S:
+def _settled(in_flight: InFlightLoad, now_s: float) -> tuple[int, int]:
+    """Our prompt tokens that the report must count, and the number of our sequences that it may not count yet."""
+    tokens, n_unsettled = in_flight.prefill_tokens, 0
+    for record in reversed(in_flight.pending.values()):
+        if record.dispatched_s <= now_s - SETTLE_S:
             break
-        tokens -= charge.uncached_tokens
-        unsure += 0 if charge.batch else _n(charge)
-    return tokens, unsure
-
-
-def _n(charge: Charge) -> int:
-    return charge.n if charge.decode is charge.prefill else 1
+        tokens -= record.uncached_tokens
+        n_unsettled += 0 if record.is_job else record.n_on(in_flight)
+    return tokens, n_unsettled

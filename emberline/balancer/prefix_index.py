@@ -1,8 +1,8 @@
-"""Which endpoint holds which KV block: the prefix index of the whole fleet.
+"""The prefix index of the fleet: which worker holds which KV block.
 
-A block is known by the first half of its content key; a collision costs a wrong guess, never a wrong token. The set of
-endpoints that hold it is a bitset. An endpoint has a slot, one bit, and gets a fresh one when it forgets everything,
-so that forgetting costs nothing; old bits are swept out later, many at once.
+A block is identified by the first half of its content key; a collision costs a wrong guess, never a wrong token. The
+set of workers that hold it is a bitset. A worker has a slot, one bit, and gets a new slot when its cache is cleared, so
+that clearing costs nothing; stale bits are swept later, many at once.
 """
 
 import sys
@@ -14,21 +14,21 @@ from emberline.protocol.block_hash import DIGEST_BYTES
 
 KEY_BYTES = 8  # of the 16 that a content key has
 ENTRY_BYTES = 108  # measured, of a dict of such keys with shared values, between two doublings
-MAX_DEAD = 64  # slots given up before all entries are swept
+MAX_STALE_SLOTS = 64  # before all entries are swept
 _MAX_SHARED = 1 << 16
 
-Match = list[tuple[int, int]]
+Match = list[tuple[int, int]]  # (number of leading blocks, slot bits of the workers that hold just so many)
 
 
 class FleetPrefixIndex:
-    """Leading matches by bisection: sound because engines evict the ends of prefixes before their beginnings."""
+    """Finds leading matches by bisection: sound because engines evict the end of a prefix before its beginning."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._held: dict[int, int] = {}  # as the engines say
-        self._expected: dict[int, int] = {}  # as we decided a moment ago, not yet confirmed
-        self._lapses: deque[tuple[float, int, list[int]]] = deque()  # when which expectations end, in order
-        self._live = 0  # the bits in use
-        self._dead = 0
+        self._held: dict[int, int] = {}  # by KV events
+        self._expected: dict[int, int] = {}  # by routing decisions, not confirmed yet
+        self._expirations: deque[tuple[float, int, list[int]]] = deque()  # of expected blocks, in order
+        self._live = 0  # slot bits in use
+        self._stale = 0  # slot bits given up and not swept yet
         self._free: list[int] = []
         self._n_slots = 0
         self._shared: dict[int, int] = {}  # one int object per bitset
@@ -50,10 +50,10 @@ class FleetPrefixIndex:
         return slot
 
     def drop_slot(self, slot: int) -> None:
-        """Forget all that its owner held. The slot is not used again before the sweep."""
+        """Forget all blocks of its worker. The slot is not used again before the sweep."""
         self._live &= ~(1 << slot)
-        self._dead |= 1 << slot
-        if self._dead.bit_count() > MAX_DEAD:
+        self._stale |= 1 << slot
+        if self._stale.bit_count() > MAX_STALE_SLOTS:
             self._sweep()
 
     def stored(self, slot: int, keys: bytes) -> None:
@@ -66,30 +66,29 @@ class FleetPrefixIndex:
             self._unset(self._expected, slot, split)
 
     def expect(self, slot: int, keys: bytes, until_s: float) -> None:
-        """The endpoint is about to hold these blocks, beside what it is believed to hold already."""
+        """The worker is about to hold these blocks, in addition to those it is believed to hold."""
         if split := _split(keys):
             self._set(self._expected, slot, split)
-            self._lapses.append((until_s, slot, split))
+            self._expirations.append((until_s, slot, split))
 
     def unexpect(self, slot: int, keys: bytes) -> None:
         if self._expected:
             self._unset(self._expected, slot, _split(keys))
 
-    def lapse(self, now_s: float) -> None:
-        """End the expectations whose time is over."""
-        while self._lapses and self._lapses[0][0] <= now_s:
-            _, slot, split = self._lapses.popleft()
+    def expire(self, now_s: float) -> None:
+        """Drop expected blocks that no KV event has confirmed in time."""
+        while self._expirations and self._expirations[0][0] <= now_s:
+            _, slot, split = self._expirations.popleft()
             if self._live >> slot & 1:
                 self._unset(self._expected, slot, split)
 
     def match(self, keys: bytes) -> Match:
-        """How many leading blocks each endpoint holds: (depth, bits of those that hold just so many), deepest first.
-        Whoever is in none of them holds nothing."""
+        """How many leading blocks each worker holds, deepest first. Workers in no entry hold none."""
         n = len(keys) // DIGEST_BYTES
         mask = self._mask(keys, 0) & self._live if n else 0
         match: Match = []
-        # At `low` the holders are `at_low`, at `high` a subset `at_high`. Whoever is lost in between ends there. Later
-        # spans come first off the stack, so that depths come out descending.
+        # Block `low` is held by `at_low`, block `high` by a subset `at_high`; the others end in between. The later span
+        # is pushed last, so that depths come out descending.
         spans = [(0, n, mask, 0)]
         while spans:
             low, high, at_low, at_high = spans.pop()
@@ -110,7 +109,7 @@ class FleetPrefixIndex:
         return self._held.get(key, 0) | self._expected.get(key, 0)
 
     def _set(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
-        """Neighbours mostly have the same holders, or none yet: thousands of blocks cost a few calls."""
+        """Neighbouring blocks mostly have the same holders, or none yet: thousands of them cost a few calls."""
         bit = 1 << slot
         if known.keys().isdisjoint(keys):
             known.update(zip(keys, repeat(self._share(bit))))
@@ -137,7 +136,7 @@ class FleetPrefixIndex:
         return self._shared.setdefault(mask, mask)
 
     def _shrink(self) -> None:
-        """Too many: first what nobody alive holds, then the oldest eighth."""
+        """Drop what no live worker holds, then the oldest eighth."""
         self._sweep()
         for known in (self._expected, self._held):
             n_over = len(self) - self._max_keys * 7 // 8
@@ -145,20 +144,20 @@ class FleetPrefixIndex:
                 del known[key]
 
     def _sweep(self) -> None:
-        """Only now may the slots of the dead have new owners."""
+        """Remove stale bits from all entries; only then can their slots be used again."""
         self._shared.clear()
-        self._held, self._expected = self._alive(self._held), self._alive(self._expected)
-        self._lapses = deque(lapse for lapse in self._lapses if self._live >> lapse[1] & 1)
-        while self._dead:
-            self._free.append((self._dead & -self._dead).bit_length() - 1)
-            self._dead &= self._dead - 1
+        self._held, self._expected = self._live_entries(self._held), self._live_entries(self._expected)
+        self._expirations = deque(entry for entry in self._expirations if self._live >> entry[1] & 1)
+        while self._stale:
+            self._free.append((self._stale & -self._stale).bit_length() - 1)
+            self._stale &= self._stale - 1
 
-    def _alive(self, known: dict[int, int]) -> dict[int, int]:
+    def _live_entries(self, known: dict[int, int]) -> dict[int, int]:
         live = self._live
         return {key: self._share(mask & live) for key, mask in known.items() if mask & live}
 
 
 def _split(keys: bytes) -> list[int]:
-    """The first half of each key, as a number of this machine's own byte order."""
+    """The first half of each key, as a number in native byte order."""
     halves = array("Q", keys[: len(keys) // DIGEST_BYTES * DIGEST_BYTES])
     return halves[:: DIGEST_BYTES // KEY_BYTES].tolist()

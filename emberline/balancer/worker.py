@@ -1,194 +1,249 @@
-"""One endpoint as the balancer sees it: what it was given, what it says, how fast it is, whether it is well."""
+"""One worker as the balancer sees it: its load, in flight and as reported, its speed, its cache and its health."""
 
 import math
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from emberline.balancer.circuit_breaker import CircuitBreaker
 from emberline.balancer.cost_model import Cost, SpeedEstimate
 from emberline.balancer.endpoint import Capacity, Endpoint
-from emberline.balancer.ledger import Account
+from emberline.balancer.ledger import STALLED_S, InFlightLoad
 from emberline.balancer.load_reports import LoadReports
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
-if TYPE_CHECKING:
-    from emberline.balancer.admission_queue import QueuedRequest
-
-STALLED_S = 30.0  # work but no report for so long: tokens do not move
-RECENT_S = 120.0  # over which prompts count as recent
-DEFAULT_KV_TOKENS = 1 << 20  # where an endpoint does not say
-RELAX_S = 30.0  # without a first token, after which its pace is less and less believed
-KV_FULL = 0.95  # of the tokens: more streams would push each other out
+RECENT_S = 120.0  # time constant over which prompts count as recent
+DEFAULT_KV_TOKENS = 1 << 20  # where a worker does not say
+SPEED_FADES_S = 30.0  # without a first token, after which its measured speed counts less and less
+KV_FULL = 0.95  # of the KV tokens: more sequences would evict each other
 _MASK64 = (1 << 64) - 1
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as plain data, for health, `ps` and the metrics."""
+
+    name: str
+    role: str
+    kind: str
+    models: tuple[str, ...]
+    state: str  # ready | down | draining | stalled | open | half_open (the last two are the circuit breaker's)
+    problem: str  # why, in words
+    stalled: bool
+    healthy: bool  # connected, and tokens move
+    load: EngineLoad  # as last reported
+    prefill_tokens: int  # uncached, in flight
+    decode_tokens: int
+    active: int  # sequences of ours
+    batch_active: int
+    foreign_active: int  # sequences of other cores that are not preemptible
+    waiting: int  # requests in its queue
+    wait_s: float  # until a prompt sent now would be started
+    prefill_scale: float  # measured seconds over those of the cost model
+    decode_scale: float
+    rejected_reports: int
 
 
 class Worker:
     __slots__ = (
-        "account",
-        "bits",
+        "_recent_at_s",
+        "_recent_tokens",
         "breaker",
-        "busy_s",
+        "busy_since_s",
         "capacity",
         "connected",
         "cost",
-        "decode_pace",
+        "decode_speed",
         "draining",
         "endpoint",
-        "first_s",
         "hash64",
-        "heard_s",
-        "held",
-        "incarnation",
-        "mean_s",
+        "in_flight",
+        "last_prefill_s",
+        "load",
+        "mean_request_s",
+        "name",
         "old_slot",
-        "prefill_pace",
+        "prefill_speed",
         "problem",
-        "recent_at_s",
-        "recent_tokens",
+        "progress_s",
+        "reports",
         "slot",
+        "slot_bits",
         "stalled",
-        "witness",
-    )
+    )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, capacity: Capacity, cost: Cost, slot: int) -> None:
+        self.name = endpoint.name
         self.endpoint = endpoint
         self.capacity = capacity
         self.cost = cost
-        self.slot = slot  # in the index
-        self.old_slot: int | None = None  # of one that publishes no events: what it was given some minutes ago
-        self.bits = 1 << slot  # of both
-        self.account = Account()
-        self.witness = LoadReports()
-        self.breaker = CircuitBreaker()
-        self.prefill_pace = SpeedEstimate()
-        self.decode_pace = SpeedEstimate()
+        self.hash64 = int.from_bytes(blake2b(endpoint.name.encode(), digest_size=8).digest(), "little")
+        self.slot = slot  # in the prefix index
+        self.old_slot: int | None = None  # of a worker without KV events: what it was given some minutes ago
+        self.slot_bits = 1 << slot  # of both
         self.connected = True
         self.draining = False
-        self.stalled = False
+        self.stalled = False  # as of the last health check
         self.problem = ""  # why it is not connected
-        self.incarnation = 0
-        self.held: set[QueuedRequest] = set()  # tickets that wait for it
-        self.heard_s: float | None = None  # its last report, believed or not
-        self.busy_s = 0.0  # when work last arrived at the idle endpoint
-        self.first_s = 0.0  # when a prompt was last done
-        self.mean_s = 1.0  # smoothed time that a request takes
-        self.recent_tokens = 0.0
-        self.recent_at_s = 0.0
-        self.hash64 = int.from_bytes(blake2b(endpoint.name.encode(), digest_size=8).digest(), "little")
+        self.breaker = CircuitBreaker()
+        self.in_flight = InFlightLoad()
+        self.reports = LoadReports()
+        self.load = EngineLoad()  # the newest report, accepted or not
+        self.progress_s: float | None = None  # when it was computed; None: this worker does not report
+        self.busy_since_s = 0.0  # when work last arrived at the idle worker
+        self.last_prefill_s = 0.0  # when a prompt was last finished
+        self.prefill_speed = SpeedEstimate()
+        self.decode_speed = SpeedEstimate()
+        self.mean_request_s = 1.0  # smoothed
+        self._recent_tokens = 0.0
+        self._recent_at_s = 0.0
 
-    @property
-    def name(self) -> str:
-        return self.endpoint.name
-
-    def move(self, slot: int, old_slot: int | None) -> None:
+    def set_slots(self, slot: int, old_slot: int | None) -> None:
         self.slot, self.old_slot = slot, old_slot
-        self.bits = 1 << slot | (0 if old_slot is None else 1 << old_slot)
+        self.slot_bits = 1 << slot | (0 if old_slot is None else 1 << old_slot)
+
+    # --- health ------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         return self.connected and not self.draining and not self.stalled and self.breaker.allows
 
-    @property
-    def state(self) -> str:
-        if not self.connected:
-            return "down"
-        if self.draining or self.stalled:
-            return "draining" if self.draining else "stalled"
-        return "ready" if self.breaker.state == "closed" else self.breaker.state
+    def is_stalled(self, now_s: float) -> bool:
+        """Work is in flight there, and no token has moved for too long. Never of a worker that does not report."""
+        if self.progress_s is None or not (self.in_flight.active or self.in_flight.pending):
+            return False
+        return now_s - max(self.busy_since_s, self.last_prefill_s, self.progress_s) > STALLED_S
 
-    def look(self, now_s: float) -> bool:
-        """Time passes. Whether that changes anything about its health."""
+    def is_healthy(self, now_s: float) -> bool:
+        return self.connected and not self.is_stalled(now_s)
+
+    def check_health(self, now_s: float) -> bool:
+        """What only time changes. Whether `ready` did."""
         before = self.ready
-        self.breaker.look(now_s)
-        busy = self.account.active > 0 or bool(self.account.pending)
-        last_s = max(self.busy_s, self.first_s, self.heard_s or 0.0)
-        # One that never reports is not stuck for all we know.
-        self.stalled = self.heard_s is not None and busy and now_s - last_s > STALLED_S
+        self.breaker.check(now_s)
+        self.stalled = self.is_stalled(now_s)
         return self.ready != before
+
+    def reported(self, load: EngineLoad, at_s: float) -> None:
+        if self.progress_s is None or at_s >= self.progress_s:
+            self.load, self.progress_s = load, at_s
+
+    # --- load --------------------------------------------------------------------------------------------------------
 
     def wait_s(self, now_s: float) -> float:
         """Until the prompts that are there now are computed."""
-        account, witness = self.account, self.witness
-        if not account.work_us and not witness.foreign_tokens:
+        in_flight, reports = self.in_flight, self.reports
+        if not in_flight.work_us and not reports.foreign_tokens:
             return 0.0
-        own_s = account.work_us * 1e-6
-        if witness.done_tokens and account.prefill_tokens:
-            own_s *= max(0.0, 1 - witness.done_tokens / account.prefill_tokens)
-        scale = self.prefill_pace.scale
-        return own_s * scale + witness.foreign_s(now_s, scale * self.cost.token_s)
+        own_s = in_flight.work_us * 1e-6
+        if reports.done_tokens and in_flight.prefill_tokens:
+            own_s *= max(0.0, 1 - reports.done_tokens / in_flight.prefill_tokens)
+        scale = self.prefill_speed.scale
+        return own_s * scale + reports.foreign_s(now_s, scale * self.cost.token_s)
 
     def active(self, now_s: float, passes_flex: bool = False) -> int:
-        """Sequences that do not make room: ours, and those of other cores."""
-        account = self.account
-        return account.sync_active - account.flex_active * passes_flex + self.witness.foreign_active(now_s)
+        """Sequences that are not preemptible: ours, and those of other cores. `passes_flex`: flex ones are, too."""
+        in_flight = self.in_flight
+        return in_flight.sync_active - in_flight.flex_active * passes_flex + self.reports.foreign_active(now_s)
 
     def slot_wait_s(self, n: int, tokens: int, now_s: float, passes_flex: bool = False) -> float:
-        """Until there is a place among the running."""
+        """Until `n` more sequences can run."""
         capacity = self.capacity
         over = self.active(now_s, passes_flex) + n - capacity.max_running
         if over <= 0 and self.has_memory(tokens, now_s):
             return 0.0
-        return self.mean_s * max(1, over) / capacity.max_running
+        return self.mean_request_s * max(1, over) / capacity.max_running
 
     def fits(self, n: int, tokens: int, now_s: float, passes_flex: bool = False, spare: int = 0) -> bool:
-        """Whether it has a place, and memory, for `n` more sequences, `spare` beyond those it runs at once."""
+        """Whether `n` more sequences can run, by count and memory; `spare`: sequences allowed to wait in the worker."""
         active = self.active(now_s, passes_flex)
         if active + n > self.capacity.max_running + spare:
             return active == 0
-        return not self.account.active or self.has_memory(tokens, now_s)
+        return not self.in_flight.active or self.has_memory(tokens, now_s)
 
     def has_memory(self, tokens: int, now_s: float) -> bool:
-        """By its own count, where there is one: streams may share much of their KV. And what it has not begun yet."""
-        account, kv_tokens = self.account, self.capacity.kv_tokens
-        if not kv_tokens or account.decode_tokens + tokens <= KV_FULL * kv_tokens:
+        """By our own sum; where that is too much, by the worker's report: sequences may share most of their KV."""
+        in_flight, kv_tokens = self.in_flight, self.capacity.kv_tokens
+        if not kv_tokens or in_flight.decode_tokens + tokens <= KV_FULL * kv_tokens:
             return True
-        if not self.witness.is_fresh(now_s) or not self.witness.load.kv_total_blocks:
+        if not self.reports.is_fresh(now_s) or not self.reports.load.kv_total_blocks:
             return False
-        used = self.witness.load.kv_used_blocks * BLOCK_TOKENS + account.prefill_tokens
+        used = self.reports.load.kv_used_blocks * BLOCK_TOKENS + in_flight.prefill_tokens
         return used + tokens <= KV_FULL * kv_tokens
 
     @property
-    def streams_step_s(self) -> float:
-        """What the streams that are there make a step longer by."""
-        account, cost = self.account, self.cost
-        return (cost.stream_s * account.active + cost.context_s * account.decode_tokens) * self.decode_pace.scale
+    def decode_load_s(self) -> float:
+        """By which the sequences that are there lengthen a step."""
+        in_flight, cost = self.in_flight, self.cost
+        return (cost.stream_s * in_flight.active + cost.context_s * in_flight.decode_tokens) * self.decode_speed.scale
 
-    def queues(self, now_s: float) -> bool:
-        """Whether a request would stand behind others there; an engine may have a queue while places are free."""
-        load = self.witness.load
-        fresh = self.witness.foreign_active(now_s) or self.account.sync_active
+    def has_queue(self, now_s: float) -> bool:
+        """Whether a request would wait behind others in the worker: that may be so below its `max_running`, too."""
+        load = self.reports.load
+        fresh = self.reports.foreign_active(now_s) or self.in_flight.sync_active
         return bool(fresh) and load.waiting > load.waiting_batch
 
-    def relax(self, prefill_scale: float, decode_scale: float, now_s: float) -> None:
-        """While it shows no pace of its own, it is taken to be as fast as others of its model."""
-        if self.prefill_pace.n == 0 or now_s - self.first_s > RELAX_S:
-            self.prefill_pace.relax(prefill_scale)
-            self.decode_pace.relax(decode_scale)
+    # --- speed and cache ---------------------------------------------------------------------------------------------
 
-    def learn_step(self, before: EngineLoad, load: EngineLoad, elapsed_s: float) -> None:
-        """The pace of steps, from two reports with work between them."""
+    def fade_speed(self, prefill_scale: float, decode_scale: float, now_s: float) -> None:
+        """While nothing is measured, the worker is taken to be as fast as the others of its model."""
+        if self.prefill_speed.n == 0 or now_s - self.last_prefill_s > SPEED_FADES_S:
+            self.prefill_speed.fade(prefill_scale)
+            self.decode_speed.fade(decode_scale)
+
+    def measure_decode(self, before: EngineLoad, load: EngineLoad, elapsed_s: float) -> None:
+        """The step time, from two reports with work between them."""
         n_steps = load.steps - before.steps
         if n_steps > 0 and 0 < elapsed_s < 2.0 and before.running and load.running:
             tokens = load.kv_used_blocks * BLOCK_TOKENS
-            self.decode_pace.add(elapsed_s / n_steps, self.cost.decode_step_s(load.running, tokens))
+            self.decode_speed.add(elapsed_s / n_steps, self.cost.decode_step_s(load.running, tokens))
 
-    def given(self, tokens: int, now_s: float) -> None:
-        if self.account.active == 0 and not self.account.pending:
-            self.busy_s = now_s
-        self.recent_tokens = self.recent(now_s) + tokens
-        self.recent_at_s = now_s
+    def dispatched(self, tokens: int, now_s: float) -> None:
+        """A prompt of so many tokens is on its way."""
+        if self.in_flight.active == 0 and not self.in_flight.pending:
+            self.busy_since_s = now_s
+        self._recent_tokens = self._recent(now_s) + tokens
+        self._recent_at_s = now_s
 
-    def recent(self, now_s: float) -> float:
-        """Prompt tokens of the last minutes, cached or not."""
-        return self.recent_tokens * math.exp((self.recent_at_s - now_s) / RECENT_S)
+    def cache_pressure(self, now_s: float) -> float:
+        """Recent prompt tokens, cached or not, over the KV tokens: how many conversations share this cache."""
+        return self._recent(now_s) / (self.capacity.kv_tokens or DEFAULT_KV_TOKENS)
 
-    def crowd(self, now_s: float) -> float:
-        """How often its memory was asked for of late: how many conversations live here, by their weight."""
-        return self.recent(now_s) / (self.capacity.kv_tokens or DEFAULT_KV_TOKENS)
+    def _recent(self, now_s: float) -> float:
+        return self._recent_tokens * math.exp((self._recent_at_s - now_s) / RECENT_S)
 
-    def weight(self, session64: int) -> int:
-        """For rendezvous hashing: every core finds the same order."""
+    def rendezvous_weight(self, session64: int) -> int:
+        """Rendezvous hashing: every core finds the same order of workers for a session."""
         mixed = ((session64 ^ self.hash64) * 0x9E3779B97F4A7C15) & _MASK64
         mixed ^= mixed >> 32
         return (mixed * 0xD6E8FEB86659FD93) & _MASK64
+
+    def snapshot(self, n_waiting: int, now_s: float) -> WorkerSnapshot:
+        stalled = self.is_stalled(now_s)
+        if not self.connected:
+            state = "down"
+        elif self.draining or stalled:
+            state = "draining" if self.draining else "stalled"
+        else:
+            state = "ready" if self.breaker.state == "closed" else self.breaker.state
+        return WorkerSnapshot(
+            name=self.name,
+            role=self.endpoint.role,
+            kind=self.endpoint.kind,
+            models=self.endpoint.models,
+            state=state,
+            problem=self.problem or (self.reports.problem if self.reports.rejecting(now_s) else ""),
+            stalled=stalled,
+            healthy=self.connected and not stalled,
+            load=self.load,
+            prefill_tokens=self.in_flight.prefill_tokens,
+            decode_tokens=self.in_flight.decode_tokens,
+            active=self.in_flight.active,
+            batch_active=self.in_flight.batch_active,
+            foreign_active=self.reports.foreign_active(now_s),
+            waiting=n_waiting,
+            wait_s=self.wait_s(now_s),
+            prefill_scale=self.prefill_speed.scale,
+            decode_scale=self.decode_speed.scale,
+            rejected_reports=self.reports.n_rejected,
+        )

@@ -1,109 +1,112 @@
-"""The endpoints of one model: which are there, and which pair takes a request."""
+"""The workers of one model: which are candidates, and which pair of decode and prefill worker takes a request."""
 
 from collections.abc import Sequence
 from statistics import median_low
+from typing import NamedTuple
 
 from emberline.balancer.cost_model import Settings
-from emberline.balancer.routing_policy import Need, here_s, make_decode_policy, make_policy, moved_s
+from emberline.balancer.routing_policy import (
+    RoutingInput,
+    local_prefill_s,
+    make_decode_policy,
+    make_policy,
+    transfer_s,
+)
 from emberline.balancer.worker import Worker
 
 OUTPUT_TOKENS = 200.0  # expected of a reply before any has ended
 _SMOOTHING = 0.05
 
 
-class WorkerPair:
-    """Who draws the tokens, who computes the prompt, and who of them has no room yet."""
-
-    __slots__ = ("blocker", "decode", "prefill")
-
-    def __init__(self, decode: Worker, prefill: Worker, blocker: Worker | None) -> None:
-        self.decode = decode
-        self.prefill = prefill
-        self.blocker = blocker
+class WorkerPair(NamedTuple):
+    decode: Worker
+    prefill: Worker  # the same where the decode worker computes the prompt
+    blocker: Worker | None  # the one of them that has no room yet
 
 
-class Pool:
-    def __init__(self, model: str, settings: Settings) -> None:
-        self.model = model
+class WorkerPool:
+    def __init__(self, settings: Settings) -> None:
         self.workers: list[Worker] = []
-        self.output_tokens = OUTPUT_TOKENS  # smoothed
+        self.output_tokens = OUTPUT_TOKENS  # of a reply, smoothed
         self._settings = settings
-        self._alone = make_policy(settings)  # where whoever draws the tokens computes the prompt too
-        self._prefill = make_policy(settings)
-        self._decode = make_decode_policy(settings)
-        self._able: list[Worker] = []
-        self._ready: tuple[list[Worker], list[Worker]] = ([], [])
+        self._policy = make_policy(settings)  # where the decode worker computes the prompt
+        self._prefill_policy = make_policy(settings)
+        self._decode_policy = make_decode_policy(settings)
+        self._ready: list[Worker] = []
+        self._ready_by_stage: tuple[list[Worker], list[Worker]] = ([], [])
 
     def refresh(self) -> None:
-        """Something about an endpoint's health has changed."""
-        self._able = [worker for worker in self.workers if worker.ready]
-        self._ready = self._apart(self._able)
+        """The health of a worker has changed."""
+        self._ready = [worker for worker in self.workers if worker.ready]
+        self._ready_by_stage = _by_stage(self._ready)
 
     def candidates(self, avoid: Sequence[str]) -> tuple[list[Worker], list[Worker]]:
-        """For drawing tokens, and for prompts alone. Whoever is to be avoided, is stuck or fails comes in only when
-        nobody else is there."""
-        decoders, prefillers = self._ready
+        """For decode, and for prefill only. Workers that are to be avoided, are stalled or ejected come in only when
+        there is no other."""
+        decoders, prefillers = self._ready_by_stage
         if avoid:
-            decoders, prefillers = self._apart([worker for worker in self._able if worker.name not in avoid])
+            decoders, prefillers = _by_stage([worker for worker in self._ready if worker.name not in avoid])
         if decoders:
             return decoders, prefillers
         connected = [worker for worker in self.workers if worker.connected and not worker.draining]
-        wanted, others = self._apart([worker for worker in connected if worker.name not in avoid])
-        return (wanted, others) if wanted else self._apart(connected)
+        decoders, prefillers = _by_stage([worker for worker in connected if worker.name not in avoid])
+        return (decoders, prefillers) if decoders else _by_stage(connected)
 
-    def decide(self, decoders: list[Worker], prefillers: list[Worker], need: Need, now_s: float) -> WorkerPair:
+    def decide(self, decoders: list[Worker], prefillers: list[Worker], need: RoutingInput, now_s: float) -> WorkerPair:
         if not prefillers:
-            decode = self._alone.choose(decoders, need, now_s)
-            return WorkerPair(decode, decode, None if self._room(decode, need, now_s, prompt=True) else decode)
-        prefill = self._prefill.choose(prefillers, need, now_s)
-        need.there_s = prefill.wait_s(now_s) + need.prefill_s(prefill)
-        need.there_scale = prefill.prefill_pace.scale
-        decode = self._decode.choose(decoders, need, now_s)
-        if self._local(decode, need, now_s):
+            decode = self._policy.choose(decoders, need, now_s)
+            return WorkerPair(decode, decode, None if self._has_room(decode, need, now_s, prefills=True) else decode)
+        prefill = self._prefill_policy.choose(prefillers, need, now_s)
+        need.prefill_ready_s = prefill.wait_s(now_s) + need.prefill_s(prefill)
+        need.prefill_scale = prefill.prefill_speed.scale
+        decode = self._decode_policy.choose(decoders, need, now_s)
+        if self._prefills_locally(decode, need, now_s):
             prefill = decode
-        if not self._room(decode, need, now_s, prompt=prefill is decode):
+        if not self._has_room(decode, need, now_s, prefills=prefill is decode):
             return WorkerPair(decode, prefill, decode)
         if prefill is not decode and self._backed_up(prefill, now_s):
             return WorkerPair(decode, prefill, prefill)
         return WorkerPair(decode, prefill, None)
 
-    def paired(self, decode: Worker, need: Need, now_s: float) -> WorkerPair | None:
-        """The pair of a given decode endpoint. None: it needs another for the prompt, and none is there."""
+    def pair_with(self, decode: Worker, need: RoutingInput, now_s: float) -> WorkerPair | None:
+        """The pair of a given decode worker. None: it needs a prefill worker, and none is connected."""
         if decode.endpoint.alone:
             return WorkerPair(decode, decode, None)
         prefillers = self.candidates(())[1]
-        return WorkerPair(decode, self._prefill.choose(prefillers, need, now_s), None) if prefillers else None
+        return WorkerPair(decode, self._prefill_policy.choose(prefillers, need, now_s), None) if prefillers else None
 
-    def ended(self, output_tokens: int) -> None:
+    def measure_output(self, output_tokens: int) -> None:
         self.output_tokens += _SMOOTHING * (output_tokens - self.output_tokens)
 
-    def relax(self, now_s: float) -> None:
-        prefill = [worker.prefill_pace.scale for worker in self.workers if worker.prefill_pace.n]
-        decode = [worker.decode_pace.scale for worker in self.workers if worker.decode_pace.n]
+    def fade_speeds(self, now_s: float) -> None:
+        prefill = [worker.prefill_speed.scale for worker in self.workers if worker.prefill_speed.n]
+        decode = [worker.decode_speed.scale for worker in self.workers if worker.decode_speed.n]
         for worker in self.workers if prefill else ():
-            worker.relax(median_low(prefill), median_low(decode) if decode else 1.0, now_s)
+            worker.fade_speed(median_low(prefill), median_low(decode) if decode else 1.0, now_s)
 
-    def _local(self, decode: Worker, need: Need, now_s: float) -> bool:
-        """Whether the decode endpoint computes the prompt itself: when that is little, or when it is done with it, and
-        every stream that it holds up meanwhile made good for, before the prefill endpoint would be: a conversation's
-        cache lives where it is decoded, and prefill endpoints may have lost it."""
+    def _prefills_locally(self, decode: Worker, need: RoutingInput, now_s: float) -> bool:
+        """Whether the decode worker computes the prompt itself: when little is uncached, or when it has finished, and
+        made up for the delay of its sequences, before the prefill worker would have: a conversation's cache is where
+        it is decoded, and prefill workers may have lost it."""
         if not decode.endpoint.alone:
             return False
         if need.tokens - need.cached(decode) <= self._settings.local_tokens:
             return True
-        return here_s(decode, need, now_s) < need.there_s + moved_s(decode, need)
+        return local_prefill_s(decode, need, now_s) < need.prefill_ready_s + transfer_s(decode, need)
 
-    def _room(self, worker: Worker, need: Need, now_s: float, prompt: bool) -> bool:
-        if not self._alone.holds:
+    def _has_room(self, worker: Worker, need: RoutingInput, now_s: float, prefills: bool) -> bool:
+        if not self._policy.backpressure:
             return worker.fits(need.n, need.tokens, now_s, need.passes_flex, spare=self._settings.max_waiting)
         return worker.fits(need.n, need.tokens, now_s, need.passes_flex) and not (
-            prompt and self._backed_up(worker, now_s)
+            prefills and self._backed_up(worker, now_s)
         )
 
     def _backed_up(self, worker: Worker, now_s: float) -> bool:
-        return self._prefill.holds and worker.wait_s(now_s) > self._settings.ahead_s
+        return self._prefill_policy.backpressure and worker.wait_s(now_s) > self._settings.ahead_s
 
-    def _apart(self, workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
-        prefillers = [worker for worker in workers if worker.endpoint.role == "prefill"]
-        decoders = [worker for worker in workers if worker.endpoint.role != "prefill"]
-        return decoders if prefillers else [worker for worker in decoders if worker.endpoint.alone], prefillers
+
+def _by_stage(workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Workers that can decode, given the others, and those that only prefill."""
+    prefillers = [worker for worker in workers if worker.endpoint.role == "prefill"]
+    decoders = [worker for worker in workers if worker.endpoint.role != "prefill"]
+    return decoders if prefillers else [worker for worker in decoders if worker.endpoint.alone], prefillers

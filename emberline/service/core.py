@@ -1,10 +1,11 @@
-"""What must be in one place per node: sessions, admission, the ledger, kept responses, the metrics.
+"""What exists once per node: admission and the in-flight ledger, sessions, usage rows, stored responses, metrics.
 
-The pipeline sees it through `Core`. `LocalCore` is the thing itself; `remote_core` offers it to door processes.
+The pipeline uses it through `Core`: `LocalCore` in the core process, `RemoteCore` in the other HTTP workers.
 """
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -13,11 +14,11 @@ from prometheus_client.registry import Collector
 from emberline.accounts.usage_ledger import UsageLedger, UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
-from emberline.balancer.fleet import Fleet, Member
-from emberline.balancer.grants import Grants
+from emberline.balancer.endpoint import WorkerConnection
+from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.service.health import Health, check
-from emberline.service.metrics import BalancerMetrics, Counts, Metrics
+from emberline.service.health import Connection, Health, check
+from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import Responses, ResponseStore
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import Entry, Known
@@ -51,8 +52,8 @@ class Core(Protocol):
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         """The longest known beginning of the conversation whose messages have these digests."""
 
-    async def admit(self, ask: RouteRequest) -> Route:
-        """Where to go, in flight there until settled. Overloaded, Unavailable. Asking again moves."""
+    async def admit(self, request: RouteRequest) -> Route:
+        """Which workers to use; in flight there until settled. Overloaded, Unavailable. Asking again moves it."""
 
     def began(self, request_id: str, cached_tokens: int) -> None:
         """The first token of a request is there."""
@@ -68,47 +69,45 @@ class Core(Protocol):
         """Count a request that was not admitted."""
 
 
+class CoreConnection(Connection, WorkerConnection, Protocol):
+    """The core's connection to a worker: an engine client or an upstream server."""
+
+
 class LocalCore:
     def __init__(
         self,
-        fleet: Fleet,
-        gate: AdmissionController,
-        ledger: UsageLedger,
+        admission: AdmissionController,
+        connections: Sequence[CoreConnection],
+        usage: UsageLedger,
         sessions: Sessions,
         responses: Responses,
-        grants: Grants | None = None,
+        job_share: float = SHARE,
     ) -> None:
-        self.fleet = fleet
-        self.gate = gate
-        self.grants = grants or Grants(fleet)
+        """`connections` are not started yet."""
+        self.admission = admission
+        self.grants = Grants(admission.balancer, job_share)
         self.responses = responses
-        self._ledger = ledger
+        self._connections = connections
+        self._usage = usage
         self._sessions = sessions
-        self._metrics = Metrics(fleet)
-        self._metrics.add(BalancerMetrics(gate.balancer))
-        # By request id. Between two engines a request has none. Whether queued work was there when it came.
-        self._open: dict[str, tuple[RouteRequest, Member | None, bool]] = {}
+        self._metrics = Metrics(admission.snapshot)
+        for connection in connections:
+            admission.watch(connection)
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return self._sessions.find(account, model_version, digests)
 
-    async def admit(self, ask: RouteRequest) -> Route:
-        if self._release(ask.id):
-            self._open[ask.id] = (ask, None, False)  # between two engines
-        route = await self.gate.admit(ask)
-        member = self.fleet[route.decode]
-        self._open[ask.id] = (ask, member, bool(ask.engine) or member.batch_in_flight > 0)
-        member.take(ask.n, batch=bool(ask.engine))
-        return route
+    async def admit(self, request: RouteRequest) -> Route:
+        return await self.admission.admit(request)
 
     def began(self, request_id: str, cached_tokens: int) -> None:
-        self.gate.began(request_id, cached_tokens)
+        self.admission.first_token(request_id, cached_tokens)
 
     async def settle(self, settlement: Settlement) -> None:
         row = settlement.row
-        self._learn(row)
-        self._release(row.id)
-        self.gate.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
+        self._observe_ttft(row)
+        self.admission.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
+        self.grants.stir()
         for memory in settlement.memories:
             entry = memory.entry
             self._sessions.remember(
@@ -116,30 +115,31 @@ class LocalCore:
             )
         self._metrics.record(row, settlement.gaps)
         if not settlement.booked:
-            await self._ledger.record(row)
+            await self._usage.record(row)
 
     async def abandon(self, request_id: str) -> None:
-        """A door died with this request open: it ends here, failed."""
-        if request_id not in self._open:
+        """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed."""
+        record = self.admission.find(request_id)
+        if record is None or not record.admitted:
             return
-        ask, _, _ = self._open[request_id]
+        request = record.request
         row = UsageRow(
-            id=ask.id,
-            account=ask.account,
-            key_id=ask.key_id,
-            model=ask.model,
-            model_version=ask.model_version,
-            priority=ask.priority,
-            input_tokens=ask.input_tokens,
+            id=request.id,
+            account=request.account,
+            key_id=request.key_id,
+            model=request.model,
+            model_version=request.model_version,
+            priority=request.priority,
+            input_tokens=request.input_tokens,
             status="failed",
-            created_us=ask.created_us,
+            created_us=request.created_us,
             finished_us=time.time_ns() // 1000,
         )
-        log.warning("the door of a request died", extra={"request_id": request_id})
+        log.warning("the HTTP worker of a request died", extra={"request_id": request_id})
         await self.settle(Settlement(row))
 
     async def health(self) -> Health:
-        return check(self.fleet, self.gate.snapshot())
+        return check(self._connections, self.admission.snapshot())
 
     async def metrics(self) -> bytes:
         return self._metrics.expose()
@@ -151,21 +151,13 @@ class LocalCore:
     def refused(self, kind: str, times: int = 1) -> None:
         self._metrics.refused(kind, times)
 
-    def _release(self, request_id: str) -> bool:
-        """Whether the request was open."""
-        if request_id not in self._open:
-            return False
-        ask, member, _ = self._open.pop(request_id)
-        if member is not None:
-            member.give_back(ask.n, batch=bool(ask.engine))
-            self.grants.stir()
-        return True
-
-    def _learn(self, row: UsageRow) -> None:
-        """How long a request that is not queued work waited for its first token, beside queued work or without."""
-        _, member, mixed = self._open.get(row.id, (None, None, False))
-        if member is not None and row.priority != "batch" and row.first_token_us is not None:
-            self.grants.heard(member, (row.first_token_us - row.created_us) / 1e6, mixed)
+    def _observe_ttft(self, row: UsageRow) -> None:
+        """Of a request that is no job: how jobs on the same worker slow it down."""
+        record = self.admission.find(row.id)
+        if record is None or record.route is None or record.is_job or row.first_token_us is None:
+            return
+        ttft_s = (row.first_token_us - row.created_us) / 1e6
+        self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
 
 
 def _outcome(settlement: Settlement) -> Outcome:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Coroutine
 from pathlib import Path
 
-from emberline.balancer.connection import Link
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EmberlineError, Internal
+from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
@@ -91,7 +91,7 @@ class _DoorLink(Link):
     def _absorb(self, notice: Notice) -> None:
         core = self._server.core
         for seen in notice.seen:
-            core.fleet[seen.name].observe(seen.load, seen.age_s)
+            core.admission.observed(seen.name, seen.load, seen.age_s)
         for kind, times in notice.refused.items():
             core.refused(kind, times)
 

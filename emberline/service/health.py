@@ -1,11 +1,13 @@
-"""Whether tokens can move, which is more than whether a process lives."""
+"""Whether tokens can be generated, which is more than whether a process is alive."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from emberline.balancer.fleet import Fleet, Member
-from emberline.balancer.snapshot import Snapshot, WorkerSnapshot
+from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import WorkerSnapshot
+from emberline.protocol.frames import EngineInfo
 
 _BREAKER = {
     "open": "it failed too many requests; it gets none for a minute",
@@ -13,43 +15,47 @@ _BREAKER = {
 }
 
 
+class Connection(Protocol):
+    """The core's connection to a worker: what health needs beside the ledger."""
+
+    info: EngineInfo | None  # of the last time it was connected
+    problem: str  # empty while connected
+
+    @property
+    def name(self) -> str: ...
+
+
 class Health(msgspec.Struct, frozen=True):
-    """`ok`: every model has an engine that moves tokens. `detail` is plain data for people and `ps`."""
+    """`ok`: every model has a worker that makes progress. `detail` is plain data for people and `ps`."""
 
     ok: bool
     detail: dict[str, Any] = {}
 
 
-def check(fleet: Fleet, snapshot: Snapshot) -> Health:
-    """An idle engine that is connected is healthy; one that has work but takes no step is not."""
-    seen = {worker.name: worker for worker in snapshot.workers}
-    engines = [_describe(member, seen.get(member.name)) for member in fleet]
-    up = {member.model for member in fleet if member.healthy and _answers(member)}
-    down = sorted({member.model for member in fleet} - up)
+def check(connections: Sequence[Connection], snapshot: Snapshot) -> Health:
+    """An idle worker that is connected is healthy; one that has work but makes no progress is not."""
+    by_name = {connection.name: connection for connection in connections}
+    workers = snapshot.workers
+    up = {worker.models[0] for worker in workers if worker.healthy and worker.role != "prefill"}
+    down = sorted({worker.models[0] for worker in workers} - up)
+    engines = [_describe(worker, by_name[worker.name]) for worker in workers]
     return Health(bool(up) and not down, {"engines": engines, "models_down": down})
 
 
-def _answers(member: Member) -> bool:
-    """Prompts alone are no answers."""
-    return member.client.info is None or member.client.info.role != "prefill"
-
-
-def _describe(member: Member, seen: WorkerSnapshot | None) -> dict[str, Any]:
-    """`seen`: as the balancer sees it, once it has joined."""
-    client = member.client
-    doubts = "" if seen is None else _BREAKER.get(seen.state, "") or seen.problem
+def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:
+    stalled = "it has work but takes no step" if worker.stalled else ""
     described: dict[str, Any] = {
-        "name": member.name,
-        "model": member.model,
-        "ok": member.healthy,
-        "problem": client.problem or ("it has work but takes no step" if member.stalled else doubts),
-        "state": "down" if seen is None else seen.state,
-        "in_flight": member.in_flight,
-        "load": msgspec.structs.asdict(member.load),
+        "name": worker.name,
+        "model": worker.models[0],
+        "ok": worker.healthy,
+        "problem": connection.problem or stalled or _BREAKER.get(worker.state, "") or worker.problem,
+        "state": worker.state,
+        "in_flight": worker.active,
+        "load": msgspec.structs.asdict(worker.load),
     }
-    if notes := getattr(client, "notes", ""):
+    if notes := getattr(connection, "notes", ""):
         described["notes"] = notes
-    if (info := client.info) is not None:
+    if (info := connection.info) is not None:
         described |= {
             "fingerprint": info.fingerprint,
             "role": info.role,

@@ -1,9 +1,8 @@
-"""The numbers for Prometheus, kept in the core only. Every figure also appears under vLLM's name for it."""
+"""Prometheus metrics, kept in the core only. Where vLLM has a name for a figure, it appears under that name too."""
 
-import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from emberline.accounts.usage_ledger import UsageRow
-from emberline.balancer.balancer import Balancer
-from emberline.balancer.fleet import Member
-from emberline.balancer.snapshot import WorkerSnapshot
+from emberline.balancer.balancer import Snapshot
+from emberline.balancer.worker import WorkerSnapshot
+from emberline.protocol.frames import EngineLoad
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 GAP_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -69,9 +68,11 @@ class _ModelMetrics:
 
 
 class Metrics(Collector):
-    def __init__(self, members: Iterable[Member]) -> None:
-        self._members = list(members)
-        self._models = {member.model: _ModelMetrics() for member in self._members}
+    """`snapshot`: of the in-flight ledger."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+        self._models: defaultdict[str, _ModelMetrics] = defaultdict(_ModelMetrics)
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -80,11 +81,11 @@ class Metrics(Collector):
         self._registry.register(collector)
 
     def refused(self, kind: str, times: int = 1) -> None:
-        """A request that never got an engine; `kind` is its error's."""
+        """Count a request that was not admitted; `kind` of its error."""
         self._refused[kind] += times
 
     def record(self, row: UsageRow, gaps: Counts) -> None:
-        """A request that ended; `gaps` are the times between its tokens."""
+        """Count a request that has ended; `gaps`: its inter-token latencies."""
         model = self._models[row.model]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
@@ -101,6 +102,9 @@ class Metrics(Collector):
     # --- collected by the registry -----------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
+        snapshot = self._snapshot()
+        for worker in snapshot.workers:
+            self._models[worker.models[0]]  # from the start, at zero
         refused = CounterMetricFamily("emberline_requests_refused", "Requests refused, by error.", labels=["error"])
         for kind, n in self._refused.items():
             refused.add_metric([kind], n)
@@ -117,13 +121,7 @@ class Metrics(Collector):
         yield from self._histograms("time_to_first_token_seconds", lambda m: m.ttft_s)
         yield from self._histograms("inter_token_latency_seconds", lambda m: m.gap_s)
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
-        yield from self._gauges("num_requests_running", "Sequences in the batch.", lambda m: m.load.running)
-        yield from self._gauges("num_requests_waiting", "Sequences waiting.", lambda m: m.load.waiting)
-        yield from self._gauges("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", _kv_usage)
-        up = GaugeMetricFamily("emberline_engine_up", "1: tokens can move.", labels=["model", "engine"])
-        for member in self._members:
-            up.add_metric([member.model, member.name], member.healthy)
-        yield up
+        yield from _worker_metrics(snapshot)
 
     def _counters(self, name: str, alias: str, value: Callable[[_ModelMetrics], int]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (alias, "model_name")):
@@ -140,58 +138,54 @@ class Metrics(Collector):
                 family.add_metric([model_name], histogram.cumulative(), histogram.counts.total)
             yield family
 
-    def _gauges(self, name: str, text: str, value: Callable[[Member], float]) -> Iterator[Metric]:
-        for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
-            family = GaugeMetricFamily(full_name, text, labels=[label, "engine"])
-            for member in self._members:
-                family.add_metric([member.model, member.name], value(member))
-            yield family
 
+STATES = ("ready", "down", "draining", "stalled", "open", "half_open")
 
-def _kv_usage(member: Member) -> float:
-    load = member.load
-    return load.kv_used_blocks / load.kv_total_blocks if load.kv_total_blocks else 0.0
-
-
-STATES = ("ready", "down", "draining", "stalled", "open", "half_open")  # the last two are the breaker's
-
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
+    ("num_requests_running", "Running sequences.", lambda load: load.running),
+    ("num_requests_waiting", "Sequences waiting in the engine.", lambda load: load.waiting),
+    (
+        "kv_cache_usage_perc",
+        "KV blocks in use, 0 to 1.",
+        lambda load: load.kv_used_blocks / load.kv_total_blocks if load.kv_total_blocks else 0.0,
+    ),
+)
 _GAUGES: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
-    ("prefill_tokens_in_flight", "Prompt tokens to be computed, cached ones not counted.", lambda w: w.prefill_tokens),
-    ("decode_tokens_in_flight", "Tokens of contexts that are in flight.", lambda w: w.decode_tokens),
-    ("endpoint_active", "Sequences sent to the endpoint that have not ended.", lambda w: w.active),
-    ("endpoint_foreign", "Sequences of other cores there that do not make room.", lambda w: w.foreign_active),
-    ("endpoint_held", "Requests that wait for the endpoint.", lambda w: w.held),
-    ("endpoint_wait_seconds", "Until a prompt sent now would be begun.", lambda w: w.wait_s),
+    ("prefill_tokens_in_flight", "Uncached prompt tokens that are still to be computed.", lambda w: w.prefill_tokens),
+    ("decode_tokens_in_flight", "Context tokens of the sequences in flight.", lambda w: w.decode_tokens),
+    ("endpoint_active", "Sequences in flight on the worker.", lambda w: w.active),
+    ("endpoint_foreign", "Sequences of other cores there that are not preemptible.", lambda w: w.foreign_active),
+    ("endpoint_held", "Requests in the admission queue that wait for the worker.", lambda w: w.waiting),
+    ("endpoint_wait_seconds", "Until a prompt sent now would be started.", lambda w: w.wait_s),
 )
 
 
-class BalancerMetrics(Collector):
-    def __init__(self, balancer: Balancer, clock: Callable[[], float] = time.monotonic) -> None:
-        self._balancer = balancer
-        self._clock = clock
-
-    def collect(self) -> Iterator[Metric]:
-        snapshot = self._balancer.snapshot(self._clock())
-        waiting = GaugeMetricFamily("emberline_requests_held", "Requests that wait for room.", labels=["priority"])
-        for priority, n in snapshot.waiting.items():
-            waiting.add_metric([priority], n)
-        yield waiting
-        yield GaugeMetricFamily(
-            "emberline_requests_in_flight", "Requests that are charged to an endpoint.", value=snapshot.charged
-        )
-        yield GaugeMetricFamily(
-            "emberline_index_blocks", "Cached blocks that are known, of all endpoints.", value=snapshot.index_blocks
-        )
-        for name, text, value in _GAUGES:
-            family = GaugeMetricFamily(f"emberline_{name}", text, labels=["endpoint", "role"])
+def _worker_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    for name, text, load_value in _ENGINE_GAUGES:
+        for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
+            family = GaugeMetricFamily(full_name, text, labels=[label, "engine"])
             for worker in snapshot.workers:
-                family.add_metric([worker.name, worker.role], value(worker))
+                family.add_metric([worker.models[0], worker.name], load_value(worker.load))
             yield family
-        state = GaugeMetricFamily("emberline_endpoint_state", "1: it is so now.", labels=["endpoint", "state"])
-        lies = CounterMetricFamily("emberline_endpoint_lies", "Loads that were not believed.", labels=["endpoint"])
+    up = GaugeMetricFamily("emberline_engine_up", "1: connected and making progress.", labels=["model", "engine"])
+    state = GaugeMetricFamily("emberline_endpoint_state", "1: the worker is in it.", labels=["endpoint", "state"])
+    rejected = CounterMetricFamily("emberline_endpoint_lies", "Load reports rejected.", labels=["endpoint"])
+    for worker in snapshot.workers:
+        up.add_metric([worker.models[0], worker.name], worker.healthy)
+        rejected.add_metric([worker.name], worker.rejected_reports)
+        for each in STATES:
+            state.add_metric([worker.name, each], worker.state == each)
+    yield from (up, state, rejected)
+    for name, text, value in _GAUGES:
+        family = GaugeMetricFamily(f"emberline_{name}", text, labels=["endpoint", "role"])
         for worker in snapshot.workers:
-            lies.add_metric([worker.name], worker.lies)
-            for each in STATES:
-                state.add_metric([worker.name, each], worker.state == each)
-        yield state
-        yield lies
+            family.add_metric([worker.name, worker.role], value(worker))
+        yield family
+    waiting = GaugeMetricFamily("emberline_requests_held", "Requests in the admission queue.", labels=["priority"])
+    for priority, n in snapshot.waiting.items():
+        waiting.add_metric([priority], n)
+    yield waiting
+    yield GaugeMetricFamily("emberline_requests_in_flight", "Requests on workers.", value=snapshot.dispatched)
+    yield GaugeMetricFamily(
+        "emberline_index_blocks", "Blocks in the prefix index of the fleet.", value=snapshot.index_blocks
+    )

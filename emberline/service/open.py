@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import DEFAULTS, Settings
-from emberline.balancer.engine_client import EngineClient
-from emberline.balancer.fleet import Fleet
-from emberline.balancer.grants import SHARE, Grants
+from emberline.balancer.grants import SHARE
 from emberline.protocol.frames import Vocabulary
-from emberline.service.core import LocalCore
+from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
+from emberline.service.engine_client import EngineClient
 from emberline.service.prepare import Served
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, Responses
@@ -45,20 +46,17 @@ async def open_service(
     whose models are known by now (`discover`).
     """
     engines = _engines(served)
-    by_model = {item.card.id: [engines[endpoint.name] for endpoint in item.endpoints] for item in served}
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
     responses = Responses(store, retention_days)
     await responses.open()
-    fleet = Fleet({**by_model, **_by_model(upstreams)})
-    gate = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
-    for member in fleet:
-        gate.watch(member.client, member.client.endpoint.models or [member.model])
-    core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), responses, Grants(fleet, queue_share))
+    admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
+    connections: list[CoreConnection] = [*engines.values(), *upstreams]
+    core = LocalCore(admission, connections, UsageLedger(store), Sessions(), responses, queue_share)
 
     async def close_core() -> None:
-        gate.close()
+        admission.close()
         await responses.close()
         if own is not None:
             await own.close()
@@ -90,22 +88,15 @@ async def open_http_worker(
     return Service(core, served, engines, core.close, GrammarCompiler(), relay)
 
 
-def _by_model(upstreams: Sequence[Upstream]) -> dict[str, list[Upstream]]:
-    """A server's load is its first model's in the books; it may serve more."""
-    found: dict[str, list[Upstream]] = {}
-    for upstream in upstreams:
-        found.setdefault(upstream.models[0], []).append(upstream)
-    return found
-
-
 def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:
     """By endpoint name. The service starts them."""
     engines: dict[str, EngineClient] = {}
     for item in served:
         for endpoint in item.endpoints:
             assert endpoint.name not in engines, "endpoint names are unique"
-            engines[endpoint.name] = EngineClient(endpoint)
-            engines[endpoint.name].vocabulary = _words_of(item.text)
+            models = endpoint.models or (item.card.id,)
+            client = engines[endpoint.name] = EngineClient(msgspec.structs.replace(endpoint, models=models))
+            client.vocabulary = _words_of(item.text)
     return engines
 
 

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from emberline.balancer.connection import Link, dial, retry_delays
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
+from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import Settlement
 from emberline.service.core_protocol import (
     Admit,
@@ -31,6 +30,7 @@ from emberline.service.core_protocol import (
     Settle,
     from_core_decoder,
 )
+from emberline.service.engine_client import EngineClient
 from emberline.service.health import Health
 from emberline.text.prompt import Known
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import msgspec
 
 from emberline.accounts.usage_ledger import UsageRow, UsageStatus
-from emberline.balancer.engine_client import EngineClient, EngineStream
-from emberline.balancer.prefill_handover import Prefill, hand_over
 from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, ErrorInfo, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
+from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.job_context import JobContext
 from emberline.service.metrics import GAP_BOUNDS_S, Histogram
+from emberline.service.prefill_handover import Prefill, hand_over
 from emberline.service.prepare import Prepared
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees

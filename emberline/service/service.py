@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
 from emberline.accounts.usage_ledger import UsageStatus
-from emberline.balancer.engine_client import EngineClient
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, Internal, MalformedModelId, ModelNotFound, Unavailable
@@ -14,6 +13,7 @@ from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.core import Core, Memory, Settlement
+from emberline.service.engine_client import EngineClient
 from emberline.service.health import Health
 from emberline.service.job_context import JobContext
 from emberline.service.prepare import Prepared, Preparer, Served

@@ -56,7 +56,7 @@ class Ours:
     def arrived(self, job: Job) -> None:
         self._jobs[job.id] = job
         n_blocks = (job.n_prompt - 1) // job.block_tokens
-        ask = RouteRequest(
+        request = RouteRequest(
             id=job.id,
             account=f"tenant-{job.tenant}",
             model=MODEL,
@@ -67,7 +67,7 @@ class Ours:
             keys=self._keys.of_prompt(job.path, job.lengths, n_blocks),
         )
         try:
-            self.balancer.offer(ask, self._clock.now_s)
+            self.balancer.enqueue(request, self._clock.now_s)
         except Overloaded as error:
             self._n_refused += 1
             self._clock.at(self._clock.now_s + max(1.0, error.retry_after_s or 0.0), self.arrived, job)
@@ -79,7 +79,7 @@ class Ours:
         self._dispatch()
 
     def began(self, job: Job) -> None:
-        self.balancer.began(job.id, self._clock.now_s, job.cached_tokens)
+        self.balancer.first_token(job.id, self._clock.now_s, job.cached_tokens)
         self._dispatch()
 
     def ended(self, job: Job) -> None:
@@ -112,9 +112,9 @@ class Ours:
 
     def _dispatch(self) -> None:
         now_s = self._clock.now_s
-        for ticket in self.balancer.dispatch(now_s):
-            assert ticket.route is not None, f"{ticket.ask.id}: {ticket.error}"
-            self._send(self._jobs.pop(ticket.ask.id), ticket.route.decode, ticket.route.prefill)
+        for record in self.balancer.dispatch(now_s):
+            assert record.route is not None, f"{record.request.id}: {record.error}"
+            self._send(self._jobs.pop(record.request.id), record.route.decode, record.route.prefill)
         wake_s = self.balancer.wake_s(now_s)
         if wake_s is not None and wake_s < self._wakes_s:
             self._wakes_s = max(wake_s, now_s)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.balancer.endpoint import Endpoint, Watcher
+from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents
@@ -121,7 +121,7 @@ class Upstream:
         self.problem = "not asked yet"  # empty while it answers
         self.load_problem = ""  # why its load is not known, if it is not
         self.closing = False
-        self.watcher: Watcher | None = None
+        self.listener: WorkerListener | None = None
         self.tells_kv = bool(server.kv_events)  # what its cache gains and loses
         self.kv: KVSubscriber | None = None
         self._probes = Pool(address, server.endpoint.token)
@@ -268,10 +268,10 @@ class Upstream:
             self.problem = ""
             self._ready.set()
             log.info("endpoint %s answers", self.name, extra={"kind": self.server.kind, "models": self._models})
-            if self.watcher is not None and self.info is not None:
-                self.watcher.joined(self.info, load)
-        elif self.watcher is not None:
-            self.watcher.reported(load)
+            if self.listener is not None and self.info is not None:
+                self.listener.joined(self.endpoint, Capacity.of(self.info, self.tells_kv), load)
+        elif self.listener is not None:
+            self.listener.reported(self.name, load)
 
     def _failed(self, why: str) -> None:
         """A server that stays silent is as gone as one that hangs up: those who wait for it are told."""
@@ -285,13 +285,13 @@ class Upstream:
             self.problem = why
             self._ready.clear()
             self.peer.facts.clear()
-            if self.watcher is not None:
-                self.watcher.left()
+            if self.listener is not None:
+                self.listener.left(self.name, why)
             self.pool.abort(why)
 
     def _cached(self, events: KVEvents) -> None:
-        if self.watcher is not None:
-            self.watcher.cached(events)
+        if self.listener is not None:
+            self.listener.kv_events(self.name, events)
 
 
 def _json(status: int, body: bytes) -> Any:

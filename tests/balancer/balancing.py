@@ -7,6 +7,7 @@ from typing import Any
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
+from emberline.balancer.ledger import InFlightLoad
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
@@ -52,7 +53,7 @@ def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) ->
 
 def send(balancer: Balancer, wanted: RouteRequest, now_s: float = 0.0) -> Route:
     """Offer it; it must go at once."""
-    ticket = balancer.offer(wanted, now_s)
+    ticket = balancer.enqueue(wanted, now_s)
     assert ticket in balancer.dispatch(now_s)
     assert ticket.route is not None, ticket.error
     return ticket.route
@@ -63,19 +64,25 @@ def serve(
 ) -> Route:
     """From its offer to its end, with the engine's KV events."""
     route = send(balancer, wanted, now_s)
-    balancer.began(wanted.id, now_s + took_s)
+    balancer.first_token(wanted.id, now_s + took_s)
     for name in {route.decode, route.prefill} - {""}:
         balancer.stored(name, wanted.keys, now_s + took_s)
     balancer.ended(wanted.id, now_s + took_s, "finished", output_tokens)
     return route
 
 
+def open_ids(balancer: Balancer) -> set[str]:
+    """Requests that have a record."""
+    return {record.request.id for record in balancer.ledger}
+
+
 def nothing_left(balancer: Balancer, now_s: float) -> bool:
     """No request holds anything, anywhere."""
     snapshot = balancer.snapshot(now_s)
     return (
-        not balancer.open_ids
-        and not snapshot.charged
-        and not any(snapshot.waiting.values())
-        and all(worker.account.empty and not worker.held for worker in balancer._workers.values())
+        not open_ids(balancer)
+        and not snapshot.dispatched
+        and not snapshot.waiting
+        and not len(balancer._queue)
+        and all(worker.in_flight == InFlightLoad() for worker in balancer._workers.values())
     )

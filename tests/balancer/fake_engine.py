@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberline.balancer.connection import Link
 from emberline.balancer.endpoint import Endpoint
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import ErrorInfo, Unauthorized
@@ -22,6 +21,7 @@ from emberline.protocol.frames import (
     to_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest
+from emberline.service.connection import Link
 
 EOS = 2
 Script = Callable[[EngineRequest], Sequence[int]]

@@ -2,11 +2,12 @@ from collections import Counter
 
 import pytest
 
-from emberline.balancer.admission_queue import LATEST_S, RECHECK_S, QueuedRequest
+from emberline.balancer.admission_queue import MAX_RETRY_S, REROUTE_S
 from emberline.balancer.balancer import Balancer
+from emberline.balancer.ledger import InFlightRequest
 from emberline.protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send
+from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, open_ids, send
 
 
 def full(max_waiting: int = 100, **more: int) -> tuple[Balancer, str]:
@@ -14,7 +15,7 @@ def full(max_waiting: int = 100, **more: int) -> tuple[Balancer, str]:
     balancer = fleet("both", max_running=1, max_waiting=max_waiting, **more)
     running = ask(tokens=10)
     send(balancer, running)
-    balancer.began(running.id, 0.0)
+    balancer.first_token(running.id, 0.0)
     return balancer, running.id
 
 
@@ -25,15 +26,15 @@ def drain(balancer: Balancer, running: str, now_s: float = 1.0, output_tokens: i
         balancer.ended(running, now_s, "finished", output_tokens)
         out = [ticket for ticket in balancer.dispatch(now_s) if ticket.route is not None]
         assert len(out) <= 1
-        running = out[0].ask.id if out else ""
+        running = out[0].request.id if out else ""
         order += [running] if running else []
         if running:
-            balancer.began(running, now_s)
+            balancer.first_token(running, now_s)
     return order
 
 
-def offer(balancer: Balancer, now_s: float = 0.0, **more: object) -> QueuedRequest:
-    return balancer.offer(ask(**{"tokens": 10, **more}), now_s)  # type: ignore[arg-type]
+def offer(balancer: Balancer, now_s: float = 0.0, **more: object) -> InFlightRequest:
+    return balancer.enqueue(ask(**{"tokens": 10, **more}), now_s)  # type: ignore[arg-type]
 
 
 def test_classes_go_before_each_other() -> None:
@@ -48,9 +49,9 @@ def test_classes_go_before_each_other() -> None:
 def test_a_short_prompt_passes_a_long_one_but_not_for_ever() -> None:
     balancer, running = full()
     long = ask(tokens=100_000, id="long")
-    balancer.offer(long, 0.0)
+    balancer.enqueue(long, 0.0)
     offer(balancer, 1.0, id="short")
-    seconds = balancer._workers["e0"].cost.prefill_s(100_000, 100_000) * balancer._workers["e0"].prefill_pace.scale
+    seconds = balancer._workers["e0"].cost.prefill_s(100_000, 100_000) * balancer._workers["e0"].prefill_speed.scale
     offer(balancer, 1.0 + seconds, id="late")
     assert drain(balancer, running, 2.0 + seconds) == ["short", "long", "late"]
 
@@ -72,10 +73,10 @@ def test_output_counts_double() -> None:
     order: list[str] = []
     while running:
         balancer.ended(running, 1.0, "finished", 100 if running.startswith("t") else 0)
-        running = next((ticket.ask.id for ticket in balancer.dispatch(1.0)), "")
+        running = next((ticket.request.id for ticket in balancer.dispatch(1.0)), "")
         order.append(running[:1])
         if running:
-            balancer.began(running, 1.0)
+            balancer.first_token(running, 1.0)
     assert abs(Counter(order[:8])["t"] - Counter(order[:8])["r"]) <= 1
 
 
@@ -86,8 +87,8 @@ def test_who_was_away_has_no_claim_on_that_time() -> None:
     for _ in range(10):
         balancer.ended(running, 1.0, "finished", 500)
         [ticket] = balancer.dispatch(1.0)
-        running = ticket.ask.id
-        balancer.began(running, 1.0)
+        running = ticket.request.id
+        balancer.first_token(running, 1.0)
     for i in range(10):
         offer(balancer, account="new", id=f"n{i}", tokens=1000)
     after = drain(balancer, running, output_tokens=500)
@@ -105,9 +106,9 @@ def test_two_greedy_tenants_share_within_a_request() -> None:
     served = {"large": 0, "small": 0}
     for _ in range(400):
         [ticket] = balancer.dispatch(1.0)
-        served[ticket.ask.account] += ticket.ask.input_tokens + 2 * 50
-        balancer.began(ticket.ask.id, 1.0)
-        balancer.ended(ticket.ask.id, 1.0, "finished", 50)
+        served[ticket.request.account] += ticket.request.input_tokens + 2 * 50
+        balancer.first_token(ticket.request.id, 1.0)
+        balancer.ended(ticket.request.id, 1.0, "finished", 50)
         assert abs(served["large"] - served["small"]) <= 2 * (4000 + 2 * 50)
 
 
@@ -117,15 +118,15 @@ def test_too_many_are_refused_with_a_time_from_the_measured_rate() -> None:
         offer(balancer, id=f"w{i}")
     with pytest.raises(Overloaded) as refused:
         offer(balancer, id="too many")
-    assert refused.value.retry_after_s == LATEST_S or refused.value.retry_after_s <= LATEST_S
-    assert "too many" not in balancer.open_ids
+    assert refused.value.retry_after_s == MAX_RETRY_S or refused.value.retry_after_s <= MAX_RETRY_S
+    assert "too many" not in open_ids(balancer)
     for second in range(1, 21):  # two leave each second
         for _ in range(2):
             offer_until_full(balancer, second)
             balancer.ended(running, float(second), "finished")
             [ticket] = balancer.dispatch(float(second))
-            running = ticket.ask.id
-            balancer.began(running, float(second))
+            running = ticket.request.id
+            balancer.first_token(running, float(second))
     offer_until_full(balancer, 20)
     with pytest.raises(Overloaded) as refused:
         offer(balancer, 20.0)
@@ -133,7 +134,7 @@ def test_too_many_are_refused_with_a_time_from_the_measured_rate() -> None:
 
 
 def offer_until_full(balancer: Balancer, second: int) -> None:
-    while len(balancer._waiting) < 10:
+    while len(balancer._queue) < 10:
         offer(balancer, float(second))
 
 
@@ -153,14 +154,14 @@ def test_a_full_queue_lets_a_better_class_in_at_the_cost_of_a_worse() -> None:
 
 def test_who_is_not_to_wait_is_refused_where_it_would() -> None:
     balancer, running = full()
-    with pytest.raises(Overloaded, match="not to wait"):
+    with pytest.raises(Overloaded, match="must not wait"):
         offer(balancer, reject_if_busy=True)
     balancer.ended(running, 1.0, "finished")
     assert send(balancer, ask(tokens=10, reject_if_busy=True), 1.0).decode == "e0"
     balancer = fleet("both")
     send(balancer, ask(tokens=10))
     balancer.report("e0", EngineLoad(running=1, waiting=1), 1.0)  # an engine may have a queue while places are free
-    with pytest.raises(Overloaded, match="not to wait"):
+    with pytest.raises(Overloaded, match="must not wait"):
         offer(balancer, 1.0, reject_if_busy=True)
 
 
@@ -183,14 +184,14 @@ def test_one_that_waits_looks_around() -> None:
     balancer, _ = full()
     waiting = offer(balancer)
     balancer.join(endpoint("e1"), balancer._workers["e0"].capacity, 1.0)
-    assert balancer.dispatch(1.0 + RECHECK_S) == [waiting]
+    assert balancer.dispatch(1.0 + REROUTE_S) == [waiting]
     assert waiting.route is not None
     assert waiting.route.decode == "e1"
 
 
 def test_while_nothing_is_there_who_may_wait_waits() -> None:
     balancer = fleet("both")
-    balancer.down("e0", 1.0, "it crashed")
+    balancer.disconnected("e0", 1.0, "it crashed")
     with pytest.raises(Unavailable):
         offer(balancer, 1.0)
     patient, hasty = offer(balancer, 1.0, wait_s=10.0), offer(balancer, 1.0, wait_s=0.5)
@@ -207,21 +208,21 @@ def test_work_beyond_a_moment_is_held_back_and_then_goes_in_order() -> None:
     send(balancer, first)
     second, third = offer(balancer, tokens=40_000), offer(balancer, tokens=2_000)
     assert balancer.dispatch(0.0) == []
-    balancer.began(first.id, 5.0)
+    balancer.first_token(first.id, 5.0)
     assert balancer.dispatch(5.0) == [third, second]  # the short one leaves less than that moment of work
 
 
 def test_queued_work_is_charged_but_makes_room() -> None:
     balancer = fleet("both", max_running=2)
     for i in range(2):
-        route = balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=50_000), 0.0)
+        route = balancer.dispatch_job(ask(id=f"b{i}", engine="e0", priority="batch", tokens=50_000), 0.0)
         assert route.decode == "e0"
     assert balancer.snapshot(0.0).workers[0].batch_active == 2
     assert send(balancer, ask(tokens=10)).decode == "e0"
-    balancer.down("e0", 1.0)
+    balancer.disconnected("e0", 1.0)
     with pytest.raises(Unavailable):
-        balancer.place(ask(engine="e0"), 1.0)
-    for request_id in list(balancer.open_ids):
+        balancer.dispatch_job(ask(engine="e0"), 1.0)
+    for request_id in list(open_ids(balancer)):
         balancer.ended(request_id, 2.0, "engine_failed")
     assert nothing_left(balancer, 2.0)
 
@@ -229,7 +230,7 @@ def test_queued_work_is_charged_but_makes_room() -> None:
 def test_a_client_that_leaves_the_queue_is_gone() -> None:
     balancer, running = full()
     gone = offer(balancer)
-    balancer.ended(gone.ask.id, 0.5, "cancelled")
+    balancer.ended(gone.request.id, 0.5, "cancelled")
     balancer.ended(running, 1.0, "finished")
     assert balancer.dispatch(1.0) == []
     assert nothing_left(balancer, 1.0)
@@ -240,10 +241,10 @@ def test_one_tenants_long_queue_at_one_home_leaves_others_alone() -> None:
     chain = keys(("hot", 4000))
     balancer.stored("e0", chain, 0.0)
     for i in range(40):
-        balancer.offer(ask(chain, account="hot", id=f"h{i}"), 0.0)
+        balancer.enqueue(ask(chain, account="hot", id=f"h{i}"), 0.0)
     balancer.dispatch(0.0)
     others = [ask(keys((f"o{i}", 5)), account="other") for i in range(2)]
-    tickets = [balancer.offer(other, 0.1) for other in others]
+    tickets = [balancer.enqueue(other, 0.1) for other in others]
     routes = [ticket.route.decode for ticket in balancer.dispatch(0.1) if ticket in tickets and ticket.route]
     assert routes == ["e1"] or routes == []
 
@@ -255,8 +256,8 @@ def test_streams_that_share_their_prompt_share_its_memory() -> None:
     for i in range(2):
         first = ask(chain, id=f"leaf{i}")
         send(balancer, first)
-        balancer.began(first.id, 0.0)
-    third = balancer.offer(ask(chain), 1.0)
+        balancer.first_token(first.id, 0.0)
+    third = balancer.enqueue(ask(chain), 1.0)
     assert balancer.dispatch(1.0) == []
     balancer.report("e0", EngineLoad(running=2, kv_used_blocks=1010, kv_total_blocks=3125), 1.1)
     assert balancer.dispatch(1.1) == [third]

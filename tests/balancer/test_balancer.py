@@ -4,6 +4,7 @@ import pytest
 
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.circuit_breaker import FAILURES, OPEN_S, SUCCESSES
+from emberline.balancer.ledger import InFlightLoad
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
 
@@ -68,7 +69,7 @@ def test_a_lost_connection_is_one_failure_however_many_streams_it_had() -> None:
     balancer = fleet("both", "both", max_running=64)
     there = [ask(tokens=10) for _ in range(4 * FAILURES)]
     routes = {wanted.id: send(balancer, wanted).decode for wanted in there}
-    balancer.down("e0", 1.0, "it crashed")
+    balancer.disconnected("e0", 1.0, "it crashed")
     for request_id, name in routes.items():
         if name == "e0":
             balancer.ended(request_id, 1.0, "engine_failed")
@@ -102,7 +103,7 @@ def test_a_request_that_moves_leaves_nothing_behind_and_avoids_where_it_was() ->
     first = send(balancer, wanted).decode
     second = send(balancer, ask(tokens=1000, id="q", lost=(first,)), 1.0).decode
     assert second != first
-    assert balancer._workers[first].account.empty
+    assert balancer._workers[first].in_flight == InFlightLoad()
     balancer.ended("q", 2.0, "finished", 3)
     assert nothing_left(balancer, 2.0)
 
@@ -113,13 +114,13 @@ def test_who_has_left_is_charged_nothing_and_gets_nothing() -> None:
     for wanted in there:
         send(balancer, wanted)
     gone = balancer._workers["e0"]
-    balancer.leave("e0", 1.0)
-    assert gone.account.empty
+    balancer.remove("e0", 1.0)
+    assert gone.in_flight == InFlightLoad()
     for wanted in there:
-        balancer.began(wanted.id, 2.0)
+        balancer.first_token(wanted.id, 2.0)
         balancer.progress(wanted.id, 5, 2.0)
         balancer.ended(wanted.id, 3.0, "finished", 9)
-    assert gone.account.empty
+    assert gone.in_flight == InFlightLoad()
     assert {serve(balancer, ask(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}
     assert nothing_left(balancer, 4.0)
 
@@ -131,7 +132,7 @@ def test_a_draining_endpoint_finishes_what_it_has() -> None:
     balancer.drain("e0", 1.0)
     assert state(balancer, "e0") == "draining"
     assert {serve(balancer, ask(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
-    assert balancer._workers["e0"].account.active == list(on.values()).count("e0") > 0
+    assert balancer._workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
     for request_id in on:
         balancer.ended(request_id, 3.0, "finished", 1)
     assert nothing_left(balancer, 3.0)
@@ -142,9 +143,9 @@ def test_those_who_wait_for_one_that_goes_down_go_elsewhere() -> None:
     chain = keys(("home", 3000))
     balancer.stored("e0", chain, 0.0)
     assert send(balancer, ask(chain)).decode == "e0"
-    waiting = balancer.offer(ask(chain), 0.1)
+    waiting = balancer.enqueue(ask(chain), 0.1)
     assert balancer.dispatch(0.1) == []
-    balancer.down("e0", 0.2)
+    balancer.disconnected("e0", 0.2)
     assert balancer.dispatch(0.2) == [waiting]
     assert waiting.route is not None
     assert waiting.route.decode == "e1"
@@ -155,11 +156,11 @@ def test_one_that_takes_no_step_is_avoided_until_it_does() -> None:
     balancer.report("e0", EngineLoad(), 0.0)
     stuck = next(wanted for wanted in (ask(tokens=10) for _ in range(9)) if send(balancer, wanted).decode == "e0")
     balancer.dispatch(40.0)
-    assert state(balancer, "e0") == "stalled"
+    assert state(balancer, "e0", 40.0) == "stalled"
     assert {serve(balancer, ask(tokens=5), 41.0).decode for _ in range(9)} == {"e1"}
     balancer.report("e0", EngineLoad(running=1), 42.0)
     balancer.dispatch(43.0)
-    assert state(balancer, "e0") == "ready"
+    assert state(balancer, "e0", 43.0) == "ready"
     balancer.ended(stuck.id, 44.0, "finished")
 
 
@@ -168,11 +169,11 @@ def test_the_pace_of_an_endpoint_is_learnt_and_lent_to_those_that_showed_none() 
     cost = balancer._workers["e0"].cost
     home = serve(balancer, ask(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
     first, other = balancer._workers[home], next(w for w in balancer._workers.values() if w.name != home)
-    assert first.prefill_pace.scale == pytest.approx(3.0, rel=0.1)
-    assert other.prefill_pace.scale == 1.0
+    assert first.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
+    assert other.prefill_speed.scale == 1.0
     for look in range(60):
         balancer.dispatch(20.0 + look)
-    assert other.prefill_pace.scale == pytest.approx(3.0, rel=0.1)
+    assert other.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_cached_count_from_the_engine_makes_the_pace_right() -> None:
@@ -183,6 +184,6 @@ def test_a_cached_count_from_the_engine_makes_the_pace_right() -> None:
         wanted = ask(keys((f"k{i}", 2000)))
         send(balancer, wanted, 10.0 * i)
         took_s = worker.cost.prefill_s(101, 32_001)
-        balancer.began(wanted.id, 10.0 * i + took_s, cached_tokens=31_900)
+        balancer.first_token(wanted.id, 10.0 * i + took_s, cached_tokens=31_900)
         balancer.ended(wanted.id, 10.0 * i + 5, "finished", 1)
-    assert worker.prefill_pace.scale == pytest.approx(1.0, rel=0.05)
+    assert worker.prefill_speed.scale == pytest.approx(1.0, rel=0.05)

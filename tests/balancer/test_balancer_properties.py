@@ -4,12 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emberline.balancer.admission_queue import QueuedRequest
-from emberline.balancer.balancer import ORPHAN_RUNNING_S, ORPHAN_S
 from emberline.balancer.endpoint import Capacity
+from emberline.balancer.ledger import ORPHAN_RUNNING_S, ORPHAN_S, InFlightLoad, InFlightRequest
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left
+from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, open_ids
 
 NAMES = ["e0", "e1", "e2", "e3"]
 CHAINS = [keys(("system", 20), (f"s{i}", 30 * i)) for i in range(4)]
@@ -31,13 +30,14 @@ class Life(RuleBasedStateMachine):
             *roles, max_running=2, kv_tokens=4000, events=events, policy=policy, max_waiting=3, ahead_s=0.05
         )
         self.now_s = 0.0
-        self.waiting: dict[str, QueuedRequest] = {}
-        self.running: dict[str, QueuedRequest] = {}
-        self.handed_out: set[QueuedRequest] = set()
+        self.waiting: dict[str, InFlightRequest] = {}
+        self.running: dict[str, InFlightRequest] = {}
+        self.lost: dict[str, InFlightRequest] = {}  # had a worker, and got no other
+        self.handed_out: set[InFlightRequest] = set()
         self.gone: set[str] = set()
         self.n = 0
 
-    def pick(self, number: int, of: dict[str, QueuedRequest]) -> str:
+    def pick(self, number: int, of: dict[str, InFlightRequest]) -> str:
         return list(of)[number % len(of)] if of else "nobody"
 
     def pump(self) -> None:
@@ -45,9 +45,12 @@ class Life(RuleBasedStateMachine):
             assert ticket not in self.handed_out
             self.handed_out.add(ticket)
             assert (ticket.route is None) != (ticket.error is None)
-            assert self.waiting.pop(ticket.ask.id) is ticket
+            assert self.waiting.pop(ticket.request.id) is ticket
             if ticket.route is not None:
-                self.running[ticket.ask.id] = ticket
+                self.running[ticket.request.id] = ticket
+            elif ticket.admitted:  # it lost its worker before, and stays on record until its owner ends it
+                self.lost[ticket.request.id] = ticket
+            if ticket.route is not None:
                 for name in {ticket.route.decode, ticket.route.prefill} - {""}:
                     assert name not in self.gone
 
@@ -68,9 +71,9 @@ class Life(RuleBasedStateMachine):
             affinity="x" if mood == 4 else None,
         )
         try:
-            self.waiting[wanted.id] = self.balancer.offer(wanted, self.now_s)
+            self.waiting[wanted.id] = self.balancer.enqueue(wanted, self.now_s)
         except EmberlineError:
-            assert wanted.id not in self.balancer.open_ids
+            assert wanted.id not in open_ids(self.balancer)
         self.pump()
 
     @rule(which=SOME)
@@ -80,18 +83,23 @@ class Life(RuleBasedStateMachine):
             return
         before = self.running.pop(request_id)
         assert before.route is not None
+        self.handed_out.discard(before)
         wanted = ask(
-            before.ask.keys, id=request_id, account=before.ask.account, lost=(before.route.decode,), wait_s=1.0
+            before.request.keys, id=request_id, account=before.request.account, lost=(before.route.decode,), wait_s=1.0
         )
+        if before.is_job:
+            return self.job(request_id, before.route.decode, before.request.keys)
         try:
-            self.waiting[request_id] = self.balancer.offer(wanted, self.now_s)
+            self.waiting[request_id] = self.balancer.enqueue(wanted, self.now_s)
+            assert self.waiting[request_id] is before
         except EmberlineError:
-            assert request_id not in self.balancer.open_ids
+            self.lost[request_id] = before
+            assert before.phase == "waiting"
         self.pump()
 
     @rule(which=SOME, cached=st.none() | st.integers(0, 400))
     def began(self, which: int, cached: int | None) -> None:
-        self.balancer.began(self.pick(which, self.running), self.now_s, cached)
+        self.balancer.first_token(self.pick(which, self.running), self.now_s, cached)
         self.pump()
 
     @rule(which=SOME)
@@ -105,32 +113,38 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         which=SOME,
-        queued=st.booleans(),
+        of=st.sampled_from(["waiting", "running", "lost"]),
         outcome=st.sampled_from(["finished", "cancelled", "client_error", "engine_failed"]),
     )
-    def ended(self, which: int, queued: bool, outcome: str) -> None:
-        of = self.waiting if queued else self.running
-        request_id = self.pick(which, of)
+    def ended(self, which: int, of: str, outcome: str) -> None:
+        requests: dict[str, InFlightRequest] = getattr(self, of)
+        request_id = self.pick(which, requests)
         for _ in range(2):  # twice changes nothing
             self.balancer.ended(request_id, self.now_s, outcome, 40)  # type: ignore[arg-type]
-        of.pop(request_id, None)
-        assert request_id not in self.balancer.open_ids
+        requests.pop(request_id, None)
+        assert request_id not in open_ids(self.balancer)
         self.pump()
 
     @rule(name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS))
     def batch(self, name: str, chain: bytes) -> None:
         self.n += 1
-        wanted = ask(chain, id=f"q{self.n}", engine=name, priority="batch")
-        try:
-            route = self.balancer.place(wanted, self.now_s)
-        except EmberlineError:
-            return
-        ticket = QueuedRequest(wanted, self.balancer._tenants.enter("t0"), 0.0, 0.0)
-        self.balancer._tenants.leave(ticket.tenant)
-        ticket.route = route
-        self.running[wanted.id] = ticket
+        self.job(f"q{self.n}", name, chain)
 
-    @rule(name=st.sampled_from(NAMES), how=st.sampled_from(["down", "leave", "drain"]))
+    def job(self, request_id: str, name: str, chain: bytes) -> None:
+        wanted = ask(chain, id=request_id, engine=name, priority="batch")
+        before = self.balancer.ledger.get(request_id)
+        try:
+            route = self.balancer.dispatch_job(wanted, self.now_s)
+        except EmberlineError:
+            if before is not None:
+                self.lost[request_id] = before
+            return
+        record = self.balancer.ledger.get(wanted.id)
+        assert record is not None
+        assert record.route == route
+        self.running[wanted.id] = record
+
+    @rule(name=st.sampled_from(NAMES), how=st.sampled_from(["disconnected", "remove", "drain"]))
     def lose(self, name: str, how: str) -> None:
         getattr(self.balancer, how)(name, self.now_s)
         self.gone.add(name)
@@ -154,7 +168,9 @@ class Life(RuleBasedStateMachine):
         self.pump()
 
     @rule(
-        name=st.sampled_from(NAMES), chain=st.sampled_from(CHAINS), what=st.sampled_from(["stored", "removed", "whole"])
+        name=st.sampled_from(NAMES),
+        chain=st.sampled_from(CHAINS),
+        what=st.sampled_from(["stored", "removed", "replaced"]),
     )
     def cached(self, name: str, chain: bytes, what: str) -> None:
         getattr(self.balancer, what)(name, chain, self.now_s)
@@ -166,28 +182,29 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert self.balancer.open_ids == set(self.waiting) | set(self.running)
-        assert len(self.balancer._waiting) == len(self.waiting)
-        held = [ticket for worker in self.balancer._workers.values() for ticket in worker.held]
-        assert len(held) + len(self.balancer._waiting._anywhere) == len(self.waiting)
+        assert open_ids(self.balancer) == {*self.waiting, *self.running, *self.lost}
+        assert len(self.balancer._queue) == len(self.waiting)
+        queues = self.balancer._queue._queues
+        assert sum(map(len, queues.values())) == len(self.waiting)
+        assert not any(queue for name, queue in queues.items() if name and name not in self.balancer._workers)
 
     @invariant()
     def an_endpoint_is_charged_what_is_on_it(self) -> None:
         for worker in self.balancer._workers.values():
-            account = worker.account
-            charges = [self.balancer._ledger.get(request_id) for request_id in self.running]
-            mine = [c for c in charges if c and c.decode is worker and c.incarnations[0] == worker.incarnation]
-            assert account.active == sum(charge.n for charge in mine)
-            assert account.decode_tokens == sum(c.total_tokens * c.n + c.emitted for c in mine)
+            account = worker.in_flight
+            mine = [record for record in self.balancer.ledger if record.decode is account]
+            assert {record.request.id for record in mine} <= set(self.running)
+            assert account.active == sum(record.request.n for record in mine)
+            assert account.decode_tokens == sum(r.total_tokens * r.request.n + r.emitted for r in mine)
             assert account.prefill_tokens == sum(charge.uncached_tokens for charge in account.pending.values())
             if not worker.connected:
-                assert account.empty
+                assert account == InFlightLoad()
         assert all(tenant.n_open >= 0 for tenant in self.balancer._tenants)
 
     def teardown(self) -> None:
         if not hasattr(self, "balancer"):
             return
-        for request_id in [*self.waiting, *self.running]:
+        for request_id in [*self.waiting, *self.running, *self.lost]:
             self.balancer.ended(request_id, self.now_s, "cancelled")
         assert nothing_left(self.balancer, self.now_s)
         assert self.balancer.dispatch(self.now_s + 1) == []
@@ -201,10 +218,10 @@ def test_a_request_that_nobody_ends_is_written_off() -> None:
     balancer = fleet("both")
     silent, running = ask(tokens=100), ask(tokens=100)
     for wanted in (silent, running):
-        balancer.offer(wanted, 0.0)
+        balancer.enqueue(wanted, 0.0)
     assert len(balancer.dispatch(0.0)) == 2
-    balancer.began(running.id, 1.0)
+    balancer.first_token(running.id, 1.0)
     balancer.dispatch(400.0)
-    assert balancer.open_ids == {running.id}
+    assert open_ids(balancer) == {running.id}
     balancer.dispatch(ORPHAN_RUNNING_S + 2.0)
     assert nothing_left(balancer, ORPHAN_RUNNING_S + 2.0)

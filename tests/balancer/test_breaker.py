@@ -36,9 +36,9 @@ def test_a_failure_now_and_then_is_forgiven() -> None:
 
 def test_half_open_lets_one_at_a_time_through_and_closes_after_three() -> None:
     breaker = opened()
-    breaker.look(OPEN_S - 0.1)
+    breaker.check(OPEN_S - 0.1)
     assert breaker.state == "open"
-    breaker.look(OPEN_S)
+    breaker.check(OPEN_S)
     for _ in range(SUCCESSES):
         assert breaker.state == "half_open"
         assert breaker.allows
@@ -52,19 +52,19 @@ def test_half_open_lets_one_at_a_time_through_and_closes_after_three() -> None:
 
 def test_a_probe_that_fails_opens_it_for_another_minute() -> None:
     breaker = opened()
-    breaker.look(OPEN_S)
+    breaker.check(OPEN_S)
     breaker.sent()
     breaker.failed(OPEN_S + 5)
-    breaker.look(2 * OPEN_S)
+    breaker.check(2 * OPEN_S)
     assert breaker.state == "open"
-    breaker.look(2 * OPEN_S + 5)
+    breaker.check(2 * OPEN_S + 5)
     assert breaker.state == "half_open"
 
 
 def test_a_probe_whose_client_leaves_tells_nothing() -> None:
     breaker = opened()
-    breaker.look(OPEN_S)
+    breaker.check(OPEN_S)
     breaker.sent()
-    breaker.undecided()
+    breaker.inconclusive()
     assert breaker.state == "half_open"
     assert breaker.allows

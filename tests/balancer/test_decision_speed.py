@@ -40,7 +40,7 @@ def test_a_decision_is_much_faster_than_looking_at_every_block() -> None:
         began = time.process_time()
         found = []
         for wanted in asks[start : start + len(chains)]:
-            balancer.offer(wanted, 1.0 + start)
+            balancer.enqueue(wanted, 1.0 + start)
             found += balancer.dispatch(1.0 + start)
         ours_s = min(ours_s, time.process_time() - began)
         for wanted in asks[start : start + len(chains)]:

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.engine_client import EngineClient
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad, Step, Vocabulary
 from emberline.protocol.request import EngineRequest, SamplingParams
+from emberline.service.engine_client import EngineClient
 from tests.balancer.fake_engine import FakeEngine
 
 PATIENCE_S = 5.0
@@ -206,7 +206,7 @@ async def test_without_a_vocabulary_grammars_are_sent_as_they_are(engine: FakeEn
 async def test_an_engine_that_hangs_loses_its_streams(
     engine: FakeEngine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.engine_client.HUNG_S", 0.1)
+    monkeypatch.setattr("emberline.service.engine_client.HUNG_S", 0.1)
     await engine.die()  # connected anew, the client looks more often
     await engine.start()
     await until(lambda: client.connected and len(engine.links) == 1)

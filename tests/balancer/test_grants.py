@@ -1,39 +1,63 @@
-import time
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.balancer.fleet import Fleet, Member
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity
 from emberline.balancer.grants import QUIET_S, Grants
+from emberline.balancer.worker import Worker
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.test_fleet import Engine
+from tests.balancer.balancing import MODEL, ask, endpoint
 
 
 class Bench:
-    """A fleet whose engines take a step every `step_s` of a clock that the test turns."""
+    """Workers that take a step every `step_s` of a clock that the test turns; requests go to e0."""
 
     def __init__(self, n: int = 1, max_running: int = 32, share: float = 0.5) -> None:
         self.now_s = 100.0
-        self.engines = [Engine(f"e{i}", max_running) for i in range(n)]
-        self.fleet = Fleet({"m": self.engines})
-        self.grants = Grants(self.fleet, share, lambda: self.now_s)
+        self.balancer = Balancer()
+        self.capacity = Capacity(max_running=max_running)
+        for i in range(n):
+            self.balancer.join(endpoint(f"e{i}"), self.capacity, self.now_s)
+        self.workers: list[Worker] = self.balancer.workers_of(MODEL)
+        self.grants = Grants(self.balancer, share, lambda: self.now_s)
+        self.requests: list[str] = []
+
+    def report(self, load: EngineLoad, worker: int = 0) -> None:
+        self.balancer.report(f"e{worker}", load, self.now_s)
 
     def run(self, seconds: float, step_s: float = 0.02, most: int = 0) -> None:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 0.25
-            for engine in self.engines:
-                engine.load.steps += round(0.25 / step_s)
-                engine.progress_s = time.monotonic()
-            for grant in self.grants.issue("m", most):
+            for i, worker in enumerate(self.workers):
+                steps = worker.load.steps + round(0.25 / step_s)
+                self.report(msgspec.structs.replace(worker.load, steps=steps), i)
+            for grant in self.grants.issue(MODEL, most):
                 grant.give_back()
 
-    def ask(self) -> Member:
-        """A request that comes, and where it runs."""
-        member = self.fleet["e0"]
-        member.take(1)
-        return member
+    def start(self, n: int = 1) -> None:
+        """Requests that run on e0, however full it is."""
+        e0 = self.workers[0]
+        for worker in self.workers:
+            worker.capacity = Capacity(max_running=1000)
+            worker.draining = worker is not e0
+        self.balancer._pool(MODEL).refresh()
+        for _ in range(n):
+            request = ask(tokens=1)
+            self.balancer.enqueue(request, self.now_s)
+            self.balancer.dispatch(self.now_s)
+            self.balancer.first_token(request.id, self.now_s)
+            self.requests.append(request.id)
+        for worker in self.workers:
+            worker.capacity = self.capacity
+            worker.draining = False
+        self.balancer._pool(MODEL).refresh()
+        assert e0.in_flight.active == len(self.requests)
+
+    def end(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.balancer.ended(self.requests.pop(), self.now_s, "finished")
 
     def free(self) -> int:
         grants = self.grants.issue("m", 1000)
@@ -52,11 +76,11 @@ def test_when_nobody_else_is_there_the_engine_is_full_and_a_little_ahead() -> No
 
 def test_requests_leave_queued_work_its_share() -> None:
     bench = Bench(max_running=32, share=0.25)
-    member = bench.ask()
+    bench.start()
     assert bench.free() == 8
-    member.take(28)
+    bench.start(28)
     assert bench.free() == 3  # places that are free
-    member.give_back(29)
+    bench.end(29)
     bench.run(QUIET_S / 2)
     assert bench.free() == 8  # another request may come any moment
     bench.run(QUIET_S)
@@ -65,8 +89,8 @@ def test_requests_leave_queued_work_its_share() -> None:
 
 def test_some_room_is_always_granted() -> None:
     bench = Bench(max_running=32)
-    bench.ask().take(31 + 100)
-    bench.engines[0].load.waiting = 50
+    bench.start(132)
+    bench.report(EngineLoad(waiting=50))
     assert bench.free() == 2
     held = bench.grants.issue("m", 10)
     assert bench.free() == 0
@@ -76,25 +100,25 @@ def test_some_room_is_always_granted() -> None:
 
 def test_none_is_granted_beyond_the_floor_while_requests_wait_in_the_engine() -> None:
     bench = Bench(max_running=32)
-    bench.engines[0].load = EngineLoad(running=10, waiting=3, waiting_batch=3)
+    bench.report(EngineLoad(running=10, waiting=3, waiting_batch=3))
     assert bench.free() > 2  # what waits is queued work itself
-    bench.engines[0].load = EngineLoad(running=10, waiting=3, waiting_batch=2)
+    bench.report(EngineLoad(running=10, waiting=3, waiting_batch=2))
     assert bench.free() == 2
 
 
 def test_a_full_cache_takes_no_more_lines() -> None:
     bench = Bench(max_running=32)
     held = bench.grants.issue("m", 20)
-    bench.engines[0].load = EngineLoad(kv_used_blocks=95, kv_total_blocks=100)
+    bench.report(EngineLoad(kv_used_blocks=95, kv_total_blocks=100))
     assert bench.free() == 0
-    bench.engines[0].load = EngineLoad(kv_used_blocks=50, kv_total_blocks=100)
+    bench.report(EngineLoad(kv_used_blocks=50, kv_total_blocks=100))
     assert bench.free() == 16
     assert len(held) == 20
 
 
 def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
     bench = Bench(max_running=32)
-    bench.ask()
+    bench.start()
     held = bench.grants.issue("m", 4)
     assert bench.free() == 12
     bench.run(5, step_s=0.1)
@@ -106,24 +130,24 @@ def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
 
 def test_late_first_tokens_take_room_away() -> None:
     bench = Bench(max_running=32)
-    member = bench.ask()
+    bench.start()
     for _ in range(10):
-        bench.grants.heard(member, 0.1, mixed=False)
-        bench.grants.heard(member, 0.3, mixed=True)
+        bench.grants.observe_ttft(MODEL, "e0", 0.1, mixed=False)
+        bench.grants.observe_ttft(MODEL, "e0", 0.3, mixed=True)
     bench.grants.issue("m", 2)
     bench.run(5)
     assert bench.free() == 0
     for _ in range(30):
-        bench.grants.heard(member, 0.12, mixed=True)
+        bench.grants.observe_ttft(MODEL, "e0", 0.12, mixed=True)
     bench.run(15)
     assert bench.free() == 14
 
 
 def test_an_accelerator_with_nothing_to_give_gives_nothing() -> None:
     bench = Bench(max_running=32)
-    bench.ask()
+    bench.start()
     bench.grants.issue("m", 2)
-    bench.engines[0].load.utilisation = 0.99
+    bench.report(EngineLoad(utilisation=0.99))
     bench.run(5)
     assert bench.free() == 0
 
@@ -131,7 +155,7 @@ def test_an_accelerator_with_nothing_to_give_gives_nothing() -> None:
 def test_an_engine_that_is_gone_has_no_room() -> None:
     bench = Bench(n=2, max_running=8)
     assert bench.free() == 18
-    bench.engines[0].up = False
+    bench.balancer.disconnected("e0", bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
@@ -160,8 +184,7 @@ def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
 
 def test_an_engine_for_prompts_alone_is_given_no_lines() -> None:
     bench = Bench(n=2, max_running=8)
-    assert bench.engines[0].info is not None
-    bench.engines[0].info = msgspec.structs.replace(bench.engines[0].info, role="prefill")
+    bench.balancer.join(endpoint("e0", "prefill"), bench.capacity, bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
@@ -170,7 +193,6 @@ def test_an_engine_for_prompts_alone_is_given_no_lines() -> None:
 )
 def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
     bench = Bench(max_running=8)
-    member = next(iter(bench.fleet))
     held = []
     for act, n in acts:
         if act == "issue":
@@ -178,11 +200,11 @@ def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
         elif act == "back" and held:
             held.pop().give_back()
         elif act == "sync":
-            member.take(n)
-        elif act == "end" and member.in_flight:
-            member.give_back(1)
+            bench.start(n)
+        elif act == "end" and bench.requests:
+            bench.end()
         elif act == "wait":
-            bench.engines[0].load.waiting = n
+            bench.report(EngineLoad(waiting=n))
         else:
             bench.run(n)
         assert len(held) <= 8 + 1

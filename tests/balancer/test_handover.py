@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from emberline.balancer.engine_client import EngineClient, EngineStream
-from emberline.balancer.prefill_handover import Prefill, hand_over
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
+from emberline.service.engine_client import EngineClient, EngineStream
+from emberline.service.prefill_handover import Prefill, hand_over
 from tests.balancer.fake_engine import FakeEngine
 from tests.balancer.test_engine_client import PATIENCE_S, ask
 
@@ -56,7 +56,7 @@ async def test_what_prefill_had_cached_is_what_is_told(halves: Halves) -> None:
 async def test_a_prefill_engine_that_tells_nothing_holds_nobody_up(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.prefill_handover.TELL_S", 0.01)
+    monkeypatch.setattr("emberline.service.prefill_handover.TELL_S", 0.01)
     halves.decode.step(TOKEN)
     await halves.stream.next()
     async with asyncio.timeout(PATIENCE_S):

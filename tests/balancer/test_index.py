@@ -62,12 +62,12 @@ class AgainstNaive(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
-        self.index.lapse(self.now_s)
+        self.index.expire(self.now_s)
         for expected in self.expected:
             for key in [key for key, until_s in expected.items() if until_s <= self.now_s]:
                 del expected[key]
 
-    @rule(worker=st.integers(0, 2), times=st.sampled_from([1, index_module.MAX_DEAD + 1]))
+    @rule(worker=st.integers(0, 2), times=st.sampled_from([1, index_module.MAX_STALE_SLOTS + 1]))
     def clear(self, worker: int, times: int) -> None:
         for _ in range(times):  # many times over: slots are swept and used again
             self.index.drop_slot(self.slots[worker])
@@ -136,7 +136,7 @@ def test_an_entry_takes_as_many_bytes_as_is_said() -> None:
 def test_forgetting_costs_nothing_until_many_have_been_forgotten() -> None:
     index = FleetPrefixIndex(1 << 20)
     chain = keys(("c", 100))
-    for _ in range(index_module.MAX_DEAD):
+    for _ in range(index_module.MAX_STALE_SLOTS):
         slot = index.take_slot()
         index.stored(slot, chain)
         index.drop_slot(slot)
@@ -144,4 +144,4 @@ def test_forgetting_costs_nothing_until_many_have_been_forgotten() -> None:
     assert index.match(chain) == []
     index.drop_slot(index.take_slot())
     assert len(index) == 0
-    assert index.take_slot() <= index_module.MAX_DEAD
+    assert index.take_slot() <= index_module.MAX_STALE_SLOTS

@@ -6,7 +6,8 @@ import pytest
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import DEFAULTS, SpeedEstimate
 from emberline.balancer.endpoint import Capacity
-from emberline.balancer.routing_policy import LOST, LOST_S, LowestCost, Need
+from emberline.balancer.ledger import InFlightLoad
+from emberline.balancer.routing_policy import CACHE_LOSS, MAX_CACHE_LOSS_S, LowestCost, RoutingInput
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import Unavailable
 from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
@@ -41,10 +42,10 @@ def test_it_moves_when_waiting_costs_more_than_computing_again(crowd: float, tim
         balancer = fleet("both", "both", ahead_s=1e9, kv_tokens=1_000_000)
         home = serve(balancer, ask(chain)).decode
         for worker in balancer._workers.values():
-            worker.prefill_pace = SpeedEstimate()
-            worker.recent_tokens, worker.recent_at_s = 1e6 * crowd, 20.0
+            worker.prefill_speed = SpeedEstimate()
+            worker._recent_tokens, worker._recent_at_s = 1e6 * crowd, 20.0
         again_s = worker.cost.prefill_s(3900 * 16 + 1, 3900 * 16 + 1)
-        balancer._workers[home].account.work_us = int(backlog * again_s * 1e6)
+        balancer._workers[home].in_flight.work_us = int(backlog * again_s * 1e6)
         return send(balancer, ask(chain), 20.0).decode != home
 
     assert not moves(0.0)
@@ -52,7 +53,7 @@ def test_it_moves_when_waiting_costs_more_than_computing_again(crowd: float, tim
     assert moves(1.2 * times)
 
 
-@pytest.mark.parametrize(("n_blocks", "more_s"), [(100, None), (2000, LOST_S)])
+@pytest.mark.parametrize(("n_blocks", "more_s"), [(100, None), (2000, MAX_CACHE_LOSS_S)])
 def test_what_another_holds_is_computed_again_only_for_several_times_its_seconds(
     n_blocks: int, more_s: float | None
 ) -> None:
@@ -63,13 +64,13 @@ def test_what_another_holds_is_computed_again_only_for_several_times_its_seconds
         balancer = fleet("both", "both", ahead_s=1e9)
         home = serve(balancer, ask(chain)).decode
         for worker in balancer._workers.values():
-            worker.prefill_pace = SpeedEstimate()
-        balancer._workers[home].account.work_us = int(backlog_s * 1e6)
+            worker.prefill_speed = SpeedEstimate()
+        balancer._workers[home].in_flight.work_us = int(backlog_s * 1e6)
         return send(balancer, ask(chain), 20.0).decode != home
 
     n, cost = n_blocks * BLOCK_TOKENS + 1, DEFAULTS.cost
     lost_s = cost.prefill_s(n, n) - cost.prefill_s(1, n)
-    limit_s = lost_s + (LOST * lost_s if more_s is None else more_s)
+    limit_s = lost_s + (CACHE_LOSS * lost_s if more_s is None else more_s)
     assert not moves(0.8 * limit_s)
     assert moves(1.2 * limit_s)
 
@@ -78,7 +79,7 @@ def test_own_decisions_count_at_once() -> None:
     """Siblings of a cold prompt, in the same instant, follow the first, unless it is quicker without it."""
     balancer = fleet(*["both"] * 8, ahead_s=1e9, kv_tokens=1_000_000)
     for worker in balancer._workers.values():
-        worker.recent_tokens = 1e6
+        worker._recent_tokens = 1e6
     chain = keys(("tree", 2000))
     routes = [send(balancer, ask(chain + keys((f"leaf{i}", 3)))) for i in range(6)]
     assert len({route.decode for route in routes}) == 1
@@ -118,7 +119,7 @@ def test_a_slower_endpoint_gets_less() -> None:
     balancer = fleet("both", "both", ahead_s=1e9, max_running=64)
     for _ in range(10):  # e0 is learnt to be four times as slow
         for name, scale in (("e0", 4.0), ("e1", 1.0)):
-            balancer._workers[name].prefill_pace.add(scale, 1.0)
+            balancer._workers[name].prefill_speed.add(scale, 1.0)
     homes = Counter(send(balancer, ask(keys((f"k{i}", 500))), 0.0).decode for i in range(50))
     assert homes["e1"] > 2.5 * homes["e0"] > 0
 
@@ -131,14 +132,14 @@ def test_passing_over_the_cold_changes_nothing(n: int) -> None:
     workers = list(balancer._workers.values())
     for i, worker in enumerate(workers):
         balancer.stored(worker.name, chain[: 16 * (900 + (300 * (i % 5 == 2)))], 0.0)
-        worker.account.work_us = 97_000 * (i * 7 % 11)
+        worker.in_flight.work_us = 97_000 * (i * 7 % 11)
     policy = LowestCost(2.0)
     for tokens in (1, 14_401, 15_000, 19_201):
         for backlog_us in (0, 10_000, 1_000_000, 10_000_000):
-            workers[2 % n].account.work_us = backlog_us
-            need = balancer._need(ask(chain, tokens=tokens), balancer._pool("m"), workers)
+            workers[2 % n].in_flight.work_us = backlog_us
+            need = balancer._routing_input(ask(chain, tokens=tokens), balancer._pool("m"), workers)
             quick = policy.choose(workers, need, 1.0)
-            cold = Need(need.tokens, need.n, need.match, 1 << 30, need.session64, need.output_tokens)  # nobody is warm
+            cold = RoutingInput(need.tokens, need.n, need.match, 1 << 30, need.session64, need.output_tokens)
             assert policy.choose(workers, cold, 1.0) is quick
 
 
@@ -173,7 +174,7 @@ def serve_unseen(balancer, chain: bytes, now_s: float) -> str:  # type: ignore[n
     """The engine never says that it holds the prompt."""
     wanted = ask(chain)
     route = send(balancer, wanted, now_s)
-    balancer.began(wanted.id, now_s)
+    balancer.first_token(wanted.id, now_s)
     balancer.ended(wanted.id, now_s, "finished")
     return str(route.decode)
 
@@ -182,7 +183,7 @@ def test_few_sessions_move_when_an_endpoint_leaves() -> None:
     balancer = fleet(*["both"] * 4, policy="affinity", max_running=1 << 20, ahead_s=1e9)
     before = {s: send(balancer, ask(affinity=f"s{s}")).decode for s in range(200)}
     assert min(Counter(before.values()).values()) > 30
-    balancer.leave("e1", 1.0)
+    balancer.remove("e1", 1.0)
     after = {s: send(balancer, ask(affinity=f"s{s}"), 1.0).decode for s in range(200)}
     assert all(after[s] == home for s, home in before.items() if home != "e1")
     assert "e1" not in after.values()
@@ -203,14 +204,14 @@ def test_a_long_prompt_goes_through_prefill_and_charges_both() -> None:
     wanted = ask(keys(("c", 500)))
     route = send(balancer, wanted)
     assert (route.prefill, route.decode) == ("e0", "e1")
-    prefill, decode = (balancer._workers[name].account for name in ("e0", "e1"))
+    prefill, decode = (balancer._workers[name].in_flight for name in ("e0", "e1"))
     assert prefill.prefill_tokens == 8001
     assert prefill.active == 0
     assert decode.prefill_tokens == 0
     assert (decode.active, decode.decode_tokens) == (1, 8001)
     balancer.prefilled(wanted.id, 0.5)
-    assert prefill.empty
-    balancer.began(wanted.id, 0.6)
+    assert prefill == InFlightLoad()
+    balancer.first_token(wanted.id, 0.6)
     balancer.progress(wanted.id, 50, 1.0)
     assert decode.decode_tokens == 8051
     balancer.ended(wanted.id, 2.0, "finished", 60)
@@ -233,7 +234,7 @@ def test_decode_is_not_taken_to_be_faster_than_prefill_for_its_short_prompts() -
             wanted = ask(keys((name, blocks)))
             route = send(balancer, wanted, now_s)
             assert (route.decode, route.prefill) == ("e1", "e0" if blocks > 2 else "")
-            balancer.began(wanted.id, now_s + took_s)
+            balancer.first_token(wanted.id, now_s + took_s)
             balancer.ended(wanted.id, now_s + took_s, "finished", 1)
             now_s += 2.0
     scales = [worker.prefill_scale for worker in balancer.snapshot(now_s).workers]
@@ -248,11 +249,11 @@ def test_a_busy_prefill_pool_is_passed_by() -> None:
 
 def test_decode_alone_serves_when_no_prefill_is_there_and_prefill_alone_does_not() -> None:
     balancer = fleet("prefill", "decode")
-    balancer.down("e0", 1.0)
+    balancer.disconnected("e0", 1.0)
     assert send(balancer, ask(tokens=50_000), 1.0).prefill == ""
     balancer = fleet("prefill")
     with pytest.raises(Exception, match="no engine of m"):
-        balancer.offer(ask(), 0.0)
+        balancer.enqueue(ask(), 0.0)
 
 
 def test_who_cannot_compute_prompts_is_never_asked_to() -> None:
@@ -263,12 +264,12 @@ def test_who_cannot_compute_prompts_is_never_asked_to() -> None:
         balancer.join(made, Capacity(max_running=4), 0.0)
     short, line = ask(keys(("c", 2))), ask(keys(("c", 2)), engine="d")
     assert send(balancer, short).prefill == "p"
-    assert balancer.place(line, 0.0).prefill == "p"
-    balancer.leave("p", 1.0)
+    assert balancer.dispatch_job(line, 0.0).prefill == "p"
+    balancer.remove("p", 1.0)
     with pytest.raises(Unavailable):
-        balancer.offer(ask(keys(("c", 2))), 1.0)
+        balancer.enqueue(ask(keys(("c", 2))), 1.0)
     with pytest.raises(Unavailable):
-        balancer.place(ask(engine="d"), 1.0)
+        balancer.dispatch_job(ask(engine="d"), 1.0)
 
 
 def test_each_pool_is_balanced_by_its_own_load() -> None:

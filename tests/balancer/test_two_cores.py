@@ -32,7 +32,7 @@ class Engines:
         for name, queue in self.queues.items():
             while queue and queue[0][0] <= now_s:
                 _, _, request_id, chain, core = queue.pop(0)
-                core.began(request_id, now_s)
+                core.first_token(request_id, now_s)
                 core.ended(request_id, now_s, "finished", 20)
                 for each in self.cores:
                     each.stored(name, chain, now_s)
@@ -54,12 +54,12 @@ def run(n_cores: int, seed: int = 1) -> tuple[Engines, Counter[str]]:
         for i in range(N):  # as many as there are engines, at once: each should get one
             core = cores[rng.randrange(n_cores)]
             wanted = ask(keys((f"{seed}/{burst}/{i}", 100)), id=f"{burst}/{i}")
-            core.offer(wanted, now_s)
+            core.enqueue(wanted, now_s)
             for ticket in core.dispatch(now_s):
                 assert ticket.route is not None
                 sent[ticket.route.decode] += 1
-                uncached = ticket.ask.input_tokens - ticket.route.cached_tokens
-                engines.submit(ticket.route.decode, ticket.ask.id, uncached, ticket.ask.keys, core, now_s)
+                uncached = ticket.request.input_tokens - ticket.route.cached_tokens
+                engines.submit(ticket.route.decode, ticket.request.id, uncached, ticket.request.keys, core, now_s)
         for _ in range(3):
             now_s += REPORT_S
             engines.step(now_s)
@@ -83,7 +83,7 @@ def test_cores_that_have_not_heard_from_each_other_agree_on_a_sessions_home_or_i
         names: set[str] = set()
         for core in cores:
             wanted = ask(chain, id=f"{session}")
-            core.offer(wanted, float(session))
+            core.enqueue(wanted, float(session))
             names |= {ticket.route.decode for ticket in core.dispatch(float(session)) if ticket.route}
             core.ended(wanted.id, float(session), "cancelled")
         homes.append(names)
@@ -94,12 +94,12 @@ def test_what_one_core_sent_the_other_learns_from_the_engine() -> None:
     here, there = fleet(*["both"] * N), fleet(*["both"] * N)
     chain = keys(("conversation", 2000))
     wanted = ask(chain)
-    here.offer(wanted, 0.0)
+    here.enqueue(wanted, 0.0)
     [ticket] = here.dispatch(0.0)
     assert ticket.route is not None
     there.stored(ticket.route.decode, chain, 1.0)  # the engine's KV events go to both
     follow = ask(chain + keys(("next", 40)))
-    there.offer(follow, 5.0)
+    there.enqueue(follow, 5.0)
     [other] = there.dispatch(5.0)
     assert other.route is not None
     assert other.route.decode == ticket.route.decode

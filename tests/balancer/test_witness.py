@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.balancer.balancer import Balancer
-from emberline.balancer.load_reports import DISTRUST_S, MOST_S, SETTLE_S, implausible
+from emberline.balancer.load_reports import MAX_FOREIGN_S, REJECT_S, SETTLE_S, implausible
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import ask, fleet, keys, send, serve
@@ -48,11 +48,11 @@ def test_progress_on_the_first_prompt_counts_and_ends_with_it() -> None:
     whole_s = wait_s(balancer, "e0", 0.0)
     balancer.report("e0", busy(2, 40_000), 1.0)
     assert wait_s(balancer, "e0", 1.0) == pytest.approx(whole_s * 2 / 3)
-    before = balancer._workers["e0"].account.work_us
-    balancer.began(first.id, 2.0)
+    before = balancer._workers["e0"].in_flight.work_us
+    balancer.first_token(first.id, 2.0)
     worker = balancer._workers["e0"]
-    assert worker.account.work_us == before // 2
-    assert worker.witness.done_tokens == 0
+    assert worker.in_flight.work_us == before // 2
+    assert worker.reports.done_tokens == 0
 
 
 def test_a_report_takes_off_no_more_than_the_prompt_that_is_computed() -> None:
@@ -71,7 +71,7 @@ def test_one_that_stays_at_zero_with_prompts_of_ours_is_not_believed() -> None:
     for tenth in range(1, 60):
         balancer.report("e0", EngineLoad(), tenth / 10)
     [worker] = balancer.snapshot(6.0).workers
-    assert worker.lies > 0
+    assert worker.rejected_reports > 0
     assert "no work" in worker.problem
     assert worker.wait_s == whole_s  # our own account alone
 
@@ -100,19 +100,19 @@ def test_what_cannot_be_is_contained_and_seen(lie: EngineLoad) -> None:
     before_s = wait_s(balancer, "e0", 0.0)
     balancer.report("e0", lie, 1.0)
     [worker] = balancer.snapshot(1.0).workers
-    assert worker.lies == 1
+    assert worker.rejected_reports == 1
     assert worker.problem
     assert worker.wait_s == before_s
     balancer.report("e0", busy(9, 500_000), 2.0)  # in doubt for a while, whatever it says
     assert wait_s(balancer, "e0", 2.0) == before_s
-    balancer.report("e0", busy(9, 500_000), 2.0 + DISTRUST_S)
-    assert wait_s(balancer, "e0", 2.0 + DISTRUST_S) > before_s
+    balancer.report("e0", busy(9, 500_000), 2.0 + REJECT_S)
+    assert wait_s(balancer, "e0", 2.0 + REJECT_S) > before_s
 
 
 def test_a_boaster_harms_only_itself_and_not_for_ever() -> None:
     balancer = fleet("both", "both")
     balancer.report("e0", busy(1000, 10_000_000_000), 0.0)
-    assert wait_s(balancer, "e0", 0.0) <= MOST_S
+    assert wait_s(balancer, "e0", 0.0) <= MAX_FOREIGN_S
     assert {serve(balancer, ask(tokens=10), 1.0 + i).decode for i in range(20)} == {"e1"}
     assert {serve(balancer, ask(tokens=10), 70.0 + i).decode for i in range(20)} == {"e0", "e1"}
 
@@ -124,7 +124,7 @@ def test_one_that_denies_its_load_does_not_attract_all() -> None:
     for i in range(40):
         now_s = i / 10
         balancer.report("e0", EngineLoad(), now_s)
-        account = balancer._workers["e1"].account
+        account = balancer._workers["e1"].in_flight
         balancer.report("e1", busy(account.active, account.prefill_tokens), now_s)
         sent[send(balancer, ask(keys((f"k{i}", 100))), now_s).decode] += 1
     assert 15 <= sent["e0"] <= 25
@@ -148,7 +148,7 @@ def test_queued_work_that_just_came_is_not_taken_for_others(told: bool) -> None:
     """The engine reports lines the moment it has them, sooner than we count on it."""
     balancer = fleet("both", max_running=2)
     for i in range(3):
-        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
+        balancer.dispatch_job(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
     queued = {"running_batch": 2, "waiting_batch": 1} if told else {}
     balancer.report("e0", busy(2, 32, waiting=1, **queued), SETTLE_S / 2)
     assert foreign(balancer, SETTLE_S / 2) == 0
@@ -162,13 +162,13 @@ def test_queued_work_of_another_core_makes_room_too() -> None:
     assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True)).decode == "e0"
     balancer.report("e0", busy(2, 0, waiting=9, waiting_batch=9), 1.0)  # ours, and a request of theirs, which does not
     with pytest.raises(Overloaded):
-        balancer.offer(ask(tokens=32, priority="flex", reject_if_busy=True), 1.0)
+        balancer.enqueue(ask(tokens=32, priority="flex", reject_if_busy=True), 1.0)
 
 
 def test_queued_work_that_we_gave_up_and_the_engine_still_has_is_in_nobodys_way() -> None:
     balancer = fleet("both", max_running=2)
     for i in range(2):
-        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
+        balancer.dispatch_job(ask(id=f"b{i}", engine="e0", priority="batch", tokens=32), 0.0)
         balancer.ended(f"b{i}", 1.0, "cancelled")
     balancer.report("e0", busy(2, 0, running_batch=2), 1.0)
     assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True), 1.0).decode == "e0"
@@ -184,7 +184,7 @@ def test_ours_is_not_taken_for_anothers_once_it_has_begun() -> None:
     balancer.report("e0", busy(2, 64), 1.0 + SETTLE_S / 2)
     assert foreign(balancer, 1.0 + SETTLE_S / 2) == 2
     for one in ours:
-        balancer.began(one.id, 1.0 + SETTLE_S)
+        balancer.first_token(one.id, 1.0 + SETTLE_S)
         balancer.ended(one.id, 1.0 + SETTLE_S, "finished", 1)
     assert foreign(balancer, 1.0 + SETTLE_S) == 0
     assert send(balancer, ask(tokens=32, priority="flex", reject_if_busy=True), 1.0 + SETTLE_S).decode == "e0"
@@ -197,9 +197,9 @@ def test_others_stay_when_ours_begins() -> None:
     send(balancer, fresh, 1.0)
     balancer.report("e0", busy(7, 64), 1.0 + SETTLE_S / 2)
     assert foreign(balancer, 1.0 + SETTLE_S / 2) == 6
-    balancer.began(settled.id, 1.0 + SETTLE_S)
+    balancer.first_token(settled.id, 1.0 + SETTLE_S)
     assert foreign(balancer, 1.0 + SETTLE_S) == 6
-    balancer.began(fresh.id, 1.0 + SETTLE_S)
+    balancer.first_token(fresh.id, 1.0 + SETTLE_S)
     assert foreign(balancer, 1.0 + SETTLE_S) == 5
 
 
@@ -210,7 +210,7 @@ def test_whose_is_whose(ours: int, queued: int, theirs: int, their_queued: int, 
     for _ in range(ours):
         send(balancer, ask(tokens=8))
     for i in range(queued):
-        balancer.place(ask(id=f"b{i}", engine="e0", priority="batch", tokens=8), 0.0)
+        balancer.dispatch_job(ask(id=f"b{i}", engine="e0", priority="batch", tokens=8), 0.0)
     n_batch = queued + their_queued
     waiting = min(n_waiting, n_batch)
     running = ours + theirs + n_batch - waiting

@@ -11,8 +11,6 @@ from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.fleet import Fleet
-from emberline.balancer.grants import Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.events import TextDelta
@@ -74,10 +72,7 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
     ]
     upstreams = [Upstream(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
     store = await open_store(tmp_path / "db")
-    fleet, gate = Fleet({MODEL: upstreams}), Pairs(Balancer())
-    for upstream in upstreams:
-        gate.watch(upstream, [MODEL])
-    core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), Responses(store, 30), Grants(fleet, 0.5))
+    core = LocalCore(Pairs(Balancer()), upstreams, UsageLedger(store), Sessions(), Responses(store, 30))
     relay = open_relay(core, upstreams)
     relay.start(watch=True)
     for upstream in upstreams:
@@ -158,4 +153,4 @@ async def test_prefill_dies_while_it_computes_and_decode_does_it_all(pair: dict[
     found = await task
     assert found.choices[0].text == expected
     assert (await setup.answer(5, "after")).choices[0].text != ""
-    assert not setup.core.gate.balancer.open_ids
+    assert not list(setup.core.admission.balancer.ledger)

@@ -22,7 +22,7 @@ async def test_a_connected_idle_engine_is_healthy(service: Service) -> None:
 async def test_an_engine_that_takes_no_step_is_not(
     service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.05)
+    monkeypatch.setattr("emberline.balancer.worker.STALLED_S", 0.05)
     await asyncio.sleep(0.06)
     assert (await service.health()).ok  # idle for longer than that
     engine.script = None

@@ -27,7 +27,7 @@ def queued(name: str = "b-0") -> GenerateRequest:
 
 def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
-    return service.core._ledger
+    return service.core._usage
 
 
 async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) -> None:
@@ -74,16 +74,21 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
     ]
     await engine.submission(8)
     assert isinstance(service.core, LocalCore)
-    member = service.core.fleet["e0"]
-    assert (member.in_flight, member.batch_in_flight) == (8, 8)
+    core = service.core
+
+    def active() -> tuple[int, int]:
+        [worker] = core.admission.snapshot().workers
+        return worker.active, worker.batch_active
+
+    assert active() == (8, 8)
     flex = GenerateRequest(id="flex", model=MODEL, prompt="x", priority=Priority.FLEX, reject_if_busy=True)
     asked = asyncio.ensure_future(gather(service.generate(flex, ALICE)))
     await engine.submission(9)
-    assert (member.in_flight, member.batch_in_flight) == (9, 8)
+    assert active() == (9, 8)
     for run in (*runs, asked):
         run.cancel()
     await asyncio.gather(*runs, asked, return_exceptions=True)
-    assert (member.in_flight, member.batch_in_flight) == (0, 0)
+    assert active() == (0, 0)
 
 
 async def test_a_reply_goes_on_behind_what_was_said(

@@ -53,7 +53,7 @@ def text_of(events: list[TextEvent], index: int = 0) -> str:
 
 def ledger_of(service: Service) -> UsageLedger:
     assert isinstance(service.core, LocalCore)
-    return service.core._ledger
+    return service.core._usage
 
 
 async def row_of(service: Service, request: GenerateRequest) -> UsageRow:
@@ -72,7 +72,7 @@ async def rows(service: Service) -> int:
 
 def in_flight(service: Service) -> int:
     assert isinstance(service.core, LocalCore)
-    return sum(member.in_flight for member in service.core.fleet)
+    return sum(r.request.n for r in service.core.admission.balancer.ledger if r.phase != "waiting")
 
 
 async def settled(service: Service) -> None:

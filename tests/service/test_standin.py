@@ -137,7 +137,7 @@ async def test_an_engine_that_hangs_is_not_healthy(
         while not in_flight(service):
             await asyncio.sleep(0.005)
         assert (await service.health()).ok
-        monkeypatch.setattr("emberline.balancer.fleet.STALLED_S", 0.2)
+        monkeypatch.setattr("emberline.balancer.worker.STALLED_S", 0.2)
         while (await service.health()).ok:
             await asyncio.sleep(0.005)
     standin.stop()

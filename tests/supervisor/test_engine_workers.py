@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from emberline.balancer.engine_client import EngineClient
 from emberline.config import EngineConfig
 from emberline.engine import memory
 from emberline.protocol.errors import BadInput
+from emberline.service.engine_client import EngineClient
 from emberline.supervisor import machine, process
 from emberline.supervisor.engine_workers import EngineWorkers, WorkerPlan, plan_workers, runtime_folder, worker_spec
 from emberline.supervisor.process import ProcessFailed

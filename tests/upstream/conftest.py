@@ -13,8 +13,6 @@ from emberline.accounts.usage_ledger import UsageLedger, UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint
-from emberline.balancer.fleet import Fleet
-from emberline.balancer.grants import Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
@@ -61,8 +59,7 @@ class Bench:
         """Nothing is charged, queued or running anywhere, once what ends has ended."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
-            busy = any(member.in_flight for member in self.core.fleet)
-            if not busy and not self.core.gate.balancer.open_ids:
+            if not list(self.core.admission.balancer.ledger):
                 return True
             await asyncio.sleep(0.01)
         return False
@@ -113,14 +110,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         ]
         store = await open_store(tmp_path / "db")
         responses = Responses(store, 30)
-        fleet = Fleet({MODEL: upstreams})
         gate = AdmissionController(Balancer())
         if paired:
             gate = PairGate(Balancer())
             gate.roles = {name: role for name, _, role in servers}
-        for upstream in upstreams:
-            gate.watch(upstream, [MODEL])
-        core = LocalCore(fleet, gate, UsageLedger(store), Sessions(), responses, Grants(fleet, 0.5))
+        core = LocalCore(gate, upstreams, UsageLedger(store), Sessions(), responses)
         relay = open_relay(core, upstreams)
         relay.start(watch=True)
         for upstream in upstreams:

@@ -149,7 +149,7 @@ async def test_what_the_client_did_wrong_is_told_and_nobody_blamed(bench: Opener
     for number in range(12):
         with pytest.raises(BadInput, match="scripted"):
             await answer(made, request(request_id=f"r{number}"))
-    assert all(member.healthy for member in made.core.fleet)
+    assert all(worker.healthy for worker in made.core.admission.snapshot().workers)
     for standin in made.standins.values():
         standin.script = Script()
     assert (await answer(made, request(request_id="after"))).choices[0].text == expected()

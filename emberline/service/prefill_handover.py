@@ -5,10 +5,10 @@ import secrets
 
 import msgspec
 
-from emberline.balancer.engine_client import EngineClient, EngineStream
 from emberline.protocol.errors import EmberlineError, EngineLost, from_info
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
+from emberline.service.engine_client import EngineClient, EngineStream
 
 TELL_S = 1.0  # for the prefill engine to say what it had cached, once the first token is there
 

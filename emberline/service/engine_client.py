@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from emberline.balancer.connection import Link, dial, retry_delays
-from emberline.balancer.endpoint import Endpoint, Watcher
+import msgspec
+
+from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
+from emberline.balancer.ledger import HUNG_S
 from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
@@ -25,6 +27,7 @@ from emberline.protocol.frames import (
     from_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest
+from emberline.service.connection import Link, dial, retry_delays
 
 
 class Sender(Protocol):
@@ -105,7 +108,6 @@ class EngineStream:
 
 
 WELCOME_TIMEOUT_S = 10.0
-HUNG_S = 300.0  # work but no step: its streams are better off elsewhere; on a slow machine one step takes minutes
 
 log = logging.getLogger("emberline.balancer")
 
@@ -130,7 +132,7 @@ class EngineClient:
         self.problem = "not connected yet"  # empty while connected
         self.closing = False
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it to follow grammars
-        self.watcher: Watcher | None = None
+        self.listener: WorkerListener | None = None
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
         self._ready = asyncio.Event()
@@ -205,8 +207,9 @@ class EngineClient:
         self.progress_s = time.monotonic()
         self._link = link
         self._ready.set()
-        if self.watcher is not None:
-            self.watcher.joined(welcome.info, welcome.load)
+        if self.listener is not None:
+            endpoint = msgspec.structs.replace(self.endpoint, role=welcome.info.role)
+            self.listener.joined(endpoint, Capacity.of(welcome.info), welcome.load)
             link.send(WatchKV())
         log.info("engine %s connected", self.name, extra={"model": welcome.info.model, "device": welcome.info.device})
 
@@ -214,8 +217,8 @@ class EngineClient:
         """The hot path: runs once a step, its loop once a token."""
         self.load = step.load
         self.progress_s = time.monotonic()
-        if self.watcher is not None:
-            self.watcher.reported(step.load)
+        if self.listener is not None:
+            self.listener.reported(self.endpoint.name, step.load)
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.id)
@@ -234,8 +237,8 @@ class EngineClient:
         self._link = None
         self._ready.clear()
         streams, self._streams = set(self._streams.values()), {}
-        if self.watcher is not None:
-            self.watcher.left()
+        if self.listener is not None:
+            self.listener.left(self.name, reason)
         for stream in streams:
             stream.fail(EngineLost(self.name))
 
@@ -286,8 +289,8 @@ class _EngineLink(Link):
         if type(message) is Step:
             self._client.absorb(message)
         elif isinstance(message, KVEvents):
-            if self._client.watcher is not None:
-                self._client.watcher.cached(message)
+            if self._client.listener is not None:
+                self._client.listener.kv_events(self._client.name, message)
         elif isinstance(message, Welcome) and not self.welcomed.done():
             self.welcomed.set_result(None)
             self._client.welcomed(self, message)
