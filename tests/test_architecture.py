@@ -21,7 +21,7 @@ ALLOWED = {
     "catalog": {"store", "text", "weights", "protocol"},
     "accounts": {"store", "protocol"},
     "balancer": {"protocol"},
-    "upstream": {"accounts", "balancer", "catalog", "protocol", "service", "text"},
+    "upstream": {"balancer", "catalog", "protocol", "text"},
     "service": {"accounts", "catalog", "text", "balancer", "store", "protocol", "upstream"},
     "supervisor": {"balancer", "engine", "protocol"},
     "simulator": {"balancer", "engine", "kv", "protocol"},

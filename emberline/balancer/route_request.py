@@ -32,3 +32,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode: str
     prefill: str = ""
     cached_tokens: int = 0  # of the prompt, believed to lie in the cache of whoever computes it
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What a failed attempt tells the next one: which workers to avoid, and which of them are to blame."""
+
+    retryable: bool
+    avoid: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # counted by their circuit breakers

@@ -31,8 +31,8 @@ from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.service import Served, Service, open_http_worker
 from emberline.service.open import DATABASE
 from emberline.store import Database, open_store
-from emberline.upstream.config import servers_of
-from emberline.upstream.relay import discover
+from emberline.upstream.client import upstream_configs
+from emberline.upstream.models import discover
 
 CONNECT_TIMEOUT_S = 30.0  # to the core and every engine; after that HTTP is served and reports what is unavailable
 
@@ -106,7 +106,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
         async with contextlib.AsyncExitStack() as stack:
             entries = [ModelEntry(card, path) for card, path, _ in plan.models]
             served = load_models(entries, {card.id: endpoints for card, _, endpoints in plan.models})
-            upstreams = await discover(servers_of(plan.config.endpoints))
+            upstreams = await discover(upstream_configs(plan.config.endpoints))
             store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
             stack.push_async_callback(store.close)
             webhooks = open_webhooks(store, plan.config)

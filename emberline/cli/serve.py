@@ -166,8 +166,8 @@ async def serve(
         from emberline.service.core import LocalCore
         from emberline.service.open import DATABASE
         from emberline.store import open_store
-        from emberline.upstream.config import servers_of
-        from emberline.upstream.relay import discover
+        from emberline.upstream.client import upstream_configs
+        from emberline.upstream.models import discover
 
         ids = [entry.card.id for entry in entries]
         endpoints = {model: workers.endpoints.get(model, []) + remote.get(model, []) for model in ids}
@@ -181,7 +181,7 @@ async def serve(
             retention_days=config.responses.retention_days,
             queue_share=config.queue.capacity_share,
             store=store,
-            upstreams=await discover(servers_of(config.endpoints)),
+            upstreams=await discover(upstream_configs(config.endpoints)),
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):

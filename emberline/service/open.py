@@ -22,8 +22,8 @@ from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
 from emberline.text.grammar.compiler import GrammarCompiler
 from emberline.text.text_model import TextModel
-from emberline.upstream.client import Upstream
-from emberline.upstream.relay import open_relay
+from emberline.upstream.client import UpstreamClient
+from emberline.upstream.models import UpstreamModels
 
 DATABASE = "emberline.db"
 CORE_WAIT_S = 5.0
@@ -38,7 +38,7 @@ async def open_service(
     store_url: str = "",
     queue_share: float = SHARE,
     store: Database | None = None,
-    upstreams: Sequence[Upstream] = (),
+    upstreams: Sequence[UpstreamClient] = (),
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
@@ -61,10 +61,9 @@ async def open_service(
         if own is not None:
             await own.close()
 
-    relay = open_relay(core, upstreams) if upstreams else None
-    if relay is not None:
-        relay.start(watch=True)
-    return Service(core, served, engines, close_core, GrammarCompiler(), relay)
+    models = UpstreamModels(upstreams)
+    models.start(watch=True)
+    return Service(core, served, engines, close_core, GrammarCompiler(), models)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -76,16 +75,15 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
 
 
 async def open_http_worker(
-    served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[Upstream] = ()
+    served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[UpstreamClient] = ()
 ) -> Service:
     """A door process's service. Waits a moment for the core; while that is gone, it answers Unavailable."""
     engines = _engines(served)
     core = RemoteCore(core_socket, list(engines.values()))
     await core.wait_connected(CORE_WAIT_S)
-    relay = open_relay(core, upstreams) if upstreams else None
-    if relay is not None:
-        relay.start(watch=False)
-    return Service(core, served, engines, core.close, GrammarCompiler(), relay)
+    models = UpstreamModels(upstreams)
+    models.start(watch=False)
+    return Service(core, served, engines, core.close, GrammarCompiler(), models)
 
 
 def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:

@@ -1,37 +1,47 @@
-"""The pipeline: resolve, render and tokenise, get an engine, turn its tokens into text, settle."""
+"""The pipeline: resolve the model, render and tokenize, get workers, turn their output into events, finalize."""
 
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from emberline.accounts.usage_ledger import UsageStatus
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import EmberlineError, Internal, MalformedModelId, ModelNotFound, Unavailable
+from emberline.protocol.errors import EmberlineError, MalformedModelId, ModelNotFound, Unavailable
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Principal
-from emberline.service.core import Core, Memory, Settlement
+from emberline.service.core import Core, Memory
 from emberline.service.engine_client import EngineClient
+from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
 from emberline.service.job_context import JobContext
+from emberline.service.metrics import GAP_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer, Served
-from emberline.service.request_log import Clock, log_end
+from emberline.service.request_log import Clock
 from emberline.service.responses import ResponseStore
-from emberline.service.run import Placed, Run
+from emberline.service.run import Run, Transport
+from emberline.service.validation import validate
 from emberline.text.grammar.compiler import GrammarCompiler
-from emberline.upstream.relay import Relay
+from emberline.upstream.chunks import BodyAssembler, ChunkReader
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.request import UpstreamRequest
+from emberline.upstream.transport import UpstreamTransport, passthrough
 
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
 _MODEL_ID_CHARS = 256
+_ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
+
+T = TypeVar("T")
 
 log = logging.getLogger("emberline.request")
 
 
 class Service:
-    """Serves models out of engines, whose connections it owns. Made by `open_service` and `open_http_worker`."""
+    """Serves models on workers, whose connections it owns. Made by `open_service` and `open_http_worker`."""
 
     def __init__(
         self,
@@ -40,60 +50,56 @@ class Service:
         engines: Mapping[str, EngineClient],
         close_core: Callable[[], Awaitable[None]],
         grammars: GrammarCompiler,
-        relay: Relay | None = None,
+        upstream: UpstreamModels | None = None,
     ) -> None:
         self.core = core
-        self.relay = relay  # of models on other people's servers
+        self.upstream = upstream if upstream is not None else UpstreamModels(())
         self._served = {item.card.id: item for item in served}
         self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
         self._engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
         self._preparer = Preparer(core, grammars)
-        self._running: set[Run] = set()
-        self._settling: set[asyncio.Task[None]] = set()
+        self._running: set[Run[Any]] = set()  # not yet finalized
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         for engine in engines.values():
             engine.start()
 
-    # --- what doors ask ----------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelCard]:
-        elsewhere = self.relay.models() if self.relay is not None else ()
-        return [*(item.card for item in self._served.values()), *elsewhere]
+        return [*(item.card for item in self._served.values()), *self.upstream.cards()]
 
-    def relayed(self, model_id: str) -> ModelCard | None:
-        """The card of a model that other people's servers compute; of two with one name, ours counts."""
-        if self.relay is None or model_id.lower() in self._names:
-            return None
-        return self.relay.find(model_id)
+    def upstream_card(self, model_id: str) -> ModelCard | None:
+        """The card of a model on upstream servers; a model of ours with the same name takes precedence."""
+        return None if model_id.lower() in self._names else self.upstream.find(model_id)
 
     def resolve(self, model_id: str) -> ModelCard:
         """The card of a model by id or alias, in any case of letters."""
-        return self.relayed(model_id) or self._resolve(model_id).card
+        return self.upstream_card(model_id) or self._resolve(model_id).card
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
-        if self.relay is not None and self.relayed(request.model):
-            return await self.relay.count_tokens(request)
+        if (card := self.upstream_card(request.model)) is not None:
+            return await self.upstream.count_tokens(request, card)
         return await self._preparer.count(request, self._resolve(request.model))
 
     @property
     def responses(self) -> ResponseStore:
-        """Answers kept for later requests to continue."""
+        """Stored responses, for later requests to continue."""
         return self.core.responses
 
     async def health(self) -> Health:
-        """Not ok while draining, so that balancers in front send their requests elsewhere."""
+        """Not ok while draining, so that load balancers in front send their requests elsewhere."""
         health = await self.core.health()
         return Health(health.ok and not self._draining, {**health.detail, "draining": self._draining})
 
     async def metrics(self) -> bytes:
         return await self.core.metrics()
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def ready(self, timeout_s: float) -> bool:
         """Wait until every engine is connected."""
@@ -101,7 +107,7 @@ class Service:
         return all(await asyncio.gather(*waits))
 
     async def warm_up(self) -> None:
-        """Make ready what only requests with grammars need, so that the first of them need not wait for it."""
+        """Prepare what only requests with grammars need, so that the first of them need not wait for it."""
         await self._grammars.start()
         for item in self._served.values():
             await self._preparer.spell(item.text)
@@ -109,100 +115,119 @@ class Service:
                 self._engines[endpoint.name].teach()
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests; return when those that run have ended, or after `limit_s`."""
+        """Refuse new requests; return when the running ones are finalized, or after `limit_s`."""
         self._draining = True
-        if self.relay is not None:
-            await self.relay.drain(limit_s)
         try:
             await asyncio.wait_for(self._idle.wait(), limit_s)
         except TimeoutError:
             log.warning("%d requests still run after %g s", len(self._running), limit_s)
 
     async def close(self) -> None:
-        """Cut the connections to the engines, settle what that ends, then close the core."""
+        """Cut the connections to all workers, finalize the requests that this ends, then close the core."""
         self._draining = True
-        if self.relay is not None:
-            await self.relay.close()
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()), self.upstream.close())
         await self.drain(CLOSE_WAIT_S)
-        for run in tuple(self._running):  # whose consumers read nothing: they cannot end by themselves
-            self._end(run, "finished" if run.done else "failed", Unavailable("the server is shutting down"))
-        while self._settling:
-            await asyncio.gather(*self._settling, return_exceptions=True)
+        stopping = Unavailable("the server is shutting down")
+        for run in tuple(self._running):  # whose consumers do not read, so they cannot end by themselves
+            run.finalize("finished" if run.done else "failed", stopping)
+        finalizing = [run.finalizing for run in self._running if run.finalizing is not None]
+        await asyncio.gather(*finalizing, return_exceptions=True)
         self._preparer.close()
         await self._grammars.close()
         await self._close_core()
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
-    def generate(
+    async def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
-        """Started, deltas, a ChoiceDone per choice, Completed. What is refused is raised before the first event.
+        """Started, deltas, a ChoiceDone per choice, Completed. A request that is refused raises before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
-        A queued request comes with its JobContext, whose owner records the usage row.
+        A job's owner writes the row itself.
         """
-        if self.relay is not None and self.relayed(request.model):
-            return self.relay.generate(request, principal, job)
-        return self._generate(request, principal, job)
-
-    async def _generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None
-    ) -> AsyncGenerator[TextEvent, None]:
-        run = await self._accept(request, principal, job)
-        try:
+        with self._accepting(request.id):
+            run, memories = await self._start(request, principal, job)
+        async with run:
             while not run.done:
                 for event in await run.step():
                     yield event
-            await self._finish(run)
-        except (asyncio.CancelledError, GeneratorExit):
-            self._end(run, "finished" if run.done else "cancelled")
-            raise
-        except EmberlineError as error:
-            self._end(run, "failed", error)
-            raise
-        except Exception as error:
-            log.exception("a request failed", extra={"request_id": request.id})
-            self._end(run, "failed", error)
-            raise Internal("the request failed; the log has it under its id") from error
-        finally:
-            run.close()
+            await run.finish(await memories())
         yield Completed(run.usage)
 
-    async def _accept(self, request: GenerateRequest, principal: Principal, job: JobContext | None) -> Run:
+    async def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """The SSE lines of an upstream server nearly untouched, or one whole body if the client wants no stream.
+
+        The flag marks the last item. It is yielded once the usage row is durable.
+        """
+        with self._accepting(request.route.id):
+            make_decoder = (lambda: passthrough) if request.stream else BodyAssembler
+            transport = UpstreamTransport(request, self.upstream.clients, make_decoder)
+            run = await self._admit(request.route, transport, Clock())
+        async with run:
+            while not run.done:
+                block = await run.step()
+                if run.done:
+                    await run.finish()
+                if block or run.done:
+                    yield block, run.done
+
+    @contextmanager
+    def _accepting(self, request_id: str) -> Iterator[None]:
+        """Refuses requests while draining, and counts all that are refused inside it."""
         try:
-            prepared = await self._prepare(request, principal)
-            return await self._admitted(Run(prepared, self._admit, self.core.began, job))
+            if self._draining:
+                raise Unavailable("the server is shutting down", retry_after_s=5)
+            yield
         except EmberlineError as error:
             self.core.refused(error.kind)
-            log.info("refused: %s", error.message, extra={"request_id": request.id, "error": error.kind})
+            log.info("refused: %s", error.message, extra={"request_id": request_id, "error": error.kind})
             raise
 
-    async def _prepare(self, request: GenerateRequest, principal: Principal) -> Prepared:
+    async def _start(
+        self, request: GenerateRequest, principal: Principal, job: JobContext | None
+    ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[Memory]]]]:
+        """An admitted run, and what returns its session memories once it is done."""
         clock = Clock()
-        if self._draining:
-            raise Unavailable("the server is shutting down", retry_after_s=5)
+        if (card := self.upstream_card(request.model)) is not None:
+            validate(request, _ANY_VOCABULARY)
+            sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)
+            reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
+            upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
+            return await self._admit(sent.route, upstream, clock, job), _no_memories
         served = self._resolve(request.model)
-        return await self._preparer.prepare(request, principal, served, self._info(served), clock)
+        prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
+        inter_token = Histogram(GAP_BOUNDS_S)
+        engine = EngineTransport(prepared, self._engines, inter_token, job)
+        run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts)
+        # No later request continues a job's conversation.
+        return run, _no_memories if job is not None else lambda: self._memories(prepared, engine)
 
-    async def _admitted(self, run: Run) -> Run:
-        """From here on the request counts as running, until `_end`."""
+    async def _admit(
+        self,
+        request: RouteRequest,
+        transport: Transport[T],
+        clock: Clock,
+        job: JobContext | None = None,
+        inter_token: Counts | None = None,
+    ) -> Run[T]:
+        run = Run(request, transport, self.core, clock, self._ended, job, inter_token)
         self._running.add(run)
         self._idle.clear()
-        try:
-            await run.admit()
-        except asyncio.CancelledError:
-            self._end(run, "cancelled")  # the core may have granted it all the same
-            raise
-        except BaseException:
-            self._left(run)
-            raise
+        await run.admit()
         return run
 
-    async def _admit(self, ask: RouteRequest) -> Placed:
-        route = await self.core.admit(ask)
-        return Placed(self._engines[route.decode], self._engines[route.prefill] if route.prefill else None)
+    def _ended(self, run: Run[Any]) -> None:
+        self._running.discard(run)
+        if not self._running:
+            self._idle.set()
+
+    async def _memories(self, prepared: Prepared, transport: EngineTransport) -> list[Memory]:
+        try:
+            return await self._preparer.memories(prepared, transport.replies)
+        except Exception:  # the next turn is slower, nothing worse
+            log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
+            return []
 
     def _resolve(self, model_id: str) -> Served:
         served = self._names.get(model_id.lower())
@@ -218,36 +243,6 @@ class Service:
                 return info
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
-    # --- the end -----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, run: Run) -> None:
-        """Return once the usage row is durable."""
-        memories: list[Memory] = []  # nobody goes on with queued work
-        try:
-            if run.job is None:
-                memories = await self._preparer.memories(run.prepared, run.replies)
-        except Exception:  # the next turn is slower, nothing worse
-            log.exception("a conversation was not remembered", extra={"request_id": run.prepared.request.id})
-        await asyncio.shield(self._end(run, "finished", memories=memories))
-
-    def _end(
-        self, run: Run, status: UsageStatus, error: Exception | None = None, memories: Sequence[Memory] = ()
-    ) -> "asyncio.Task[None]":
-        """The one way out, taken once: settling goes on whatever becomes of the caller."""
-        if run.settling is None:
-            row = run.row(status)
-            booked = run.job is not None
-            settlement = Settlement(row, run.gaps.counts, list(memories), booked)
-            if run.job is not None:
-                run.job.record_usage(row)
-            run.settling = asyncio.create_task(self.core.settle(settlement))
-            self._settling.add(run.settling)
-            run.settling.add_done_callback(self._settling.discard)
-            run.settling.add_done_callback(lambda task: log_end(run.engine, row, error, task))
-            self._left(run)
-        return run.settling
-
-    def _left(self, run: Run) -> None:
-        self._running.discard(run)
-        if not self._running:
-            self._idle.set()
+async def _no_memories() -> Sequence[Memory]:
+    return ()

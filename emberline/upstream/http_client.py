@@ -15,7 +15,7 @@ MAX_HEAD_BYTES = 64 << 10
 PAUSE_BYTES = 512 << 10  # of an answer that nobody has taken yet; then the server has to wait
 
 
-class Broken(Exception):
+class ConnectionFailed(Exception):
     """The exchange ended before its answer did; the message says how."""
 
     def __init__(self, reason: str, *, untouched: bool = False) -> None:
@@ -37,7 +37,7 @@ class Exchange:
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
-        self._error: Broken | None = None
+        self._error: ConnectionFailed | None = None
         self._over = False
         self._head_bytes = 0
 
@@ -46,7 +46,7 @@ class Exchange:
         await self._head
 
     async def piece(self) -> bytes:
-        """All that has come since the last piece; b"" at the end. Broken where the answer was cut off."""
+        """All that has come since the last piece; b"" at the end. ConnectionFailed where the answer was cut off."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -71,17 +71,17 @@ class Exchange:
             n_bytes += len(piece)
             if n_bytes > max_bytes:
                 self.close()
-                raise Broken(f"its answer is larger than {max_bytes >> 20} MiB")
+                raise ConnectionFailed(f"its answer is larger than {max_bytes >> 20} MiB")
         return b"".join(pieces)
 
-    def taken(self) -> bytes | None:
+    def buffered(self) -> bytes | None:
         """The whole body where it is already here; None where it is not."""
         return b"".join(self._pieces) if self._complete else None
 
     def fail(self, reason: str) -> None:
         """End it for a reason that lies elsewhere: whoever reads it is told."""
         if not self._over:
-            self.on_broken(Broken(reason))
+            self.on_broken(ConnectionFailed(reason))
             self._on_end(False)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Exchange:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if len(self.headers) >= MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES:
-            raise Broken("its headers are too large")
+            raise ConnectionFailed("its headers are too large")
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_head(self, status: int) -> None:
@@ -121,7 +121,7 @@ class Exchange:
             self._over = True
             self._on_end(reusable)
 
-    def on_broken(self, error: Broken) -> None:
+    def on_broken(self, error: ConnectionFailed) -> None:
         if self._complete or self._error is not None:
             return
         self._error = error
@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
         return self._exchange
 
     def abort(self, reason: str) -> None:
-        self._fail(Broken(reason, untouched=not self._seen))
+        self._fail(ConnectionFailed(reason, untouched=not self._seen))
 
     # --- asyncio.Protocol --------------------------------------------------------------------------------------------
 
@@ -179,16 +179,18 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange, parser = self._exchange, self._parser
         if exchange is None or parser is None:  # nothing was asked
-            return self._fail(Broken("it spoke without being asked"))
+            return self._fail(ConnectionFailed("it spoke without being asked"))
         self._seen = True
         self.heard_s = self.spoke_s = time.monotonic()
         try:
             parser.feed_data(data)
-        except Broken as error:
+        except ConnectionFailed as error:
             self._fail(error)
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._fail(cause if isinstance(cause, Broken) else Broken(f"its answer is not HTTP: {error}"))
+            self._fail(
+                cause if isinstance(cause, ConnectionFailed) else ConnectionFailed(f"its answer is not HTTP: {error}")
+            )
         exchange.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -197,7 +199,7 @@ class Connection(asyncio.Protocol):
                 self.on_message_complete()
             else:
                 reason = "it closed the connection" if exc is None else f"the connection was lost: {exc}"
-                self._fail(Broken(reason, untouched=not self._seen))
+                self._fail(ConnectionFailed(reason, untouched=not self._seen))
         self._transport = None
         self._on_lost(self)
 
@@ -250,7 +252,7 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    def _fail(self, error: Broken) -> None:
+    def _fail(self, error: ConnectionFailed) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.on_broken(error)
@@ -290,7 +292,7 @@ def parse(url: str) -> Address:
 
 
 CONNECT_S = 5.0
-SILENT_S = 600.0  # of an answer: a long prompt in a long queue; health checks find a dead server sooner
+READ_TIMEOUT_S = 600.0  # of an answer: a long prompt in a long queue; health checks find a dead server sooner
 MAX_IDLE = 256
 IDLE_S = 60.0
 FRESH_S = 2.0  # idle for less, no server has closed it: vLLM and SGLang do after 5 s
@@ -298,13 +300,13 @@ MAX_ANSWER_BYTES = 64 << 20
 _SWEEP_S = 5.0
 
 
-class Pool:
+class ConnectionPool:
     """`send` gives an exchange whose head has come. Connections come and go by themselves."""
 
-    def __init__(self, address: Address, key: str = "", silent_s: float = SILENT_S) -> None:
+    def __init__(self, address: Address, key: str = "", timeout_s: float = READ_TIMEOUT_S) -> None:
         self._address = address
         self._ssl = address.context()
-        self._silent_s = silent_s
+        self._timeout_s = timeout_s
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._closed = False
@@ -317,8 +319,8 @@ class Pool:
         return len(self._all)
 
     @property
-    def silent_s(self) -> float:
-        """For how long not a byte of any answer has come."""
+    def idle_s(self) -> float:
+        """Seconds since the last byte of any reply."""
         return time.monotonic() - max((connection.spoke_s for connection in self._all), default=0.0)
 
     async def post(
@@ -326,7 +328,7 @@ class Pool:
         path: str,
         body: bytes,
         request_id: str = "",
-        silent_s: float | None = None,
+        timeout_s: float | None = None,
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
     ) -> Exchange:
@@ -341,20 +343,20 @@ class Pool:
             f"content-length: {len(body)}\r\n"
         )
         request = head.encode("ascii") + self._fixed + b"\r\n"
-        return await self._send(request, body, silent_s or self._silent_s, on_sent, once)
+        return await self._send(request, body, timeout_s or self._timeout_s, on_sent, once)
 
-    async def get(self, path: str, silent_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> tuple[int, bytes]:
-        """Status and body of something small. Broken when that takes longer than `silent_s` in all."""
+    async def get(self, path: str, timeout_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> tuple[int, bytes]:
+        """Status and body of something small. ConnectionFailed when that takes longer than `timeout_s` in all."""
         try:
-            async with asyncio.timeout(silent_s):
+            async with asyncio.timeout(timeout_s):
                 head = f"GET {self._address.path}{path} HTTP/1.1\r\n".encode("ascii") + self._fixed + b"\r\n"
-                exchange = await self._send(head, b"", silent_s)
+                exchange = await self._send(head, b"", timeout_s)
                 try:
                     return exchange.status, await exchange.read(max_bytes)
                 finally:
                     exchange.close()
         except TimeoutError:
-            raise Broken(f"no answer to {path} within {silent_s:g} s") from None
+            raise ConnectionFailed(f"no answer to {path} within {timeout_s:g} s") from None
 
     def abort(self, reason: str) -> None:
         """End all that is under way: whoever waits for it learns the reason."""
@@ -374,7 +376,7 @@ class Pool:
         self,
         head: bytes,
         body: bytes,
-        silent_s: float,
+        timeout_s: float,
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
     ) -> Exchange:
@@ -385,12 +387,14 @@ class Pool:
             if on_sent is not None:
                 on_sent()
             timer = None
-            if silent_s < self._silent_s:
-                timer = asyncio.get_running_loop().call_later(silent_s, connection.abort, f"silent for {silent_s:g} s")
+            if timeout_s < self._timeout_s:
+                timer = asyncio.get_running_loop().call_later(
+                    timeout_s, connection.abort, f"no data for {timeout_s:g} s"
+                )
             try:
                 await exchange.head()
                 return exchange
-            except Broken as error:
+            except ConnectionFailed as error:
                 if not (reused and error.untouched) or once or self._closed:
                     raise  # else the server had closed it while it lay idle: it never saw the request
             except BaseException:
@@ -413,7 +417,7 @@ class Pool:
 
     async def _dial(self) -> Connection:
         if self._closed:
-            raise Broken("we closed the connection")
+            raise ConnectionFailed("we closed the connection")
         address, loop = self._address, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -421,9 +425,9 @@ class Pool:
                     lambda: Connection(self._freed, self._lost), address.host, address.port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise Broken(f"no connection within {CONNECT_S:g} s") from None
+            raise ConnectionFailed(f"no connection within {CONNECT_S:g} s") from None
         except OSError as error:
-            raise Broken(f"no connection: {error.strerror or error}") from error
+            raise ConnectionFailed(f"no connection: {error.strerror or error}") from error
         self._all.add(connection)
         if self._sweeper is None:
             self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
@@ -441,11 +445,11 @@ class Pool:
             self._idle.remove(connection)
 
     def _sweep(self) -> None:
-        """One timer for all: connections idle for too long, servers silent for too long."""
+        """One timer for all: connections idle for too long, servers no data for too long."""
         now_s = time.monotonic()
         for connection in tuple(self._all):
-            if now_s - connection.heard_s > (self._silent_s if connection.busy else IDLE_S):
+            if now_s - connection.heard_s > (self._timeout_s if connection.busy else IDLE_S):
                 if connection in self._idle:
                     self._idle.remove(connection)
-                connection.abort(f"silent for {self._silent_s:g} s")
+                connection.abort(f"no data for {self._timeout_s:g} s")
         self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep) if self._all else None

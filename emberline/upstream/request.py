@@ -1,13 +1,15 @@
-"""A request on its way to one of other people's servers."""
+"""What is sent to an upstream server, and the canonical request as the body of a chat or text completion."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from emberline.catalog.model_card import ModelCard
-from emberline.protocol.request import Principal, Priority
-from emberline.service.job_context import JobContext
-from emberline.service.request_log import Clock
+import msgspec
+
+from emberline.balancer.route_request import RouteRequest
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.errors import Unsupported
+from emberline.protocol.request import GenerateRequest, Message, SamplingParams, Tool
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -15,24 +17,14 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(slots=True)
 class UpstreamRequest:
-    id: str
-    card: ModelCard
-    principal: Principal
+    route: RouteRequest
     path: str  # CHAT or COMPLETIONS
-    fields: dict[str, Any]  # the body; large values are `msgspec.Raw`
-    keys: bytes  # content keys of the prompt
-    input_tokens: int  # an estimate until the server says
-    stream: bool = True
-    hides_usage: bool = False  # the client has not asked for what we need
-    n: int = 1
-    max_tokens: int = 0
-    priority: Priority = Priority.DEFAULT
-    session: str | None = None
-    reject_if_busy: bool = False
-    deadline_s: float | None = None
-    job: JobContext | None = None
-    clock: Clock = field(default_factory=Clock)
+    fields: dict[str, Any]  # the body, always one that asks for a stream; large values are `msgspec.Raw`
+    stream: bool = True  # whether the client gets a stream too
+    hides_usage: bool = False  # the client has not asked for the usage that we need
 
+
+# --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------
 
 CHUNK_BYTES = 512
 BYTES_PER_TOKEN = 4
@@ -54,3 +46,132 @@ def byte_keys(model: str, salt: bytes, *parts: bytes) -> bytes:
 
 def estimated_tokens(n_bytes: int) -> int:
     return max(1, n_bytes // BYTES_PER_TOKEN)
+
+
+# --- the body ---------------------------------------------------------------------------------------------------------
+
+_ENGINES = ("vllm", "sglang")
+_DEFAULTS = SamplingParams()
+# Ours → theirs, sent only where it is not the default.
+_SAMPLING = {
+    "max_tokens": "max_tokens",
+    "top_p": "top_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "seed": "seed",
+}
+_EXTRAS = {  # no part of OpenAI's API
+    "min_tokens": "min_tokens",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "ignore_eos": "ignore_eos",
+}
+
+
+def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
+    """Fields without the model's name; `messages` or `prompt` as they will travel."""
+    fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    if request.messages is not None:
+        fields["messages"] = msgspec.Raw(msgspec.json.encode([_message(message) for message in request.messages]))
+    else:
+        fields["prompt"] = request.prompt if request.prompt is not None else tokens.unpack(request.prompt_ids or b"")
+    if request.n != 1:
+        fields["n"] = request.n
+    return fields | _sampling(request, kind) | _tools(request) | _output(request, kind) | _thinking(request, kind)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+        made["content"] = message.content or None
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        made["reasoning_content"] = message.reasoning
+    return made
+
+
+def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
+    sampling = request.sampling
+    fields: dict[str, Any] = {"temperature": sampling.temperature}
+    for ours, theirs in (_SAMPLING | _EXTRAS).items():
+        if (value := getattr(sampling, ours)) != getattr(_DEFAULTS, ours):
+            if ours in _EXTRAS and kind not in _ENGINES:
+                raise Unsupported(f"`{ours}` is not known to the server of this model", param=ours)
+            fields[theirs] = value
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.stop:
+        fields["stop"] = list(sampling.stop)
+    if sampling.stop_ids:
+        if kind not in _ENGINES:
+            raise Unsupported("`stop_token_ids` is not known to the server of this model", param="stop_token_ids")
+        fields["stop_token_ids"] = list(sampling.stop_ids)
+    if sampling.logprobs is not None and request.messages is not None:
+        fields |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+    elif sampling.logprobs is not None:
+        fields["logprobs"] = sampling.logprobs
+    return fields
+
+
+def _tools(request: GenerateRequest) -> dict[str, Any]:
+    if not request.tools:
+        return {}
+    fields: dict[str, Any] = {"tools": [_tool(tool) for tool in request.tools]}
+    choice = request.tool_choice
+    if choice.name is not None:
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice.mode != "auto":
+        fields["tool_choice"] = choice.mode
+    if not request.parallel_tool_calls:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.parameters}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _output(request: GenerateRequest, kind: str) -> dict[str, Any]:
+    output = request.output
+    if output is None:
+        return {}
+    if output.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if output.kind == "json_schema":
+        schema = {"name": "output", "schema": output.value, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if kind == "vllm":
+        return {"structured_outputs": {output.kind: output.value}}
+    if kind == "sglang" and output.kind in ("regex", "grammar"):
+        return {"regex" if output.kind == "regex" else "ebnf": output.value}
+    raise Unsupported(f"the server of this model has no `{output.kind}` outputs", param="output")
+
+
+def _thinking(request: GenerateRequest, kind: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    reasoning = request.reasoning
+    kwargs = dict(request.template_kwargs)
+    if reasoning.effort is not None:
+        fields["reasoning_effort"] = reasoning.effort
+    if reasoning.enabled is not None and kind in _ENGINES:
+        kwargs.setdefault("enable_thinking", reasoning.enabled)
+    if reasoning.budget_tokens is not None:
+        if kind != "vllm":
+            raise Unsupported("the server of this model cannot limit its reasoning", param="reasoning")
+        fields["thinking_token_budget"] = reasoning.budget_tokens
+    if kwargs and kind in _ENGINES:
+        fields["chat_template_kwargs"] = kwargs
+    return fields

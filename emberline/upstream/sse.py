@@ -96,6 +96,12 @@ _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 encode = msgspec.json.Encoder().encode
 
 
+def data_of(line: bytes) -> bytes:
+    """The payload of a data line; empty for any other line, and for the end marker."""
+    payload = line[5:].strip() if line.startswith(b"data:") else b""
+    return b"" if payload == _DONE else payload
+
+
 class StreamError(Exception):
     """The server told an error inside the stream."""
 
@@ -105,7 +111,7 @@ class StreamError(Exception):
         self.code = code
 
 
-class TooLong(Exception):
+class LineTooLong(Exception):
     """A line without an end."""
 
 
@@ -131,7 +137,7 @@ class StreamEditor:
         cut = data.rfind(b"\n") + 1
         self._tail = data[cut:]
         if len(self._tail) > MAX_LINE_BYTES:
-            raise TooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return data[:cut]
 
     @property

@@ -1,7 +1,7 @@
 """A service that answers from a script, and clients that reach the app without a socket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -29,6 +29,8 @@ from emberline.protocol.events import (
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.health import Health
 from emberline.service.responses import ResponseStore
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.request import UpstreamRequest
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 KEY = "correct-horse-battery-staple"
@@ -133,10 +135,13 @@ class ScriptedService:
         finally:
             self.open -= 1
 
-    relay = None
+    upstream = UpstreamModels(())
 
-    def relayed(self, model_id: str) -> None:
+    def upstream_card(self, model_id: str) -> None:
         return None
+
+    def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
+        raise NotImplementedError
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         self.resolve(request.model)

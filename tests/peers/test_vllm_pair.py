@@ -18,11 +18,12 @@ from emberline.protocol.request import GenerateRequest, Message, Principal, Samp
 from emberline.service.answer import gather
 from emberline.service.core import LocalCore
 from emberline.service.responses import Responses
+from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
-from emberline.upstream.client import Upstream
-from emberline.upstream.config import UpstreamConfig
-from emberline.upstream.relay import Relay, open_relay
+from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.upstream.client import UpstreamClient, UpstreamConfig
+from emberline.upstream.models import UpstreamModels
 from tests.peers.vllm import MODEL, Vllm
 
 pytestmark = pytest.mark.timeout(1200)
@@ -43,18 +44,18 @@ class Pairs(AdmissionController):
 
     async def admit(self, ask: RouteRequest) -> Route:
         await super().admit(ask)
-        if "decode" in ask.lost:
+        if "decode" in ask.avoid:
             return Route(decode="spare")
-        return Route(decode="decode", prefill="" if "prefill" in ask.lost else "prefill")
+        return Route(decode="decode", prefill="" if "prefill" in ask.avoid else "prefill")
 
 
 class Setup:
-    def __init__(self, relay: Relay, core: LocalCore) -> None:
-        self.relay = relay
+    def __init__(self, service: Service, core: LocalCore) -> None:
+        self.service = service
         self.core = core
 
     async def answer(self, number: int, request_id: str) -> Answer:
-        return await gather(self.relay.generate(request(number, request_id), PRINCIPAL))
+        return await gather(self.service.generate(request(number, request_id), PRINCIPAL))
 
 
 def request(number: int, request_id: str, n_tokens: int = N_TOKENS) -> GenerateRequest:
@@ -70,15 +71,20 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
         Endpoint(name="decode", address=pair["decode"].url, role="decode", kind="vllm", models=(MODEL,)),
         Endpoint(name="spare", address=pair["prefill"].url, role="both", kind="vllm", models=(MODEL,)),
     ]
-    upstreams = [Upstream(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
+    upstreams = [UpstreamClient(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
     store = await open_store(tmp_path / "db")
     core = LocalCore(Pairs(Balancer()), upstreams, UsageLedger(store), Sessions(), Responses(store, 30))
-    relay = open_relay(core, upstreams)
-    relay.start(watch=True)
+    models = UpstreamModels(upstreams)
+    models.start(watch=True)
+
+    async def close_core() -> None:
+        return None
+
+    service = Service(core, [], {}, close_core, GrammarCompiler(), models)
     for upstream in upstreams:
         assert await upstream.wait_connected(60)
-    yield Setup(relay, core)
-    await relay.close()
+    yield Setup(service, core)
+    await service.close()
     await store.close()
 
 
@@ -114,7 +120,7 @@ async def test_decode_fetched_and_did_not_compute(pair: dict[str, Vllm], setup: 
     found = await setup.answer(1, "fetched")
     assert pair["prefill"].metric("prompt_tokens_total") - computed == found.usage.prompt_tokens
     print(f"\ndecode counted {pair['decode'].metric('prompt_tokens_total') - before} prompt tokens")
-    loads = [setup.relay._servers[name].load for name in ("prefill", "decode")]
+    loads = [setup.service.upstream.clients[name].load for name in ("prefill", "decode")]
     assert all(load.kv_total_blocks > 0 for load in loads)
 
 
@@ -133,7 +139,7 @@ async def test_a_client_that_leaves_leaves_no_block_behind(pair: dict[str, Vllm]
 async def test_decode_dies_in_the_middle_and_the_stream_goes_on(pair: dict[str, Vllm], setup: Setup) -> None:
     expected = await asyncio.to_thread(alone, pair["prefill"], 3, 30)
     text, killed = "", False
-    async for event in setup.relay.generate(request(3, "dies", 30), PRINCIPAL):
+    async for event in setup.service.generate(request(3, "dies", 30), PRINCIPAL):
         if isinstance(event, TextDelta):
             text += event.text
             if not killed and len(text) > len(expected) // 3:

@@ -136,7 +136,7 @@ async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
     async def unaware(ask: object) -> Route:
         return Route(decode="e0")
 
-    monkeypatch.setattr("emberline.service.run.CONNECT_WAIT_S", 0.0)
+    monkeypatch.setattr("emberline.service.engine_transport.CONNECT_WAIT_S", 0.0)
     monkeypatch.setattr(service.core, "admit", unaware)
     script, engine.script = engine.script, None
     task = asyncio.create_task(events_of(door, ask()))

@@ -25,9 +25,9 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Principal, Priority, SamplingParams
-from emberline.service import Service, run
+from emberline.service import Service
 from emberline.service.core import LocalCore
-from emberline.service.run import MOST_MOVES
+from emberline.service.run import MAX_FAILOVERS
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
@@ -77,7 +77,7 @@ def in_flight(service: Service) -> int:
 
 async def settled(service: Service) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while service._settling or service._running:
+        while service._running:
             await asyncio.sleep(0.001)
 
 
@@ -413,7 +413,7 @@ async def test_another_engine_takes_over(tmp_path: Path, open_one: Opener, say: 
 async def test_a_request_that_loses_every_engine_ends(service: Service, engine: FakeEngine) -> None:
     engine.script = None
     last = asyncio.create_task(events_of(service, ask()))
-    for n in range(MOST_MOVES + 1):
+    for n in range(MAX_FAILOVERS + 1):
         await engine.submission(n + 1)
         await engine.die()
         await engine.start()
@@ -421,7 +421,7 @@ async def test_a_request_that_loses_every_engine_ends(service: Service, engine: 
         await last
     await settled(service)
     assert in_flight(service) == 0
-    assert len({sent.id for sent in engine.submitted}) == MOST_MOVES + 1
+    assert len({sent.id for sent in engine.submitted}) == MAX_FAILOVERS + 1
 
 
 async def cut(service: Service, engine: FakeEngine, request: GenerateRequest) -> "asyncio.Task[list[TextEvent]]":
@@ -466,7 +466,7 @@ async def test_the_engine_dies_in_the_middle_and_comes_back(
 async def test_the_engine_dies_in_the_middle_for_good(
     service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "RESTART_WAIT_S", 0.1)
+    monkeypatch.setattr("emberline.service.engine_transport.RESTART_WAIT_S", 0.1)
     request = ask()
     with pytest.raises(Unavailable, match="no engine"):
         await (await cut(service, engine, request))
@@ -513,7 +513,7 @@ async def test_a_request_may_rather_be_refused_than_wait(
 
 
 async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.service.run.DEADLINE_GRACE_S", 0.0)
+    monkeypatch.setattr("emberline.service.engine_transport.DEADLINE_GRACE_S", 0.0)
     engine.script = None  # it never answers
     request = ask(deadline_s=0.3)  # reaches the engine before
     with pytest.raises(DeadlineExceeded):

@@ -131,7 +131,7 @@ async def test_an_engine_that_died_early_is_replaced(service: Service, standin: 
 async def test_an_engine_that_hangs_is_not_healthy(
     service: Service, standin: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.service.run.RESTART_WAIT_S", 0.2)
+    monkeypatch.setattr("emberline.service.engine_transport.RESTART_WAIT_S", 0.2)
     task = asyncio.create_task(events_of(service, ask(session="standin:say=count,hang_after=1")))
     async with asyncio.timeout(PATIENCE_S):
         while not in_flight(service):

@@ -1,4 +1,4 @@
-"""A relay over stand-ins, with the real core in front."""
+"""A service over stand-in upstream servers, with the real core."""
 
 import asyncio
 import time
@@ -17,13 +17,14 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
 from emberline.service.responses import Responses
+from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
 from emberline.testing.standin_openai.replies import Script
 from emberline.testing.standin_openai.server import Kind, Standin
-from emberline.upstream.client import Upstream
-from emberline.upstream.config import UpstreamConfig
-from emberline.upstream.relay import Relay, open_relay
+from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.upstream.client import UpstreamClient, UpstreamConfig
+from emberline.upstream.models import UpstreamModels
 
 MODEL = "standin"
 PRINCIPAL = Principal("tenant", salt=b"s" * 16)
@@ -37,13 +38,17 @@ def request(text: str = LONG, request_id: str = "r1", **more: Any) -> GenerateRe
 
 
 class Bench:
-    """Stand-ins, the relay in front of them, and its books."""
+    """Stand-in servers, the service in front of them, and its usage ledger."""
 
-    def __init__(self, standins: dict[str, Standin], relay: Relay, core: LocalCore, store: Any) -> None:
+    def __init__(self, standins: dict[str, Standin], service: Service, core: LocalCore, store: Any) -> None:
         self.standins = standins
-        self.relay = relay
+        self.service = service
         self.core = core
         self._store = store
+
+    @property
+    def clients(self) -> dict[str, UpstreamClient]:
+        return self.service.upstream.clients
 
     async def rows(self) -> list[UsageRow]:
         await asyncio.sleep(0.05)
@@ -77,6 +82,10 @@ class PairGate(AdmissionController):
     roles: dict[str, str]
 
 
+async def _nothing() -> None:
+    return None
+
+
 Opener = Callable[..., Awaitable[Bench]]
 
 
@@ -92,7 +101,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
             apart = kind == "sglang" and role != "both" and transfer in ("", "bootstrap")
             standins[name] = await Standin(kind, MODEL, scripts.get(name), apart).start()
         upstreams = [
-            Upstream(
+            UpstreamClient(
                 UpstreamConfig(
                     endpoint=Endpoint(
                         name=name,
@@ -115,12 +124,13 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
             gate = PairGate(Balancer())
             gate.roles = {name: role for name, _, role in servers}
         core = LocalCore(gate, upstreams, UsageLedger(store), Sessions(), responses)
-        relay = open_relay(core, upstreams)
-        relay.start(watch=True)
+        models = UpstreamModels(upstreams)
+        models.start(watch=True)
+        service = Service(core, [], {}, _nothing, GrammarCompiler(), models)
         for upstream in upstreams:
             assert await upstream.wait_connected(PATIENCE_S)
-        closing.extend([store.close, *(standin.close for standin in standins.values()), relay.close])
-        return Bench(standins, relay, core, store)
+        closing.extend([store.close, *(standin.close for standin in standins.values()), service.close])
+        return Bench(standins, service, core, store)
 
     yield make
     for close in reversed(closing):

@@ -1,5 +1,6 @@
 """Models on other people's servers, through every door: real core, stand-in servers, no socket in front."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,14 +16,12 @@ from emberline.api.app import ApiSettings, create_app
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import GenerateRequest, Message
-from emberline.service.service import Service
 from emberline.testing.standin_openai.replies import Prompt, Script
-from emberline.text.grammar.compiler import GrammarCompiler
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
 from emberline.upstream.kv_events import KVFeed, key_root
 from tests.service.conftest import text_model
-from tests.upstream.conftest import LONG, Bench, Opener, bench
+from tests.upstream.conftest import LONG, PATIENCE_S, Bench, Opener, bench
 
 __all__ = ["bench", "text_model"]
 
@@ -48,11 +47,7 @@ async def door(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) ->
     servers = options.get("servers", [("a", "vllm", "both")])
     made = await bench(*servers, **{name: value for name, value in options.items() if name != "servers"})
 
-    async def close_core() -> None:
-        return None
-
-    service = Service(made.core, [], {}, close_core, GrammarCompiler(), made.relay)
-    app = create_app(service, ApiSettings(Authenticator(Secret.open(tmp_path))))
+    app = create_app(made.service, ApiSettings(Authenticator(Secret.open(tmp_path))))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686") as client:
         yield Door(made, client)
@@ -94,6 +89,39 @@ async def test_a_stream_is_passed_through_with_usage_for_those_who_ask(door: Doo
     assert (status, n_output) == ("finished", 50)
 
 
+@pytest.mark.parametrize("door", [{"a": Script(itl_ms=40)}], indirect=True)
+async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(door: Door) -> None:
+    core, began = door.bench.core, asyncio.Event()
+    tell = core.began
+
+    def spy(request_id: str, cached_tokens: int) -> None:
+        tell(request_id, cached_tokens)
+        began.set()
+
+    core.began = spy  # type: ignore[method-assign]
+    task = asyncio.create_task(door.post("/v1/chat/completions", CHAT))
+    async with asyncio.timeout(PATIENCE_S):
+        await began.wait()
+    assert not task.done()
+    assert door.bench.standins["a"].running == 1
+    assert (await task).json()["choices"][0]["message"]["content"] == expected()
+    ((first_us, created_us, finished_us),) = await door.bench.times()
+    assert first_us - created_us < (finished_us - created_us) / 2
+
+
+@pytest.mark.parametrize(
+    "door",
+    [{"servers": [("a", "openai", "both"), ("b", "openai", "both")], "a": Script(cut_after=9), "b": Script()}],
+    indirect=True,
+)
+async def test_a_reply_that_is_not_streamed_begins_again_at_another_server(door: Door) -> None:
+    for _ in range(4):  # whichever server is tried first
+        answer = await door.post("/v1/chat/completions", CHAT)
+        assert answer.json()["choices"][0]["message"]["content"] == expected()
+    assert {row[1] for row in await door.bench.rows()} == {"finished"}
+    assert await door.bench.idle()
+
+
 @pytest.mark.parametrize("door", [{"servers": [("p", "vllm", "prefill"), ("d", "vllm", "decode")]}], indirect=True)
 async def test_prefills_cached_tokens_are_in_the_stream_and_in_the_books(door: Door) -> None:
     asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
@@ -124,7 +152,9 @@ async def test_only_known_fields_reach_the_server(door: Door) -> None:
     }
     await door.post("/v1/chat/completions", {**CHAT, **sneaky})
     (got,) = door.bench.standins["a"].requests
-    assert set(got) == {"model", "messages", "stop_token_ids", "top_k", "cache_salt", "_id"}
+    assert set(got) == {
+        *("model", "messages", "stream", "stream_options", "stop_token_ids", "top_k", "cache_salt", "_id")
+    }
     assert got["cache_salt"] != "another tenant's"
 
 
@@ -238,8 +268,7 @@ async def test_a_session_id_of_a_megabyte_is_harmless(door: Door) -> None:
 
 async def test_with_a_tokenizer_keys_are_those_of_the_servers_own_events(door: Door, text_model: TextModel) -> None:
     """What a KV event says of these token ids is what the balancer is asked for."""
-    relay = door.bench.relay
-    relay._texts = {"standin": text_model}
+    door.bench.service.upstream.texts = {"standin": text_model}
     asks: list[RouteRequest] = []
     admit = door.bench.core.admit
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.upstream.client import NoLoad, sglang_load, vllm_load
+from emberline.upstream.client import NoLoadReport, sglang_load, vllm_load
 
 METRICS = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -48,9 +48,9 @@ def test_lies_count_as_nothing(lie: str) -> None:
 
 @pytest.mark.parametrize("answer", [None, 3, [], {}, {"loads": []}, {"loads": 3}, [3], {"loads": [{"x": 1}]}])
 def test_an_answer_that_is_no_load(answer: Any) -> None:
-    with pytest.raises(NoLoad):
+    with pytest.raises(NoLoadReport):
         sglang_load(answer)
-    with pytest.raises(NoLoad):
+    with pytest.raises(NoLoadReport):
         vllm_load("<html>hello</html>")
 
 
@@ -63,7 +63,7 @@ def test_an_answer_that_is_no_load(answer: Any) -> None:
 def test_no_number_breaks_the_books(rank: dict[str, Any]) -> None:
     try:
         load = sglang_load([rank])
-    except NoLoad:
+    except NoLoadReport:
         return
     for value in (load.running, load.waiting, load.kv_used_blocks):
         assert value >= 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from emberline.config import ConfigError, resolve
-from emberline.upstream.config import servers_of
+from emberline.upstream.client import UpstreamClient, upstream_configs
 from emberline.upstream.disaggregation import NixlPull
 
 
@@ -23,23 +23,24 @@ def table(**fields: object) -> str:
     return "[[endpoints]]\n" + "\n".join(lines) + "\n"
 
 
-def test_a_server_and_its_defaults(tmp_path: Path) -> None:
-    (server,) = servers_of(endpoints(tmp_path, table(kind="vllm", role="prefill", models=["m"])))
+async def test_a_server_and_its_defaults(tmp_path: Path) -> None:
+    (server,) = upstream_configs(endpoints(tmp_path, table(kind="vllm", role="prefill", models=["m"])))
     assert (server.name, server.endpoint.address, server.endpoint.models) == ("a", "http://h:1", ("m",))
-    assert isinstance(server.adapter(), NixlPull)
-    assert server.meeting_point == "h:8998"
+    client = UpstreamClient(server)
+    assert isinstance(client.adapter, NixlPull)
+    assert client.peer.bootstrap == "h:8998"
 
 
 def test_our_own_workers_are_left_to_others(tmp_path: Path) -> None:
     text = table(kind="emberline", url="tcp://h:1") + table(name="b")
-    assert [server.name for server in servers_of(endpoints(tmp_path, text))] == ["b"]
+    assert [server.name for server in upstream_configs(endpoints(tmp_path, text))] == ["b"]
 
 
 def test_a_key_may_come_from_the_environment_and_is_never_shown(tmp_path: Path) -> None:
     (found,) = endpoints(tmp_path, table(name="my-gpu.1", key="in-the-file"), EMBERLINE_ENDPOINTS_MY_GPU_1_KEY="secret")
     assert found.key == "secret"
     assert "secret" not in repr(found)
-    (server,) = servers_of([found])
+    (server,) = upstream_configs([found])
     assert server.endpoint.token == "secret"
 
 
@@ -66,7 +67,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, text: str, says: st
     ("text", "says"),
     [
         (table(url="tcp://h:1"), "url"),
-        (table(role="decode"), "pairs"),
+        (table(role="decode"), "no prefill/decode disaggregation"),
         (table(kind="sglang", transfer="nixl"), "bootstrap, store"),
         (table(kind="vllm", bootstrap="h"), "host:port"),
         (table(kind="vllm", kv_events="h:5557"), "tcp"),
@@ -74,16 +75,16 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, text: str, says: st
         (
             table(name="p", kind="vllm", role="prefill", models=["m"])
             + table(name="d", kind="sglang", role="decode", models=["m"]),
-            "cannot hand over",
+            "cannot transfer KV",
         ),
         (
             table(name="p", kind="vllm", role="prefill", models=["m"])
             + table(name="d", kind="vllm", role="decode", transfer="mooncake", models=["m"]),
-            "cannot hand over",
+            "cannot transfer KV",
         ),
     ],
 )
 def test_servers_that_make_no_sense_say_why(tmp_path: Path, text: str, says: str) -> None:
     found = endpoints(tmp_path, text)
     with pytest.raises(ConfigError, match=says):
-        servers_of(found)
+        upstream_configs(found)

@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
-    return await gather(bench.relay.generate(asked, PRINCIPAL))
+    return await gather(bench.service.generate(asked, PRINCIPAL))
 
 
 async def test_a_plain_server_answers(bench: Opener) -> None:
@@ -172,7 +172,7 @@ async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
 
 async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=Script(itl_ms=20))
-    async with aclosing(made.relay.generate(request(), PRINCIPAL)) as events:
+    async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
         async for event in events:
             if isinstance(event, TextDelta):
                 break
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
     """Decode cannot be reached yet when the client leaves: only a request to it frees what prefill holds."""
     made = await bench(("p", "vllm", "prefill"), ("d", "vllm", "decode"))
     prefill, decode = made.standins["p"], made.standins["d"]
-    pool = made.relay._servers["d"].pool
+    pool = made.clients["d"].pool
     dial, dialled, gate = pool._dial, asyncio.Event(), asyncio.Event()
 
     async def slow_dial():  # type: ignore[no-untyped-def]
@@ -212,11 +212,11 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
 async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
     bench: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.upstream.client.PROBE_S", 0.05)
-    monkeypatch.setattr("emberline.upstream.client.ANSWER_S", 0.1)
+    monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("emberline.upstream.client.PROBE_TIMEOUT_S", 0.1)
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(hang=True), b=Script(hang=True))
     task = asyncio.create_task(answer(made, request()))
-    servers = made.relay._servers
+    servers = made.clients
     await until(lambda: any(server.pool.n_connections for server in servers.values()))
     used = next(name for name, server in servers.items() if server.pool.n_connections)
     other = made.standins["b" if used == "a" else "a"]
@@ -224,7 +224,7 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
     made.standins[used].script = Script(hang=True, sick=True)
     found = await asyncio.wait_for(task, 10)
     assert found.choices[0].text == expected()
-    assert not made.relay._servers[used].connected
+    assert not made.clients[used].connected
     assert await made.idle()
 
 
@@ -238,7 +238,7 @@ async def test_no_server_is_an_error_and_not_a_hang(bench: Opener) -> None:
 
 async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=Script(tokens=3, split=7))
-    events = [event async for event in made.relay.generate(request(), PRINCIPAL)]
+    events = [event async for event in made.service.generate(request(), PRINCIPAL)]
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Completed)
     assert sum(isinstance(event, Completed) for event in events) == 1
@@ -248,7 +248,7 @@ async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
     job = JobContext("b", booked.append)
-    found = await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
+    found = await gather(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
     assert found.choices[0].text == expected()
     assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
     assert [(row.status, row.output_tokens) for row in booked] == [("finished", 50)]
@@ -260,7 +260,7 @@ async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: O
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=Script(status=500))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
-        await gather(made.relay.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
+        await gather(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
     assert made.standins["a"].requests == []
     assert [row.status for row in booked] == ["failed"]
     assert await made.idle()

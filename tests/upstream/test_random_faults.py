@@ -27,7 +27,7 @@ FAULTS = (
 async def client(bench: Bench, number: int, draw: random.Random) -> str:
     text = f"request {number}: " + "what is it all about? " * draw.randrange(4, 60)
     task = asyncio.create_task(
-        gather(bench.relay.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
+        gather(bench.service.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
     )
     if draw.random() < 0.25:
         await asyncio.sleep(draw.random() * 0.05)
@@ -81,8 +81,8 @@ async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> No
         standin.script = Script(meet_s=0.3)
         assert standin.violations == []
         assert standin.meetings.reused == []
-    for server in made.relay._servers.values():
+    for server in made.clients.values():
         assert not any(connection.busy for connection in server.pool._all)
     async with asyncio.timeout(60):  # and all is well again
-        after = await gather(made.relay.generate(request(request_id="after"), PRINCIPAL))
+        after = await gather(made.service.generate(request(request_id="after"), PRINCIPAL))
     assert after.choices[0].text == expected()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from emberline.upstream.sse import (
     MAX_LINE_BYTES,
+    LineTooLong,
     StreamEditor,
     StreamError,
-    TooLong,
     cached_of,
     read_usage,
     usage_objects,
@@ -131,7 +131,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
     editor = StreamEditor()
     for _ in range(8):
         editor.whole(b"x" * (MAX_LINE_BYTES // 8))
-    with pytest.raises(TooLong):
+    with pytest.raises(LineTooLong):
         editor.whole(b"x")
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.service.health import Health
     from emberline.service.responses import ResponseStore
-    from emberline.upstream.relay import Relay
+    from emberline.upstream.models import UpstreamModels
+    from emberline.upstream.request import UpstreamRequest
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -81,11 +82,13 @@ Events = AsyncGenerator[TextEvent, None]
 
 class Backend(Protocol):
     @property
-    def relay(self) -> "Relay | None":
-        """Of models on other people's servers, if there are any."""
+    def upstream(self) -> "UpstreamModels":
+        """The models on upstream servers."""
 
-    def relayed(self, model_id: str) -> "ModelCard | None":
+    def upstream_card(self, model_id: str) -> "ModelCard | None":
         """The card of such a model."""
+
+    def forward(self, request: "UpstreamRequest") -> "AsyncGenerator[tuple[bytes, bool], None]": ...
 
     @property
     def responses(self) -> "ResponseStore": ...

@@ -13,7 +13,7 @@ from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.chunk_stream import StreamOptions
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body
-from emberline.api.openai.upstream_passthrough import relay_chat, relay_completion, relayed_card
+from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion, upstream_card
 from emberline.protocol.errors import BadInput
 
 MAX_CHOICES_IN_ALL = 128  # of one call: prompts times n
@@ -24,8 +24,8 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 async def chat_completions(call: Call) -> Reply | None:
     raw = await read_body(call)
-    if (card := relayed_card(call, raw)) is not None:
-        return await relay_chat(call, card, raw)
+    if (card := upstream_card(call, raw)) is not None:
+        return await forward_chat(call, card, raw)
     body = decode(raw, _chat_decoder)
     request = body.to_request(call)
     created = int(time.time())
@@ -40,8 +40,8 @@ async def chat_completions(call: Call) -> Reply | None:
 
 async def completions(call: Call) -> Reply | None:
     raw = await read_body(call)
-    if (card := relayed_card(call, raw)) is not None:
-        return await relay_completion(call, card, raw)
+    if (card := upstream_card(call, raw)) is not None:
+        return await forward_completion(call, card, raw)
     body = decode(raw, _completion_decoder)
     requests = body.to_requests(call)
     n_choices = len(requests) * requests[0].n

@@ -1,8 +1,13 @@
-"""OpenAI's door to other people's servers: bytes out, bytes back, counted on the way."""
+"""The OpenAI API for models on upstream servers: the body is checked and passed on, SSE lines come back untouched.
+
+The body is decoded into a struct whose fields are an allow-list, so that a client cannot name an address, a file, a
+template or a place in the server's cache.
+"""
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,19 +34,17 @@ from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.chunk_stream import StreamOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, Unavailable
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.request import Priority
-from emberline.upstream.relay import Relay
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, byte_keys, estimated_tokens
-from emberline.upstream.run import UpstreamRun
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
 
 ABSENT = Raw()
 _TEXT_PARTS = frozenset({"text", "refusal"})
 _MAX_PROMPTS = 128
-_OURS = frozenset({"stream_options", "service_tier", "user", "prompt_cache_key"})  # not for the server
-_PLAIN = frozenset(  # what any OpenAI server knows; the rest is vLLM's and SGLang's
+_NOT_FORWARDED = frozenset({"stream", "stream_options", "service_tier", "user", "prompt_cache_key"})
+_OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others are vLLM's and SGLang's
     {
-        *("model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+        *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
         *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "n", "response_format", "logprobs"),
         *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "top_logprobs"),
         *("reasoning_effort", "echo", "suffix", "best_of"),
@@ -49,13 +52,13 @@ _PLAIN = frozenset(  # what any OpenAI server knows; the rest is vLLM's and SGLa
 )
 
 
-class Peek(msgspec.Struct):
-    """Enough to know whose request it is."""
+class ModelField(msgspec.Struct):
+    """Of any body: enough to know which servers it is for."""
 
     model: Any = None
 
 
-class RelayBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PassthroughBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -86,21 +89,27 @@ class RelayBody(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def prompt_bytes(self) -> tuple[bytes, ...]:
-        """What the prompt is made of: it grows at its end from turn to turn."""
-        raise AssertionError("each endpoint has its own")
+        """The prompt's bytes for prefix keys: they grow at their end from turn to turn."""
+        raise NotImplementedError
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        """The body as the server gets it."""
+    @property
+    def n_prompts(self) -> int:
+        return 1
+
+    def upstream_fields(self, kind: str) -> dict[str, Any]:
+        """The body as a server of this kind gets it. Upstream requests are always streamed."""
         own = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        known = None if kind in ("vllm", "sglang") else _PLAIN
-        return {
+        fields = {
             name: value
             for name, value in own.items()
-            if value is not ABSENT and name not in _OURS and (known is None or name in known)
+            if value is not ABSENT
+            and name not in _NOT_FORWARDED
+            and (kind in ("vllm", "sglang") or name in _OPENAI_FIELDS)
         }
+        return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
-class RelayedChat(RelayBody, kw_only=True):
+class PassthroughChat(PassthroughBody, kw_only=True):
     messages: Raw
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
@@ -120,8 +129,11 @@ class RelayedChat(RelayBody, kw_only=True):
         return bytes(self.tools), bytes(self.messages).rstrip()[:-1]
 
     def check(self) -> None:
-        """Messages whose media would have to be fetched are refused: a server must not fetch what clients name."""
-        messages = _messages.decode(self.messages)
+        """Media that would have to be fetched are refused: a server must not fetch what a client names."""
+        try:
+            messages = _messages.decode(self.messages)
+        except msgspec.ValidationError as error:
+            raise BadInput(f"`messages`: {error}", param="messages") from None
         if not messages:
             raise BadInput("`messages` is empty; send at least one message", param="messages")
         for number, message in enumerate(messages):
@@ -129,7 +141,7 @@ class RelayedChat(RelayBody, kw_only=True):
                 _check_part(part, f"messages[{number}].content")
 
 
-class RelayedCompletion(RelayBody, kw_only=True):
+class PassthroughCompletion(PassthroughBody, kw_only=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
@@ -177,133 +189,101 @@ def _check_part(part: _Part, where: str) -> None:
         raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
 
 
-_peek = msgspec.json.Decoder(Peek)
-_chat = msgspec.json.Decoder(RelayedChat)
-_completion = msgspec.json.Decoder(RelayedCompletion)
+_model_field = msgspec.json.Decoder(ModelField)
+_chat = msgspec.json.Decoder(PassthroughChat)
+_completion = msgspec.json.Decoder(PassthroughCompletion)
 _canonical_chat = msgspec.json.Decoder(ChatRequest)
 _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 
 log = logging.getLogger(__name__)
 
 
-def relayed_card(call: Call, raw: bytes) -> ModelCard | None:
-    """The card of the model that the body names, where others compute it."""
-    if call.service.relay is None:
-        return None
+def upstream_card(call: Call, raw: bytes) -> ModelCard | None:
+    """The card of the model that the body names, if upstream servers compute it."""
     try:
-        name = _peek.decode(raw).model
+        name = _model_field.decode(raw).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # what is wrong with it is told where it is read in full
-    return call.service.relayed(name) if isinstance(name, str) else None
+        return None  # what is wrong with it is reported where the body is decoded in full
+    return call.service.upstream_card(name) if isinstance(name, str) else None
 
 
-async def relay_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
+async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    _checked(body.check)
-    parcel = _parcel(call, card, body, CHAT, 1)
-    if (text := _relay(call).text_of(card)) is not None:
+    body.check()
+    request = _upstream_request(call, card, body, CHAT)
+    if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
-            request = decode(raw, _canonical_chat).to_request(call)
-            parcel.keys, parcel.input_tokens = await _relay(call).keys_of(request, card, text)
-    return await _answer(call, parcel)
+            canonical = decode(raw, _canonical_chat).to_request(call)
+            request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+    return await _reply(call, request)
 
 
-async def relay_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
+async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
-    _checked(body.check)
-    parcel = _parcel(call, card, body, COMPLETIONS, body.n_prompts)
-    if (text := _relay(call).text_of(card)) is not None and body.n_prompts == 1:
+    body.check()
+    request = _upstream_request(call, card, body, COMPLETIONS)
+    if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
-            (request,) = decode(raw, _canonical_completion).to_requests(call)
-            parcel.keys, parcel.input_tokens = await _relay(call).keys_of(request, card, text)
-    return await _answer(call, parcel)
+            (canonical,) = decode(raw, _canonical_completion).to_requests(call)
+            request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
+    return await _reply(call, request)
 
 
-def _checked(check: Callable[[], None]) -> None:
-    try:
-        check()
-    except msgspec.ValidationError as bad:
-        raise BadInput(f"`messages`: {bad}", param="messages") from None
-
-
-def _relay(call: Call) -> Relay:
-    relay = call.service.relay
-    assert relay is not None
-    return relay
-
-
-def _parcel(call: Call, card: ModelCard, body: RelayBody, path: str, n_prompts: int) -> UpstreamRequest:
-    relay, principal = _relay(call), call.principal
-    fields = body.fields(relay.kind_of(card))
-    fields["model"] = card.id
-    fields |= relay.salted(card, principal)
-    if body.stream:
-        fields["stream_options"] = {"include_usage": True}
-    prompt = body.prompt_bytes
-    asked = body.stream_options is not None and body.stream_options.include_usage
-    priority = PRIORITY[body.service_tier]
-    most = body.max_tokens or getattr(body, "max_completion_tokens", None) or 0
-    return UpstreamRequest(
-        id=call.id,
-        card=card,
-        principal=principal,
-        path=path,
-        fields=fields,
-        keys=byte_keys(card.id, principal.salt, *prompt),
-        input_tokens=estimated_tokens(sum(map(len, prompt))),
-        stream=bool(body.stream),
-        hides_usage=not asked and call.dialect is not Dialect.OPENAI_ENVELOPED,
-        n=(body.n or 1) * n_prompts,
-        max_tokens=most,
+def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str) -> UpstreamRequest:
+    upstream, priority = call.service.upstream, PRIORITY[body.service_tier]
+    fields = body.upstream_fields(upstream.kind_of(card))
+    fields |= {"model": card.id, **upstream.cache_salt(card, call.principal)}
+    route = upstream.route_request(
+        call.id,
+        card,
+        call.principal,
+        body.prompt_bytes,
+        n=(body.n or 1) * body.n_prompts,
+        max_tokens=body.max_tokens or getattr(body, "max_completion_tokens", None) or 0,
         priority=priority,
         session=session_name(call, body.prompt_cache_key, body.user),
         reject_if_busy=priority is Priority.FLEX,
     )
+    asks_usage = body.stream_options is not None and body.stream_options.include_usage
+    hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
+    return UpstreamRequest(route, path, fields, stream=bool(body.stream), hides_usage=hides_usage)
 
 
-async def _answer(call: Call, parcel: UpstreamRequest) -> Reply | None:
+async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:
     headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
-    if parcel.stream:
-        await while_connected(call.receive, _stream(call, parcel, headers))
+    blocks = call.service.forward(request)
+    if request.stream:
+        await while_connected(call.receive, _stream(call, blocks, headers))
         return None
-    return Reply(200, await while_connected(call.receive, _whole(call, parcel)), headers=headers)
+    return Reply(200, await while_connected(call.receive, _body(blocks)), headers=headers)
 
 
-async def _whole(call: Call, parcel: UpstreamRequest) -> bytes:
-    passage = await _relay(call).open(parcel)
-    async with passage:
-        return await passage.body()
+Blocks = AsyncGenerator[tuple[bytes, bool], None]  # SSE lines, and whether they are the last
 
 
-async def _stream(call: Call, parcel: UpstreamRequest, headers: HeaderList) -> None:
-    """What is refused before the first byte becomes an HTTP status; what fails later, the stream's last event."""
-    passage = await _relay(call).open(parcel)
-    async with passage:
+async def _body(blocks: Blocks) -> bytes:
+    async with aclosing(blocks):
+        body, _ = await anext(blocks)
+        return body
+
+
+async def _stream(call: Call, blocks: Blocks, headers: HeaderList) -> None:
+    """A failure before the first line becomes an HTTP status, a later one the stream's last event."""
+    async with aclosing(blocks):
+        block, last = await anext(blocks)
         await call.start_stream(headers)
-        last = await _pump(call, passage)
-    await call.send({"type": "http.response.body", "body": last})
+        try:
+            while not last:
+                await call.send({"type": "http.response.body", "body": block, "more_body": True})
+                block, last = await anext(blocks)
+        except EmberlineError as error:
+            block = _error_event(call, error)
+        except BaseException:  # the client disconnected, or the server stops: then the client still reads
+            error_event = _error_event(call, Unavailable("the server is stopping"))
+            await call.send({"type": "http.response.body", "body": error_event})
+            raise
+    await call.send({"type": "http.response.body", "body": block})
 
 
-async def _pump(call: Call, passage: UpstreamRun) -> bytes:
-    """Send all but the last block, which is returned: it closes the stream."""
-    send = call.send
-    try:
-        block = await passage.block()
-        while following := not passage.over:
-            await send({"type": "http.response.body", "body": block, "more_body": following})
-            block = await passage.block()
-        return block
-    except EmberlineError as error:
-        await passage.fail(error)
-        return _failed(call, error)
-    except Exception as error:
-        log.exception("a stream failed")
-        await passage.fail(error)
-        return _failed(call, Internal("the request failed; the log has it under its id"))
-    except BaseException:  # the client left, or the server stops: the second still has somebody to tell
-        await send({"type": "http.response.body", "body": _failed(call, Unavailable("the server is stopping"))})
-        raise
-
-
-def _failed(call: Call, error: EmberlineError) -> bytes:
+def _error_event(call: Call, error: EmberlineError) -> bytes:
     return b"data: " + encode(error_body(error, call.dialect, call.id)) + b"\n\n"

@@ -12,7 +12,7 @@ import msgspec
 from emberline.testing.standin_openai.http import Connection, Request
 from emberline.testing.standin_openai.replies import Cache, Meetings, Prompt, Script, encode
 from emberline.testing.standin_openai.replies import parse as parse_script
-from emberline.upstream.http_client import Broken, Pool, parse
+from emberline.upstream.http_client import ConnectionFailed, ConnectionPool, parse
 
 Kind = Literal["openai", "vllm", "sglang"]
 
@@ -391,11 +391,11 @@ class Completion:
 
 
 async def _ask(origin: Any, path: str) -> int | None:
-    pool = Pool(origin)
+    pool = ConnectionPool(origin)
     try:
         status, body = await pool.get(path, 30.0)
         return int(msgspec.json.decode(body)["tokens"]) if status == 200 else None
-    except Broken:
+    except ConnectionFailed:
         return None
     finally:
         pool.close()

@@ -1,0 +1,251 @@
+"""A request on our own engines: token deltas in, text events out; the prompt on a prefill worker where there is one."""
+
+import time
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from emberline.balancer.route_request import Fault, Route, RouteRequest
+from emberline.protocol.errors import EmberlineError, ErrorInfo, Unavailable, from_info
+from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
+from emberline.protocol.request import EngineRequest, Message
+from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
+from emberline.service.engine_client import EngineClient, EngineStream
+from emberline.service.job_context import JobContext
+from emberline.service.metrics import Histogram
+from emberline.service.prefill_handover import Prefill, hand_over
+from emberline.service.prepare import Prepared
+
+CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
+RECONNECT_WAIT_S = 15.0  # the same after a failover: the core may not have seen the engine's death yet
+RESTART_WAIT_S = 60.0  # for an engine to come back after a failover: it may have weights to load
+DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; the run catches an engine that does not answer
+
+
+def route_request(prepared: Prepared, job: JobContext | None) -> RouteRequest:
+    request, principal = prepared.request, prepared.principal
+    return RouteRequest(
+        id=request.id,
+        account=principal.account,
+        key_id=principal.key_id,
+        model=prepared.served.card.id,
+        model_version=prepared.info.fingerprint,
+        priority=request.priority.name.lower(),
+        input_tokens=prepared.prompt.n_ids,
+        created_us=prepared.clock.created_us,
+        affinity=None if request.session is None else f"{principal.account}/{request.session}",
+        n=request.n,
+        keys=prepared.keys,
+        max_tokens=prepared.sampling.max_tokens or 0,
+        deadline_s=request.deadline_s,
+        reject_if_busy=request.reject_if_busy,
+        engine="" if job is None else job.engine,
+    )
+
+
+class EngineTransport:
+    """Owns the request's token stream and one decoder per choice."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        engines: Mapping[str, EngineClient],
+        inter_token: Histogram,
+        job: JobContext | None = None,
+    ) -> None:
+        self.restart_wait_s = RESTART_WAIT_S
+        self.deadline_grace_s = DEADLINE_GRACE_S
+        self.began = False
+        self._prepared = prepared
+        self._engines = engines  # by endpoint name
+        self._on_delta = None if job is None else job.on_delta
+        decoder = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
+        self._choices = [decoder(index, prepared, inter_token) for index in range(prepared.request.n)]
+        self._n_open = len(self._choices)
+        self._started = False  # the first token of any attempt is there
+        self._cached_by_tier: dict[str, int] | None = None  # as the first attempt that began has told
+        self._attempt = 0
+        self._deadline_at_s: float | None = None  # monotonic
+        self._decode: EngineClient | None = None
+        self._prefill_engine: EngineClient | None = None
+        self._prefill: Prefill | None = None
+        self._stream: EngineStream | None = None
+        self._by_id: dict[str, ChoiceDecoder] = {}  # by sequence id
+        self._failed: Unavailable | None = None  # raised once the events before it are delivered
+        if job is not None and job.resume_from is not None:
+            (choice,) = self._choices
+            choice.push(job.resume_from)
+            self._n_open -= choice.done is not None
+
+    @property
+    def done(self) -> bool:
+        return self._n_open == 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum((self._cached_by_tier or {}).values())
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prepared.prompt.n_ids,
+            completion_tokens=sum(choice.n_tokens for choice in self._choices),
+            reasoning_tokens=sum(choice.n_reasoning for choice in self._choices),
+            cached_by_tier=self._cached_by_tier or {},
+        )
+
+    @property
+    def replies(self) -> list[tuple[Message, bytes]]:
+        """Each choice's message and token ids."""
+        return [(choice.message, bytes(choice.output_ids)) for choice in self._choices]
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        self.began = False
+        self._attempt = attempt
+        self._deadline_at_s = None if deadline_s is None else time.monotonic() + deadline_s
+        decode = self._decode = self._engines[route.decode]
+        prefill = self._prefill_engine = self._engines[route.prefill] if route.prefill else None
+        for engine in (decode, prefill):
+            if engine is not None:
+                await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
+        # Before the first token there is one sequence: the others find its prompt in the cache.
+        choices = self._choices if self._started else self._choices[:1]
+        first, *others = self._sequences(choice for choice in choices if choice.done is None)
+        if prefill is None:
+            self._stream = decode.stream([first, *others])
+        else:
+            self._stream, self._prefill = hand_over(prefill, decode, first)
+            if others:
+                self._stream.submit(others)
+
+    async def next(self) -> list[TextEvent]:
+        """Wait for tokens; all that have arrived become events at once."""
+        if self._failed is not None:
+            raise self._failed
+        assert self._stream is not None
+        deltas = await self._stream.next()
+        if not self._started and self._prefill is not None and any(delta.token_ids for delta in deltas):
+            self._set_cached(await self._prefill.cached_by_tier())
+        events: list[TextEvent] = []
+        for delta in deltas if len(deltas) == 1 else _merged(deltas):
+            self._absorb(delta, events)
+        return events
+
+    def fault(self, error: EmberlineError) -> Fault:
+        """The core sees lost connections itself; a KV transfer that fails is seen here only."""
+        if not isinstance(error, Unavailable) or self._decode is None:
+            return Fault(False)
+        decode, prefill = self._decode, self._prefill_engine
+        if prefill is None:
+            return Fault(not decode.closing, (decode.name,))
+        lost: tuple[str, ...] = ()
+        if error.param == "transfer":
+            told_by_prefill = self._prefill is not None and self._prefill.error is error
+            lost = (decode.name if told_by_prefill else prefill.name,)
+        return Fault(not decode.closing, (decode.name, prefill.name), lost)
+
+    def close(self) -> None:
+        self._failed = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if self._prefill is not None:
+            if self._prefill.told is not None:
+                self._set_cached(self._prefill.told)
+            self._prefill.close()
+            self._prefill = None
+
+    def _absorb(self, delta: TokenDelta, events: list[TextEvent]) -> None:
+        assert self._stream is not None
+        choice = self._by_id[delta.id]
+        if delta.finish == "error" or delta.finish == "cancelled":
+            return self._fail(choice, delta)
+        if not self._started:
+            self._start(delta)
+            events.append(Started(self.usage))
+        self.began = True
+        if self._on_delta is not None:
+            self._on_delta(delta)
+        events += choice.push(delta)
+        if choice.done is not None:
+            self._n_open -= 1
+            if delta.finish is None:  # a stop string: the engine does not know
+                self._stream.abort(delta.id)
+
+    def _start(self, delta: TokenDelta) -> None:
+        """The first token is there, so the prompt's KV is cached: submit the other choices."""
+        assert self._stream is not None
+        self._started = True
+        if delta.usage is not None and self._prefill is None:
+            self._set_cached(delta.usage.cached_by_tier)
+        if len(self._choices) > 1:
+            try:
+                self._stream.submit(self._sequences(self._choices[1:]))
+            except Unavailable as error:
+                self._failed = error
+
+    def _sequences(self, choices: Iterable[ChoiceDecoder]) -> list[EngineRequest]:
+        prepared, request = self._prepared, self._prepared.request
+        suffix = f"-m{self._attempt}" if self._attempt else ""
+        deadline_s = None
+        if self._deadline_at_s is not None:
+            deadline_s = max(0.001, self._deadline_at_s - time.monotonic())
+        made: list[EngineRequest] = []
+        for choice in choices:
+            sampling = prepared.sampling
+            if choice.index and sampling.seed is not None:
+                sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + choice.index) % (1 << 64))
+            sequence_id = request.id + (f"-{choice.index}" if choice.index else "") + suffix
+            self._by_id[sequence_id] = choice
+            made.append(
+                EngineRequest(
+                    id=sequence_id,
+                    prompt_ids=prepared.prompt.ids,
+                    sampling=sampling,
+                    salt=prepared.principal.salt,
+                    session=request.session,
+                    priority=request.priority,
+                    deadline_s=deadline_s,
+                    grammar=prepared.grammar,
+                    thinking_limit=prepared.thinking_limit,
+                    output_ids=bytes(choice.output_ids),
+                    keys=prepared.keys,
+                )
+            )
+        return made
+
+    def _set_cached(self, cached_by_tier: dict[str, int]) -> None:
+        """Later attempts are not counted: what they find in caches, the first may have computed."""
+        if self._cached_by_tier is None:
+            self._cached_by_tier = cached_by_tier
+
+    def _fail(self, choice: ChoiceDecoder, delta: TokenDelta) -> None:
+        """A sequence ended without its reply."""
+        error = self._error(delta.error)
+        if isinstance(error, Unavailable):
+            self._failed = error
+            return
+        choice.output_ids += delta.token_ids  # computed, so counted
+        raise error
+
+    def _error(self, info: ErrorInfo | None) -> EmberlineError:
+        if info is None:
+            return Unavailable("the engine gave the request up")
+        error = from_info(info)
+        if error.param == "grammar":  # not a field of any API
+            error.param = "tools" if self._prepared.request.output is None else "output"
+        return error
+
+
+def _merged(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """Each sequence's deltas as one, so that tokens that waited together are sent together."""
+    merged: dict[str, TokenDelta] = {}
+    for delta in deltas:
+        held = merged.setdefault(delta.id, delta)
+        if held is not delta:
+            held.token_ids += delta.token_ids
+            held.finish = delta.finish
+            held.error = delta.error
+            if delta.logprobs is not None:
+                held.logprobs = (held.logprobs or []) + delta.logprobs
+    return list(merged.values())

@@ -1,0 +1,224 @@
+"""The models that upstream servers offer here: cards, tokenizers, and requests in the form that their servers take."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emberline.balancer.route_request import RouteRequest
+from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.config import ConfigError
+from emberline.protocol.errors import Unsupported
+from emberline.protocol.request import GenerateRequest, Principal, Priority
+from emberline.text.prompt import Prompt, build_prompt
+from emberline.text.text_model import TextModel
+from emberline.text.tokenizer import OFF_LOOP_BYTES
+from emberline.upstream.client import DEFAULT_CONTEXT, UpstreamClient, UpstreamConfig
+from emberline.upstream.http_client import ConnectionFailed
+from emberline.upstream.kv_events import chain_keys, key_root
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, body_of, byte_keys, estimated_tokens
+
+DISCOVERY_S = 15.0
+_RETRY_S = 0.5
+_TOKENIZE_S = 10.0
+_MAX_TOKENIZE_BYTES = 64 << 20
+
+log = logging.getLogger("emberline.balancer")
+
+
+class UpstreamModels:
+    """Owns the clients of all upstream servers. Raises ConfigError for a tokenizer that cannot be loaded."""
+
+    def __init__(self, clients: Sequence[UpstreamClient]) -> None:
+        self.clients = {client.name: client for client in clients}
+        self.texts: dict[str, TextModel] = {}  # by model, where the tokenizer is configured
+        for client in clients:
+            for model in client.models:
+                if client.config.tokenizer and model not in self.texts:
+                    self.texts[model] = _load_tokenizer(client.config)
+        ids = dict.fromkeys(model for client in clients for model in client.models)
+        self._by_name = {model.lower(): _card(model, self._serving(model)) for model in ids}
+
+    def start(self, watch: bool) -> None:
+        """Connect. Only the core watches the servers' health and load."""
+        for client in self.clients.values():
+            client.start(watch)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    def cards(self) -> list[ModelCard]:
+        return list(self._by_name.values())
+
+    def find(self, model_id: str) -> ModelCard | None:
+        return self._by_name.get(model_id.lower())
+
+    def kind_of(self, card: ModelCard) -> str:
+        return self._serving(card.id)[0].config.kind
+
+    def cache_salt(self, card: ModelCard, principal: Principal) -> dict[str, Any]:
+        """The field that keeps tenants' prefix caches apart, for servers that know it."""
+        known = self.kind_of(card) in ("vllm", "sglang") and principal.salt
+        return {"cache_salt": principal.salt.hex()} if known else {}
+
+    def route_request(
+        self,
+        request_id: str,
+        card: ModelCard,
+        principal: Principal,
+        prompt: Sequence[bytes],
+        *,
+        n: int,
+        max_tokens: int,
+        priority: Priority,
+        session: str | None,
+        reject_if_busy: bool,
+        deadline_s: float | None = None,
+        engine: str = "",
+    ) -> RouteRequest:
+        """Its prefix keys are over the bytes of the prompt. `engine` is the endpoint that a job was granted."""
+        return RouteRequest(
+            id=request_id,
+            account=principal.account,
+            key_id=principal.key_id,
+            model=card.id,
+            model_version=card.fingerprint,
+            priority=priority.name.lower(),
+            input_tokens=estimated_tokens(sum(map(len, prompt))),
+            created_us=time.time_ns() // 1000,
+            affinity=None if session is None else f"{principal.account}/{session}",
+            n=n,
+            reject_if_busy=reject_if_busy,
+            engine=engine,
+            keys=byte_keys(card.id, principal.salt, *prompt),
+            max_tokens=max_tokens,
+            deadline_s=deadline_s,
+        )
+
+    async def with_token_keys(self, route: RouteRequest, request: GenerateRequest, card: ModelCard) -> RouteRequest:
+        """Where the tokenizer is here, prefix keys are over token ids, as in the server's own KV events."""
+        if (text := self.texts.get(card.id)) is None:
+            return route
+        prompt = await _tokenize(request, text)
+        keys = chain_keys(key_root(self.kind_of(card), card.id), prompt.ids)
+        return msgspec.structs.replace(route, keys=keys, input_tokens=prompt.n_ids)
+
+    async def upstream_request(
+        self, request: GenerateRequest, card: ModelCard, principal: Principal, engine: str
+    ) -> UpstreamRequest:
+        fields = {"model": card.id, **body_of(request, self.kind_of(card)), **self.cache_salt(card, principal)}
+        prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
+        route = self.route_request(
+            request.id,
+            card,
+            principal,
+            (msgspec.json.encode(fields.get("tools")), prompt),
+            n=request.n,
+            max_tokens=request.sampling.max_tokens or 0,
+            priority=request.priority,
+            session=request.session,
+            reject_if_busy=request.reject_if_busy,
+            deadline_s=request.deadline_s,
+            engine=engine,
+        )
+        route = await self.with_token_keys(route, request, card)
+        return UpstreamRequest(route, CHAT if request.messages is not None else COMPLETIONS, fields)
+
+    async def count_tokens(self, request: GenerateRequest, card: ModelCard) -> int:
+        """By our own copy of the tokenizer, or as a vLLM server counts."""
+        if (text := self.texts.get(card.id)) is not None:
+            return (await _tokenize(request, text)).n_ids
+        client = next((client for client in self._serving(card.id) if client.config.kind == "vllm"), None)
+        if client is None:
+            raise Unsupported(f"the server of {card.id} cannot count tokens")
+        fields = body_of(request, "vllm")
+        asked: dict[str, Any] = {name: fields[name] for name in ("messages", "prompt", "tools") if name in fields}
+        return await _count_remotely(client, {"model": card.id, **asked})
+
+    def _serving(self, model: str) -> list[UpstreamClient]:
+        return [client for client in self.clients.values() if model in client.models]
+
+
+def _card(model: str, clients: Sequence[UpstreamClient]) -> ModelCard:
+    kinds = sorted({client.config.kind for client in clients})
+    lengths = [client.info.context_len for client in clients if client.info is not None]
+    return ModelCard(
+        id=model,
+        aliases=(),
+        description=f"Served elsewhere ({', '.join(kinds)}): {', '.join(client.name for client in clients)}.",
+        author=model.split("/")[0].lstrip("@") if "/" in model else kinds[0],
+        context_window=min(lengths, default=DEFAULT_CONTEXT),
+        source=PathSource(""),
+        created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
+        fingerprint=f"{kinds[0]}:{model}",
+    )
+
+
+def _load_tokenizer(config: UpstreamConfig) -> TextModel:
+    path = Path(config.tokenizer).expanduser()
+    try:
+        return TextModel.load(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"endpoint {config.name}: tokenizer {path}: {error}", param="endpoints") from None
+
+
+async def _tokenize(request: GenerateRequest, text: TextModel) -> Prompt:
+    n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
+    if n_chars <= OFF_LOOP_BYTES:
+        return build_prompt(text, request)
+    return await asyncio.get_running_loop().run_in_executor(None, build_prompt, text, request)
+
+
+async def _count_remotely(client: UpstreamClient, body: dict[str, Any]) -> int:
+    try:
+        exchange = await client.pool.post("/tokenize", msgspec.json.encode(body), timeout_s=_TOKENIZE_S)
+        answer = msgspec.json.decode(await exchange.read(_MAX_TOKENIZE_BYTES))
+    except (ConnectionFailed, msgspec.DecodeError) as error:
+        raise client.lost(f"does not count tokens: {error}") from error
+    count = answer.get("count") if isinstance(answer, dict) else None
+    if exchange.status != 200 or type(count) is not int:
+        raise client.lost(f"answered {exchange.status} when asked to count tokens")
+    return count
+
+
+async def discover(configs: Sequence[UpstreamConfig]) -> list[UpstreamClient]:
+    """Clients of the servers, one per model that a server has.
+
+    Servers whose models are not configured are asked; the others may come up later. ConfigError where none answers.
+    """
+    clients = [UpstreamClient(config) for config in configs]
+    await asyncio.gather(*(_ask_models(client) for client in clients if not client.models))
+    return [single for client in clients for single in _one_per_model(client)]
+
+
+def _one_per_model(client: UpstreamClient) -> list[UpstreamClient]:
+    if len(client.models) == 1:
+        return [client]
+    client.pool.close()
+    endpoint = client.config.endpoint
+    named = [msgspec.structs.replace(endpoint, name=f"{endpoint.name}:{m}", models=(m,)) for m in client.models]
+    return [UpstreamClient(msgspec.structs.replace(client.config, endpoint=one)) for one in named]
+
+
+async def _ask_models(client: UpstreamClient) -> None:
+    problem = ""
+    try:
+        async with asyncio.timeout(DISCOVERY_S):
+            while True:
+                try:
+                    await client.ask_models()
+                    return
+                except ConnectionFailed as error:
+                    problem = str(error)
+                    log.warning("endpoint %s: %s", client.name, problem)
+                await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        raise ConfigError(
+            f'endpoint {client.name} does not tell its models ({problem}): start it first, or give models = ["…"]',
+            param="endpoints",
+        ) from None

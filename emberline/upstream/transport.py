@@ -1,0 +1,152 @@
+"""A request on OpenAI-compatible servers: SSE lines in, and out whatever the decoder makes of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from emberline.balancer.route_request import Fault, Route
+from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
+from emberline.protocol.events import Usage
+from emberline.upstream.attempt import Attempt, UpstreamBusy
+from emberline.upstream.chunks import UnreadableChunk
+from emberline.upstream.client import UpstreamClient
+from emberline.upstream.request import UpstreamRequest
+from emberline.upstream.resume import Continuation, Transcript, continuation
+from emberline.upstream.sse import LineTooLong, StreamEditor, StreamError
+
+RESTART_WAIT_S = 15.0  # for a server to come back after a failover
+
+T = TypeVar("T")
+
+# Turns whole SSE lines into output; the flag marks the end of the stream. UnreadableChunk blames the server.
+Decoder = Callable[[bytes, bool], T]
+
+
+def passthrough(lines: bytes, last: bool) -> bytes:
+    return lines
+
+
+class UpstreamTransport(Generic[T]):
+    """A streamed reply is resumed behind what the client has seen; one that is not streamed begins again."""
+
+    deadline_grace_s = 0.0  # these servers know no deadlines
+
+    def __init__(
+        self,
+        request: UpstreamRequest,
+        clients: Mapping[str, UpstreamClient],
+        make_decoder: Callable[[], Decoder[T]],
+    ) -> None:
+        self.restart_wait_s = RESTART_WAIT_S
+        self.began = False
+        self.done = False
+        self.cached_tokens = 0  # as the balancer expects: most servers tell at the end, if at all
+        self._request = request
+        self._clients = clients  # by endpoint name
+        self._make_decoder = make_decoder
+        self._decoder = make_decoder()
+        self._attempt: Attempt | None = None
+        self._editor = StreamEditor(hides_usage=request.hides_usage)
+        self._transcript = Transcript()
+        self._continuation: Continuation | None = None
+        self._tried: set[str] = set()  # servers that failed this request or had no room for it
+
+    @property
+    def usage(self) -> Usage:
+        """As the server said; until it has, an estimate; nothing before its first event."""
+        if self._editor.usage is not None:
+            return self._editor.usage
+        if not self._transcript.n_events:
+            return Usage()
+        n_before = 0 if self._continuation is None else self._continuation.n_tokens
+        n_tokens = n_before + max(0, self._transcript.n_events_of_attempt - 1)  # the first event is the role
+        return Usage(prompt_tokens=self._request.route.input_tokens, completion_tokens=n_tokens)
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        request = self._request
+        self.began = False
+        self.cached_tokens = route.cached_tokens
+        self._editor = StreamEditor(hides_usage=request.hides_usage)
+        if not request.stream:
+            self._decoder, self._transcript = self._make_decoder(), Transcript()
+        self._transcript.n_events_of_attempt = 0
+        fields = request.fields
+        if self._continuation is not None:
+            fields, self._editor.adjust = self._continuation.fields, self._continuation.adjust_usage
+        decode = self._clients[route.decode]
+        prefill = self._prefill_for(decode, self._clients.get(route.prefill))
+        suffix = f"-m{attempt}" if attempt else ""
+        self._attempt = Attempt(request.path, f"{request.route.id}{suffix}", decode, prefill)
+        exchange = await self._attempt.open(fields)
+        if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
+            raise decode.lost("did not answer with an event stream")
+
+    async def next(self) -> T:
+        assert self._attempt is not None
+        server = self._attempt.decode
+        try:
+            lines = await self._read(self._attempt)
+            if lines or self.done:
+                self.began = True
+            if self._continuation is not None and lines:
+                lines = self._continuation.edit(lines)
+            self._transcript.add(lines)
+            return self._decoder(lines, self.done)
+        except StreamError as error:
+            if 400 <= error.code < 500:
+                raise BadInput(error.message) from error
+            raise server.lost(f"failed in the middle of its reply: {error.message}") from error
+        except (LineTooLong, UnreadableChunk) as error:
+            self.done = False
+            raise server.lost(f"sent {error}") from error
+
+    def fault(self, error: EmberlineError) -> Fault:
+        attempt = self._attempt
+        if attempt is None or not isinstance(error, EngineLost | UpstreamBusy):
+            return Fault(False)
+        if isinstance(error, UpstreamBusy):
+            used = (attempt.decode.name, *(() if attempt.prefill is None else (attempt.prefill.name,)))
+            self._tried.update(used)
+            return Fault(not self._tried.issuperset(self._servers()), used)
+        self._tried.add(error.engine)
+        retryable = not attempt.decode.closing
+        if self._request.stream and self._transcript.n_events:
+            self._continuation = continuation(self._request, attempt.decode.config.kind, self._transcript)
+            retryable = retryable and self._continuation is not None
+        return Fault(retryable, (error.engine,), (error.engine,))
+
+    def close(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+
+    async def _read(self, attempt: Attempt) -> bytes:
+        """The next whole lines, usage rewritten; sets `done` with the last of them."""
+        editor = self._editor
+        piece = await attempt.piece()
+        lines = editor.whole(piece) if piece else editor.tail
+        if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines):
+            editor.cached = await attempt.cached()
+        lines = editor.edit(lines) if piece else editor.flush()
+        if editor.ended or not piece:
+            if not (editor.ended or editor.finished):
+                raise attempt.decode.lost("ended its stream before the reply was complete")
+            self.done = True
+        return lines
+
+    def _prefill_for(self, decode: UpstreamClient, chosen: UpstreamClient | None) -> UpstreamClient | None:
+        """The balancer's choice, but for what the kinds of servers cannot do."""
+        kind = decode.config.kind
+        if kind == "vllm" and self._request.route.n > 1:
+            return None  # a transfer serves one sequence
+        if kind == "sglang" and chosen is None and decode.config.endpoint.role == "decode":
+            others = (self._clients[name] for name in self._servers() if name not in self._tried)
+            ready = (one for one in others if one.config.endpoint.role == "prefill" and one.connected)
+            chosen = next(ready, None)
+            if chosen is None:
+                raise Unavailable(
+                    f"{decode.name} computes no prompts, and no prefill server is connected", retry_after_s=2
+                )
+        return chosen
+
+    def _servers(self) -> list[str]:
+        model = self._request.route.model
+        return [name for name, client in self._clients.items() if model in client.models]
