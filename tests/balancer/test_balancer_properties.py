@@ -137,7 +137,7 @@ class Life(RuleBasedStateMachine):
             route = self.balancer.dispatch_job(wanted, self.now_s)
         except EmberlineError:
             if before is not None:
-                self.lost[request_id] = before
+                self.running[request_id] = before
             return
         record = self.balancer.ledger.get(wanted.id)
         assert record is not None
