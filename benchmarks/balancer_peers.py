@@ -1,8 +1,8 @@
-"""Do the simulator's comparators decide as the real routers do? `python -m benchmarks.balancer_peers`.
+"""Do the simulator's baseline routers decide as the real ones do? `python -m benchmarks.balancer_peers`.
 
-Each real router, from an environment of its own, is sent one small trace, request by request, in front of stand-ins
-(for sglang-router) or of its own mocker (Dynamo). After every request the comparator is told what the real one
-decided, so each decision is compared by itself; where the comparator finds several workers equal, any of them agrees.
+Each real router, from its own environment, gets one small trace, request by request, in front of fake servers
+(sglang-router) or of its own mocker (Dynamo). After every request the baseline is given the real decision, so each
+decision is compared by itself; where the baseline finds several workers equal, any of them agrees.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from random import Random
 from typing import Any
 
 from benchmarks.process import Process, ended_by_sigterm, free_port
-from emberline.simulator.baselines import Dynamo, SGLang
-from emberline.simulator.job import Job
+from emberline.simulator.baselines import DynamoRouter, SGLangRouter
+from emberline.simulator.request import SimRequest
 
 WORKERS = 4
 REQUESTS = 120
@@ -31,14 +31,14 @@ BLOCK_CHARS = 64
 MODEL = "small"
 
 
-class StandIn(ThreadingHTTPServer):
-    """An inference server that answers at once and keeps count."""
+class FakeServer(ThreadingHTTPServer):
+    """An inference server that answers at once and counts requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
-        self.n_asked = 0
+        self.n_requests = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -48,7 +48,7 @@ class StandIn(ThreadingHTTPServer):
 
 class _Answer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: StandIn
+    server: FakeServer
 
     def do_GET(self) -> None:
         paths = {"/v1/models": {"data": [{"id": MODEL}]}, "/get_model_info": {"model_path": MODEL}}
@@ -56,7 +56,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.server.n_asked += 1
+        self.server.n_requests += 1
         choice = {"index": 0, "text": "x", "finish_reason": "length"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         self._send({"id": "x", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage})
@@ -72,7 +72,7 @@ class _Answer(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
-def small_trace(seed: int) -> Iterator[Job]:
+def small_trace(seed: int) -> Iterator[SimRequest]:
     """Conversations that grow, over two system prompts, and some that are asked once."""
     rng = Random(seed)
     sessions: list[tuple[list[int], list[int]]] = []
@@ -86,15 +86,15 @@ def small_trace(seed: int) -> Iterator[Job]:
         path.append(10 + number)
         lengths.append(rng.randint(2, 60))
         n_prompt = sum(lengths) * BLOCK_TOKENS
-        yield Job(
-            f"j{number}", number, 0, 0, tuple(path), tuple(lengths), n_prompt, 1, BLOCK_TOKENS, asked_s=number / 10
+        yield SimRequest(
+            f"j{number}", number, 0, 0, tuple(path), tuple(lengths), n_prompt, 1, BLOCK_TOKENS, arrival_s=number / 10
         )
 
 
-def text_of(job: Job) -> str:
+def text_of(request: SimRequest) -> str:
     """One block of text a block; the same segment is the same text everywhere."""
     blocks = []
-    for segment, length in zip(job.path, job.lengths):
+    for segment, length in zip(request.path, request.lengths):
         rng = Random(segment)
         blocks += ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=BLOCK_CHARS)) for _ in range(length)]
     return "".join(blocks)
@@ -120,8 +120,8 @@ def wait_for(url: str, server: Process, limit_s: float) -> None:
 
 
 def sglang(python: Path, seed: int, logs: Path) -> dict[str, Any]:
-    """The stand-ins see which of them was asked."""
-    servers = [StandIn() for _ in range(WORKERS)]
+    """The fake servers count which of them was chosen."""
+    servers = [FakeServer() for _ in range(WORKERS)]
     port = free_port()
     command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += [
@@ -132,26 +132,28 @@ def sglang(python: Path, seed: int, logs: Path) -> dict[str, Any]:
         "--worker-urls",
         *(s.url for s in servers),
     ]
-    model = SGLang(_Named.all(WORKERS), lambda *_: None)
+    model = SGLangRouter(_Named.all(WORKERS), lambda *_: None)
     n_agreed = n_open = 0
     with Process(command, logs / "sglang-router.log") as router:
         wait_for(f"http://127.0.0.1:{port}/health", router, 60)
         time.sleep(5)  # it looks for its workers
-        for job in small_trace(seed):
-            before = [server.n_asked for server in servers]
-            ask(f"http://127.0.0.1:{port}/v1/completions", {"model": MODEL, "prompt": text_of(job), "max_tokens": 1})
-            (chosen,) = [n for n, server in enumerate(servers) if server.n_asked > before[n]]
-            best = model.best(job)
-            n_agreed += f"w{chosen}" in best
-            n_open += len(best) > 1
-            model.insert(job, f"w{chosen}")
+        for request in small_trace(seed):
+            before = [server.n_requests for server in servers]
+            ask(
+                f"http://127.0.0.1:{port}/v1/completions", {"model": MODEL, "prompt": text_of(request), "max_tokens": 1}
+            )
+            (chosen,) = [n for n, server in enumerate(servers) if server.n_requests > before[n]]
+            candidates = model.candidates(request)
+            n_agreed += f"w{chosen}" in candidates
+            n_open += len(candidates) > 1
+            model.insert(request, f"w{chosen}")
     return {"router": "sglang-router cache_aware", "requests": REQUESTS, "agreed": n_agreed, "of_them_ties": n_open}
 
 
 def dynamo(python: Path, folder: Path, seed: int, logs: Path) -> dict[str, Any]:
     """Its answers name the worker. Every tenth request is a long one that stays in flight."""
     port = free_port()
-    model = Dynamo(_Named.all(WORKERS), lambda *_: None)
+    model = DynamoRouter(_Named.all(WORKERS), lambda *_: None)
     names: dict[int, str] = {}  # Dynamo's numbers of workers -> ours, as they appear
     n_agreed = n_open = 0
     with ExitStack() as stack:
@@ -163,27 +165,32 @@ def dynamo(python: Path, folder: Path, seed: int, logs: Path) -> dict[str, Any]:
         server = stack.enter_context(Process(frontend, logs / "frontend.log", settings))
         url = f"http://127.0.0.1:{port}/v1/completions"
         _wait_for_model(port, server)
-        for job in small_trace(seed):
-            stays = job.number % 10 == 9
-            body = {"model": MODEL, "prompt": ids_of(job), "nvext": {"extra_fields": ["worker_id"]}, "ignore_eos": True}
+        for request in small_trace(seed):
+            stays = request.number % 10 == 9
+            body = {
+                "model": MODEL,
+                "prompt": ids_of(request),
+                "nvext": {"extra_fields": ["worker_id"]},
+                "ignore_eos": True,
+            }
             number = _worker_of(url, {**body, "max_tokens": 4000 if stays else 2, "min_tokens": 2}, stays, stack)
-            best = model.best(job)
+            candidates = model.candidates(request)
             if number not in names:
                 unseen = [name for name in model.names if name not in names.values()]
-                names[number] = next((name for name in best if name in unseen), unseen[0])
-            n_agreed += names[number] in best
-            n_open += len(best) > 1
+                names[number] = next((name for name in candidates if name in unseen), unseen[0])
+            n_agreed += names[number] in candidates
+            n_open += len(candidates) > 1
             if stays:
-                model.activate(job, names[number])
-            for segment, length in zip(job.path, job.lengths):
-                model.learn(names[number], True, segment, 0, length)
+                model.activate(request, names[number])
+            for segment, length in zip(request.path, request.lengths):
+                model.apply_kv_event(names[number], True, segment, 0, length)
             time.sleep(0.1)  # events are on their way
     return {"router": "dynamo kv", "requests": REQUESTS, "agreed": n_agreed, "of_them_ties": n_open}
 
 
-def ids_of(job: Job) -> list[int]:
+def ids_of(request: SimRequest) -> list[int]:
     ids: list[int] = []
-    for segment, length in zip(job.path, job.lengths):
+    for segment, length in zip(request.path, request.lengths):
         ids += Random(segment).choices(range(100, 20_000), k=length * BLOCK_TOKENS)
     return ids
 
@@ -216,14 +223,14 @@ def _worker_of(url: str, body: dict[str, Any], stays: bool, stack: ExitStack) ->
     reply = stack.enter_context(urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60))
     for line in reply:
         if line.startswith(b"data: {"):
-            told = json.loads(line[6:]).get("nvext") or {}
-            if "worker_id" in told:
-                return int(told["worker_id"]["decode_worker_id"])
+            extra = json.loads(line[6:]).get("nvext") or {}
+            if "worker_id" in extra:
+                return int(extra["worker_id"]["decode_worker_id"])
     raise RuntimeError("the stream does not name its worker")
 
 
 class _Named:
-    """All that a comparator needs of a worker."""
+    """What a baseline router needs of a worker."""
 
     def __init__(self, name: str) -> None:
         self.name = name

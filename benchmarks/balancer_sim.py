@@ -1,7 +1,7 @@
-"""The balancer beside others in simulation, over recorded traffic: `python -m benchmarks.balancer_sim --traces DIR`.
+"""Routing policies compared in simulation: `python -m benchmarks.balancer_sim --traces DIR`.
 
-DIR holds mooncake_conversation.jsonl.gz and claude_code.jsonl.gz (the readers say where they are published);
-without it, made-up traffic of the same shape. Coefficients are those that come with the package. One process, one core.
+DIR holds mooncake_conversation.jsonl.gz and claude_code.jsonl.gz (simulator/trace_sources.py says where they are
+published); without it, synthetic traffic of the same shape. Coefficients are those of the package. One process.
 """
 
 import argparse
@@ -16,20 +16,18 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from benchmarks.report import markdown
-from emberline.simulator.coefficients import Fixed, load
-from emberline.simulator.outcome import Outcome
-from emberline.simulator.plan import Plan
-from emberline.simulator.search import load_at_busy, load_within_slo
-from emberline.simulator.simulation import simulate
-from emberline.simulator.trace import Trace
-from emberline.simulator.trace_files import open_trace
+from emberline.simulator.coefficients import FixedTokenBudget, load
+from emberline.simulator.experiment import SimulationConfig, SimulationResult
+from emberline.simulator.simulation import load_at_utilization, load_within_slo, simulate
+from emberline.simulator.trace import TrafficTrace
+from emberline.simulator.trace_sources import open_trace
 
 ENGINE = "h200-llama-8b"
 BUSY = 0.7
 OTHERS = ("dynamo", "sglang", "plain_least_loaded", "plain_round_robin")
 FILES = {"mooncake": "mooncake_conversation.jsonl.gz", "claude_code": "claude_code.jsonl.gz"}
-MADE_UP = {"mooncake": "chats", "claude_code": "agents"}
-AMPLE = {"mooncake": 16_000_000, "claude_code": 8_000_000}  # KV tokens a worker: nearly nothing is ever evicted
+SYNTHETIC = {"mooncake": "chats", "claude_code": "agents"}
+AMPLE = {"mooncake": 16_000_000, "claude_code": 8_000_000}  # KV tokens per worker: almost nothing is evicted
 SPLITS = {8: (2, 3), 64: (16, 24)}  # prefill workers to try
 
 COLUMNS = (
@@ -55,33 +53,33 @@ COLUMNS = (
 
 @dataclass(slots=True)
 class Sweep:
-    """Runs, says what it does, and keeps every figure."""
+    """Runs simulations, prints progress, and keeps every figure."""
 
     traces: Path | None
     seed: int
-    warm_s: float
+    warmup_s: float
     measured_s: float
     rows: list[dict[str, Any]]
     verdicts: list[dict[str, Any]]
 
-    def trace(self, name: str) -> Trace:
-        where = MADE_UP[name] if self.traces is None else str(self.traces / FILES[name])
+    def trace(self, name: str) -> TrafficTrace:
+        where = SYNTHETIC[name] if self.traces is None else str(self.traces / FILES[name])
         return open_trace(where, self.seed, load(ENGINE).context_len)
 
-    def plan(self, name: str, workers: int, kv_tokens: int | None = None, **more: Any) -> Plan:
+    def plan(self, name: str, workers: int, kv_tokens: int | None = None, **more: Any) -> SimulationConfig:
         model = load(ENGINE)
         model = with_fields(model, kv_tokens=kv_tokens or model.kv_tokens)
-        times = {"warm_s": self.warm_s, "measured_s": self.measured_s}
-        return Plan(**{"model": model, "load": 1.0, "workers": workers, "seed": self.seed, **times, **more})
+        times = {"warmup_s": self.warmup_s, "measured_s": self.measured_s}
+        return SimulationConfig(**{"model": model, "load": 1.0, "workers": workers, "seed": self.seed, **times, **more})
 
-    def keep(self, part: str, name: str, outcome: Outcome, began: float) -> dict[str, Any]:
-        figures = {"part": part, "name": name, "kv_tokens": outcome.plan.model.kv_tokens, **outcome.figures()}
+    def keep(self, part: str, name: str, outcome: SimulationResult, began: float) -> dict[str, Any]:
+        figures = {"part": part, "name": name, "kv_tokens": outcome.config.model.kv_tokens, **outcome.figures()}
         self.rows.append(figures)
         shown = ", ".join(f"{key} {form.format(figures[key])}" for key, form in COLUMNS)
         print(f"  {name}: {shown} ({time.perf_counter() - began:.0f} s)", flush=True)
         return figures
 
-    def run(self, part: str, name: str, trace: Trace, plan: Plan) -> dict[str, Any]:
+    def run(self, part: str, name: str, trace: TrafficTrace, plan: SimulationConfig) -> dict[str, Any]:
         began = time.perf_counter()
         return self.keep(part, name, simulate(trace, plan), began)
 
@@ -95,12 +93,12 @@ class Sweep:
 
 
 def routing(sweep: Sweep, name: str, workers: int, memory: str) -> None:
-    """Our default beside others at the load where it keeps the fleet 70 % busy."""
+    """The default policy against others at the load where it keeps the fleet 70 % busy."""
     part = f"{name}, {workers} workers, {memory} memory"
     print(part, flush=True)
     trace = sweep.trace(name)
     plan = sweep.plan(name, workers, AMPLE[name] if memory == "ample" else None)
-    plan = replace(plan, load=load_at_busy(trace, plan, BUSY))
+    plan = replace(plan, load=load_at_utilization(trace, plan, BUSY))
     ours = sweep.run(part, "sticky", trace, plan)
     others = {policy: sweep.run(part, policy, trace, replace(plan, policy=policy)) for policy in OTHERS}
     p90 = ours["ttft_p90_s"]
@@ -112,52 +110,59 @@ def routing(sweep: Sweep, name: str, workers: int, memory: str) -> None:
     sweep.judge(part, "busiest ÷ mean busy-seconds", ours["busiest_over_mean"], 1.25, False)
 
 
-def apart(sweep: Sweep, workers: int, kv_tokens: int | None) -> None:
-    """Prefill and decode apart against together, on coding agents."""
-    part = f"apart, claude_code, {workers} workers, {kv_tokens or 'card'} tokens of KV"
+def disaggregated(sweep: Sweep, workers: int, kv_tokens: int | None) -> None:
+    """Prefill/decode disaggregation against aggregated workers, on coding agents."""
+    part = f"disaggregated, claude_code, {workers} workers, {kv_tokens or 'card'} tokens of KV"
     print(part, flush=True)
     trace = sweep.trace("claude_code")
     timed = sweep.plan("claude_code", workers, kv_tokens)
-    at = load_at_busy(trace, timed, BUSY)
-    fixed = sweep.run(part, "together, 2048", trace, replace(timed, load=at, chunking=Fixed(2048)))
-    sweep.run(part, "together, timed", trace, replace(timed, load=at))
+    at = load_at_utilization(trace, timed, BUSY)
+    fixed = sweep.run(part, "aggregated, 2048", trace, replace(timed, load=at, prefill_policy=FixedTokenBudget(2048)))
+    sweep.run(part, "aggregated, ITL target", trace, replace(timed, load=at))
     rows = [
-        (plan, sweep.run(part, f"apart {plan.prefill}+{plan.decode}", trace, replace(plan, load=at)))
+        (
+            plan,
+            sweep.run(
+                part, f"disaggregated {plan.prefill_workers}+{plan.decode_workers}", trace, replace(plan, load=at)
+            ),
+        )
         for plan in splits(timed, workers)
     ]
     no_worse = [row for _, row in rows if row["ttft_p90_s"] <= fixed["ttft_p90_s"]]
-    pace = min((row["token_p90_ms"] for row in no_worse), default=float("inf"))
-    sweep.judge(part, "p90 time per token, 2,048 ÷ apart, TTFT no worse", fixed["token_p90_ms"] / pace, 3.0, True)
-    together = _served(load_within_slo(trace, timed, at)[1])
+    tpot_ms = min((row["token_p90_ms"] for row in no_worse), default=float("inf"))
+    sweep.judge(
+        part, "p90 time per token, 2,048 ÷ disaggregated, TTFT no worse", fixed["token_p90_ms"] / tpot_ms, 3.0, True
+    )
+    aggregated = _served(load_within_slo(trace, timed, at)[1])
     served = {}
     for plan, _ in rows:
-        served[f"{plan.prefill}+{plan.decode}"] = _served(load_within_slo(trace, plan, at)[1])
+        served[f"{plan.prefill_workers}+{plan.decode_workers}"] = _served(load_within_slo(trace, plan, at)[1])
     best = max(served.values())
-    print(f"  requests/s within SLO: together, timed {together}; apart {served}", flush=True)
-    ratio = best / together if together else 0.0
-    sweep.judge(part, "requests within SLO, apart ÷ together timed", ratio, 1.3, True)
+    print(f"  requests/s within SLO: aggregated, ITL target {aggregated}; disaggregated {served}", flush=True)
+    ratio = best / aggregated if aggregated else 0.0
+    sweep.judge(part, "requests within SLO, disaggregated ÷ aggregated", ratio, 1.3, True)
 
 
-def _served(outcome: Outcome | None) -> float:
-    return round(len(outcome.jobs) / outcome.plan.measured_s, 3) if outcome else 0.0
+def _served(outcome: SimulationResult | None) -> float:
+    return round(len(outcome.requests) / outcome.config.measured_s, 3) if outcome else 0.0
 
 
-def splits(plan: Plan, workers: int) -> Iterator[Plan]:
+def splits(plan: SimulationConfig, workers: int) -> Iterator[SimulationConfig]:
     for prefill in SPLITS.get(workers, (max(1, workers // 4),)):
-        yield replace(plan, workers=0, prefill=prefill, decode=workers - prefill)
+        yield replace(plan, workers=0, prefill_workers=prefill, decode_workers=workers - prefill)
 
 
-def herd(sweep: Sweep, workers: int) -> None:
-    """Two cores over one fleet, each hearing of the other's work only through late reports."""
-    part = f"two cores, claude_code, {workers} workers"
+def two_balancers(sweep: Sweep, workers: int) -> None:
+    """Two balancers over one fleet, each learning of the other's requests only through late load reports."""
+    part = f"two balancers, claude_code, {workers} workers"
     print(part, flush=True)
     trace = sweep.trace("claude_code")
     plan = sweep.plan("claude_code", workers)
-    plan = replace(plan, load=load_at_busy(trace, plan, BUSY))
-    one = sweep.run(part, "one core", trace, plan)
-    two = sweep.run(part, "two cores, reports 0.1 s late", trace, replace(plan, cores=2, delay_s=0.1))
-    sweep.judge(part, "p90 TTFT, two cores ÷ one", two["ttft_p90_s"] / one["ttft_p90_s"], 1.25, False)
-    sweep.judge(part, "busiest ÷ mean busy-seconds, two cores", two["busiest_over_mean"], 1.25, False)
+    plan = replace(plan, load=load_at_utilization(trace, plan, BUSY))
+    one = sweep.run(part, "one balancer", trace, plan)
+    two = sweep.run(part, "two balancers, reports 0.1 s late", trace, replace(plan, balancers=2, report_delay_s=0.1))
+    sweep.judge(part, "p90 TTFT, two balancers ÷ one", two["ttft_p90_s"] / one["ttft_p90_s"], 1.25, False)
+    sweep.judge(part, "busiest ÷ mean busy-seconds, two balancers", two["busiest_over_mean"], 1.25, False)
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
@@ -172,38 +177,40 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.balancer_sim", description=__doc__)
-    parser.add_argument("--traces", type=Path, help="folder with the traces (default: made-up traffic)")
+    parser.add_argument("--traces", type=Path, help="folder with the traces (default: synthetic traffic)")
     parser.add_argument("--quick", action="store_true", help="8 workers, shorter: to try things out")
     parser.add_argument("--workers", default="8,64", help="fleets, with commas (8,64)")
-    parser.add_argument("--parts", default="mooncake,claude_code,apart,herd", help="which, with commas")
+    parser.add_argument(
+        "--parts", default="mooncake,claude_code,disaggregated,two_balancers", help="which, with commas"
+    )
     parser.add_argument("--memory", default="card,ample", help="card: the GPU's; ample: nothing is evicted")
-    parser.add_argument("--warm", type=float, default=600.0, help="seconds simulated before measuring (600)")
-    parser.add_argument("--time", type=float, default=1800.0, help="seconds measured (1800)")
+    parser.add_argument("--warmup", type=float, default=600.0, help="seconds simulated before measuring (600)")
+    parser.add_argument("--duration", type=float, default=1800.0, help="seconds measured (1800)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path("bench-balancer-sim.json"))
     options = parser.parse_args(argv)
     if options.quick:
-        options.workers, options.warm, options.time = "8", 300.0, 600.0
+        options.workers, options.warmup, options.duration = "8", 300.0, 600.0
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    sweep = Sweep(options.traces, options.seed, options.warm, options.time, [], [])
+    sweep = Sweep(options.traces, options.seed, options.warmup, options.duration, [], [])
     parts = options.parts.split(",")
     for workers in map(int, options.workers.split(",")):
         for name in ("mooncake", "claude_code"):
             for memory in options.memory.split(",") if name in parts else ():
                 routing(sweep, name, workers, memory)
-        if "apart" in parts and workers == 8:
+        if "disaggregated" in parts and workers == 8:
             for kv_tokens in (None, 4_000_000):
-                apart(sweep, workers, kv_tokens)
-        if "herd" in parts:
-            herd(sweep, workers)
+                disaggregated(sweep, workers, kv_tokens)
+        if "two_balancers" in parts:
+            two_balancers(sweep, workers)
     print("\n" + tables(sweep.rows) + "\n")
     for verdict in sweep.verdicts:
         print(f"- {verdict['part']}: {verdict['what']} {verdict['value']} ({'met' if verdict['met'] else 'NOT MET'})")
-    facts = {"engine": ENGINE, "seed": options.seed, "traces": "recorded" if options.traces else "made up"}
+    facts = {"engine": ENGINE, "seed": options.seed, "traces": "recorded" if options.traces else "synthetic"}
     options.json.write_text(json.dumps({**facts, "rows": sweep.rows, "verdicts": sweep.verdicts}, indent=1) + "\n")
     return 0
 

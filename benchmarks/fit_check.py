@@ -1,4 +1,4 @@
-"""A small replay on real workers, and the same traffic in the simulator: how far are times to the first token apart?"""
+"""Replays a small trace on real workers and in the simulator, and compares their TTFT."""
 
 import asyncio
 import time
@@ -9,11 +9,10 @@ from typing import Any
 from benchmarks.client import Reply
 from benchmarks.prompts import Prompts
 from benchmarks.workloads import Target, ask
-from emberline.simulator.coefficients import Coefficients, Fixed
-from emberline.simulator.outcome import percentile
-from emberline.simulator.plan import Plan
+from emberline.simulator.coefficients import Coefficients, FixedTokenBudget
+from emberline.simulator.experiment import SimulationConfig, percentile
 from emberline.simulator.simulation import simulate
-from emberline.simulator.trace import Session, Trace, Turn
+from emberline.simulator.trace import TraceSession, TraceTurn, TrafficTrace
 
 TOKEN_BUDGET = 512  # of a worker's step
 SESSIONS, TURNS = 12, 3
@@ -53,22 +52,22 @@ async def compare(target: Target, prompts: Prompts, model: Coefficients, seed: s
 
     sessions = await asyncio.gather(*(session(number) for number in range(SESSIONS)))
     real = sorted(asked.reply.ttft_s for asked_all in sessions for asked in asked_all)
-    plan = Plan(
+    plan = SimulationConfig(
         model=model,
         load=1.0,
         workers=2,
-        chunking=Fixed(TOKEN_BUDGET),
-        warm_s=0.0,
+        prefill_policy=FixedTokenBudget(TOKEN_BUDGET),
+        warmup_s=0.0,
         measured_s=600.0,
-        named=True,
+        session_affinity=True,
         key_tokens=16,
     )
     outcome = simulate(_trace(sessions), plan)
-    simulated = sorted(wait_s + model.request_s for wait_s in outcome.first_token_s())
+    simulated = sorted(wait_s + model.request_s for wait_s in outcome.ttft_s())
     return _report(real, simulated, sessions, outcome.hit_ratio)
 
 
-def _trace(sessions: list[list[Asked]]) -> Trace:
+def _trace(sessions: list[list[Asked]]) -> TrafficTrace:
     """The same sessions: prompts as long as they were, each behind all of the one before and its reply."""
     found = []
     for number, asked in enumerate(sessions):
@@ -79,10 +78,10 @@ def _trace(sessions: list[list[Asked]]) -> Trace:
             path, full = [*path, segment], n // 16 - sum(lengths)
             reply = (segment + 1, (n + n_output - 1) // 16 - n // 16)  # the last token's KV is never computed
             wait_s = one.wait_s if place else 0.0
-            turns.append(Turn(tuple(path), (*lengths, full), n, n_output, wait_s, reply))
+            turns.append(TraceTurn(tuple(path), (*lengths, full), n, n_output, wait_s, reply))
             path, lengths = [*path, segment + 1], [*lengths, full, reply[1]]
-        found.append(Session(tuple(turns), asked[0].at_s, ages=tuple(one.at_s for one in asked)))
-    return Trace("replay", 16, found, 1 + 2 * SESSIONS * TURNS, True)
+        found.append(TraceSession(tuple(turns), asked[0].at_s, times_s=tuple(one.at_s for one in asked)))
+    return TrafficTrace("replay", 16, found, 1 + 2 * SESSIONS * TURNS, True)
 
 
 def _report(real: list[float], simulated: list[float], sessions: list[list[Asked]], hit: float) -> dict[str, Any]:

@@ -1,33 +1,39 @@
-"""Try a fleet in virtual time: the balancer's own code over modelled workers and recorded or made-up traffic.
+"""`emberline simulate`: the production balancer over simulated workers and recorded or synthetic traffic.
 
-Workers are modelled by coefficients fitted from the real engine; sessions think as long as they did. The same seed
-gives the same figures.
+Step times come from coefficients fitted to the real engine; the same seed gives the same figures.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from emberline.cli import common
 from emberline.protocol.errors import BadInput
+from emberline.simulator import coefficients
+from emberline.simulator.coefficients import FixedTokenBudget, LatencyTargetBudget, PrefillPolicy
+from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult
+from emberline.simulator.fleet import LinkSpec
+from emberline.simulator.plot import Curve, chart, distribution
+from emberline.simulator.simulation import load_at_utilization, simulate
+from emberline.simulator.trace_sources import open_trace
 
-POLICIES = (  # the balancer's own, then others'; as the simulator's plan knows them, which is not imported for --help
-    *("sticky", "affinity", "prefix", "round_robin", "least_loaded"),
-    *("plain_round_robin", "plain_least_loaded", "sglang", "dynamo"),
-)
+DEFAULT_UTILIZATION = 0.7
 COLUMNS = (
     ("policy", "policy", "{}"),
     ("requests", "requests", "{:d}"),
     ("ttft_p50_s", "TTFT p50", "{:.3f} s"),
     ("ttft_p90_s", "p90", "{:.3f} s"),
     ("ttft_p99_s", "p99", "{:.3f} s"),
-    ("token_p50_ms", "time/token p50", "{:.1f} ms"),
+    ("token_p50_ms", "TPOT p50", "{:.1f} ms"),
     ("token_p90_ms", "p90", "{:.1f} ms"),
     ("token_p99_ms", "p99", "{:.1f} ms"),
-    ("hit_ratio", "hits", "{:.3f}"),
-    ("ideal_hit_ratio", "of at most", "{:.3f}"),
+    ("hit_ratio", "hit ratio", "{:.3f}"),
+    ("ideal_hit_ratio", "at most", "{:.3f}"),
     ("busy", "busy", "{:.0%}"),
     ("busiest_over_mean", "busiest/mean", "{:.2f}"),
     ("fairness", "fairness", "{:.3f}"),
@@ -37,125 +43,114 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", default="agents", help="a file, or made up: agents (default), chats")
-    add("--workers", type=int, default=8, metavar="N", help="workers that do both, 1 to 256 (default 8)")
-    add("--prefill-workers", type=int, default=0, metavar="N", help="instead: so many workers for prompts,")
-    add("--decode-workers", type=int, default=0, metavar="N", help="and so many for replies")
+    add("--trace", default="agents", help="a file, or synthetic: agents (default), chats")
+    add("--workers", type=int, default=8, metavar="N", help="workers of role both, 1 to 256 (default 8)")
+    add("--prefill-workers", type=int, default=0, metavar="N", help="disaggregated: prefill workers, with")
+    add("--decode-workers", type=int, default=0, metavar="N", help="decode workers, instead of --workers")
+    add("--policy", default="sticky", help=f"one, several with commas, or all: {', '.join(POLICIES)} (default sticky)")
+    add("--load", type=float, metavar="X", help="copies of a trace with arrivals, or session starts per second")
     add(
-        "--policy", default="sticky", help=f"one or several with commas, or all: {', '.join(POLICIES)} (default sticky)"
-    )
-    add("--load", type=float, metavar="X", help="copies of a trace with arrivals, or session starts a second")
-    add(
-        "--busy",
+        "--utilization",
         type=float,
         metavar="SHARE",
-        help="instead: search the load at which the first policy is so busy (0.7)",
+        help=f"without --load: search the load at which the first policy is so busy ({DEFAULT_UTILIZATION})",
     )
     add("--engine", default="h200-llama-8b", help="coefficients: a name or a JSON file (default h200-llama-8b)")
-    add("--kv-tokens", type=float, metavar="N", help="memory of a worker (default: the engine's)")
-    add("--chunk", default="timed", metavar="KIND", help="prompts beside streams: timed (default), or tokens a step")
-    add("--bandwidth", type=float, default=50.0, metavar="GB/S", help="of a worker, for KV (default 50)")
-    add("--cores", type=int, default=1, metavar="N", help="balancers over the one fleet (default 1)")
-    add("--report-delay", type=float, default=0.0, metavar="S", help="until a balancer hears of load and caches")
-    add("--named", action="store_true", help="sessions tell their names (x-session-affinity)")
-    add("--warm", type=float, default=600.0, metavar="S", help="simulated before measuring (default 600)")
-    add("--time", type=float, default=1800.0, metavar="S", help="simulated and measured (default 1800)")
-    add("--seed", type=int, default=1, metavar="N", help="of arrivals and made-up traffic (default 1)")
-    add("--plots", type=Path, metavar="DIR", help="draw SVG plots there")
+    add("--kv-tokens", type=float, metavar="N", help="KV capacity of a worker (default: the engine's)")
+    add(
+        "--token-budget",
+        default="itl",
+        metavar="N",
+        help="tokens per step, or itl (default): prefill up to the inter-token latency target",
+    )
+    add("--bandwidth", type=float, default=50.0, metavar="GB/S", help="of a worker, for KV transfer (default 50)")
+    add("--balancers", type=int, default=1, metavar="N", help="balancers that share the fleet (default 1)")
+    add("--report-delay", type=float, default=0.0, metavar="S", help="latency of load reports and KV events")
+    add("--session-affinity", action="store_true", help="clients send their session (x-session-affinity)")
+    add("--warmup", type=float, default=600.0, metavar="S", help="simulated before measuring (default 600)")
+    add("--duration", type=float, default=1800.0, metavar="S", help="simulated and measured (default 1800)")
+    add("--seed", type=int, default=1, metavar="N", help="of arrivals and synthetic traffic (default 1)")
+    add("--plots", type=Path, metavar="DIR", help="write SVG plots there")
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from emberline.simulator.outcome import Outcome
-    from emberline.simulator.search import load_at_busy
-    from emberline.simulator.simulation import simulate
-    from emberline.simulator.trace_files import open_trace
-
-    plans = _plans(args)
-    trace = open_trace(args.trace, args.seed, plans[0].model.context_len)
+    configs = _configs(args)
+    trace = open_trace(args.trace, args.seed, configs[0].model.context_len)
     if args.load is None:
-        load = load_at_busy(trace, plans[0], args.busy or 0.7)
-        plans = [_with(plan, load=load) for plan in plans]
-    outcomes: list[Outcome] = [simulate(trace, plan) for plan in plans]
-    figures = [outcome.figures() for outcome in outcomes]
+        load = load_at_utilization(trace, configs[0], args.utilization or DEFAULT_UTILIZATION)
+        configs = [replace(config, load=load) for config in configs]
+    results = [simulate(trace, config) for config in configs]
+    figures = [result.figures() for result in results]
     if args.json:
         common.print_json({"trace": trace.name, "left_out": trace.left_out, "runs": figures})
     else:
-        per = "copies" if trace.shared else "session starts a second"
+        unit = "copies" if trace.shared else "session starts per second"
         print(f"{trace.name}: {trace.n_turns} requests, {trace.left_out} left out as too long")
-        print(f"load {plans[0].load:.4g} {per}; {len(plans[0].roles)} workers of {plans[0].model.name}")
+        print(f"load {configs[0].load:.4g} {unit}; {len(configs[0].roles)} workers of {configs[0].model.name}")
         print(_table(figures))
     if args.plots:
-        _draw(args.plots, outcomes)
+        _plot(args.plots, results)
     return 0
 
 
-def _plans(args: argparse.Namespace) -> list[Any]:
-    from msgspec.structs import replace
-
-    from emberline.simulator import coefficients
-    from emberline.simulator.coefficients import Chunking, Fixed, Timed
-    from emberline.simulator.plan import Plan
-    from emberline.simulator.transfer import Wire
-
+def _configs(args: argparse.Namespace) -> list[SimulationConfig]:
+    """One configuration per policy."""
     model = coefficients.load(args.engine)
     if args.kv_tokens:
-        model = replace(model, kv_tokens=int(args.kv_tokens))
-    if args.chunk != "timed" and not (args.chunk.isdigit() and int(args.chunk) > 0):
-        raise BadInput(f"--chunk is 'timed' or a number of tokens, not {args.chunk!r}", param="chunk")
-    timed = args.chunk == "timed" and model.paced
-    chunking: Chunking = Timed() if timed else Fixed(model.token_budget if args.chunk == "timed" else int(args.chunk))
-    if min(args.warm, args.time) < 0 or args.time == 0 or args.bandwidth <= 0 or args.report_delay < 0:
-        raise BadInput("times and bandwidth must be above 0", param="time")
-    apart = bool(args.prefill_workers or args.decode_workers)
+        model = msgspec.structs.replace(model, kv_tokens=int(args.kv_tokens))
+    if args.token_budget != "itl" and not (args.token_budget.isdigit() and int(args.token_budget) > 0):
+        raise BadInput(
+            f"--token-budget is 'itl' or a number of tokens, not {args.token_budget!r}", param="token-budget"
+        )
+    prefill_policy: PrefillPolicy = LatencyTargetBudget()
+    if args.token_budget != "itl" or not model.paced:
+        prefill_policy = FixedTokenBudget(model.token_budget if args.token_budget == "itl" else int(args.token_budget))
+    if min(args.warmup, args.duration) < 0 or args.duration == 0 or args.bandwidth <= 0 or args.report_delay < 0:
+        raise BadInput("times and bandwidth must be above 0", param="duration")
     return [
-        Plan(
+        SimulationConfig(
             model=model,
             load=1.0 if args.load is None else args.load,
-            workers=0 if apart else args.workers,
-            prefill=args.prefill_workers,
-            decode=args.decode_workers,
+            workers=0 if args.prefill_workers or args.decode_workers else args.workers,
+            prefill_workers=args.prefill_workers,
+            decode_workers=args.decode_workers,
             policy=policy.strip(),
-            chunking=chunking,
-            wire=Wire(args.bandwidth * 1e9),
+            prefill_policy=prefill_policy,
+            link=LinkSpec(args.bandwidth * 1e9),
             seed=args.seed,
-            warm_s=args.warm,
-            measured_s=args.time,
-            cores=args.cores,
-            delay_s=args.report_delay,
-            named=args.named,
+            warmup_s=args.warmup,
+            measured_s=args.duration,
+            balancers=args.balancers,
+            report_delay_s=args.report_delay,
+            session_affinity=args.session_affinity,
         )
         for policy in (POLICIES if args.policy == "all" else args.policy.split(","))
     ]
 
 
-def _with(plan: Any, **changes: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(plan, **changes)
-
-
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [[title for _, title, _ in COLUMNS]]
     lines += [[form.format(row[key]) for key, _, form in COLUMNS] for row in rows]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
-def _draw(folder: Path, outcomes: Sequence[Any]) -> None:
-    from emberline.simulator.plot import Line, chart, distribution
-
+def _plot(folder: Path, results: Sequence[SimulationResult]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    first = [distribution(outcome.plan.policy, outcome.first_token_s()) for outcome in outcomes]
-    pace = [distribution(o.plan.policy, [1e3 * s for s in o.time_per_token_s()]) for o in outcomes]
+    ttft = [distribution(result.config.policy, result.ttft_s()) for result in results]
+    tpot = [distribution(result.config.policy, [1e3 * s for s in result.time_per_token_s()]) for result in results]
     busy = [
-        Line(o.plan.policy, [(n, s / o.plan.measured_s) for n, s in enumerate(sorted(o.busy_s))] or [(0, 0)])
-        for o in outcomes
+        Curve(
+            result.config.policy,
+            [(n, s / result.config.measured_s) for n, s in enumerate(sorted(result.busy_s))] or [(0, 0)],
+        )
+        for result in results
     ]
     plots = {
-        "ttft": chart("Time to the first token", "seconds", "share of requests", first, log_x=True),
-        "time-per-token": chart("Time per token", "milliseconds", "share of requests", pace, log_x=True),
-        "busy": chart("Workers, the least busy first", "worker", "share of the time busy", busy),
+        "ttft": chart("Time to first token", "seconds", "share of requests", ttft, log_x=True),
+        "time-per-token": chart("Time per output token", "milliseconds", "share of requests", tpot, log_x=True),
+        "busy": chart("Utilization, least busy worker first", "worker", "share of the time busy", busy),
     }
     for name, text in plots.items():
         (folder / f"{name}.svg").write_text(text)

@@ -1,220 +1,239 @@
-"""Other people's routing, as published, with their published defaults; written from their documentation's facts.
+"""The router interface of the simulation, and other projects' routing policies to compare with.
 
-Both are compared with the real programs by `benchmarks/balancer_peers.py`.
+The policies follow the published documentation with the published defaults; `benchmarks/balancer_peers.py` compares
+the SGLang and Dynamo ones with the real programs.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Protocol
 
-from emberline.simulator.job import Job
-from emberline.simulator.router import Send
-from emberline.simulator.worker import Worker
+from emberline.simulator.request import SimRequest
+from emberline.simulator.worker import SimWorker
+
+# request, decode worker, prefill worker ("": the same)
+Send = Callable[[SimRequest, str, str], None]
 
 
-class RouterState:
-    """Per worker: jobs in flight, prompt tokens sent and not yet answered by a first token, and contexts of streams."""
+class SimRouter(Protocol):
+    """Receives every event that a router in front of real engines would see, when it would see it."""
+
+    def on_request(self, request: SimRequest) -> None:
+        """Send it now or later."""
+
+    def on_prefill_done(self, request: SimRequest) -> None: ...
+    def on_first_token(self, request: SimRequest) -> None: ...
+    def on_finish(self, request: SimRequest) -> None: ...
+    def on_load_report(self, worker: SimWorker) -> None: ...
+    def on_kv_event(self, worker: SimWorker, stored: bool, segment: int, start: int, end: int) -> None: ...
+    def n_rejected(self) -> int: ...
+
+
+class InFlightLoad:
+    """Per worker: requests in flight, uncached prompt tokens before their first token, tokens of active contexts."""
 
     def __init__(self, names: list[str]) -> None:
-        self.jobs = dict.fromkeys(names, 0)
+        self.requests = dict.fromkeys(names, 0)
         self.prefill_tokens = dict.fromkeys(names, 0)
         self.decode_tokens = dict.fromkeys(names, 0)
-        self._charged: dict[int, tuple[str, int]] = {}  # job -> (worker, prefill tokens still charged)
+        self._charged: dict[int, tuple[str, int]] = {}  # request -> (worker, prefill tokens still charged)
 
-    def sent(self, job: Job, name: str, uncached: int) -> None:
-        self.jobs[name] += 1
+    def sent(self, request: SimRequest, name: str, uncached: int) -> None:
+        self.requests[name] += 1
         self.prefill_tokens[name] += uncached
-        self.decode_tokens[name] += job.n_prompt
-        self._charged[job.number] = (name, uncached)
+        self.decode_tokens[name] += request.n_prompt
+        self._charged[request.number] = (name, uncached)
 
-    def began(self, job: Job) -> None:
-        name, uncached = self._charged[job.number]
+    def first_token(self, request: SimRequest) -> None:
+        name, uncached = self._charged[request.number]
         self.prefill_tokens[name] -= uncached
-        self._charged[job.number] = (name, 0)
+        self._charged[request.number] = (name, 0)
 
-    def ended(self, job: Job) -> None:
-        self.began(job)
-        name, _ = self._charged.pop(job.number)
-        self.jobs[name] -= 1
-        self.decode_tokens[name] -= job.n_prompt
+    def finished(self, request: SimRequest) -> None:
+        self.first_token(request)
+        name, _ = self._charged.pop(request.number)
+        self.requests[name] -= 1
+        self.decode_tokens[name] -= request.n_prompt
 
 
-class Plain:
-    """Sends at once, and keeps a ledger. What others build on."""
+class BaselineRouter:
+    """Sends each request at once to the worker that `choose` names."""
 
-    def __init__(self, workers: Sequence[Worker], send: Send) -> None:
+    def __init__(self, workers: Sequence[SimWorker], send: Send) -> None:
         self.names = [worker.name for worker in workers]
-        self.ledger = RouterState(self.names)
+        self.load = InFlightLoad(self.names)
         self._send = send
 
-    def choose(self, job: Job) -> tuple[str, int]:
-        """(worker, prompt tokens it is believed to have to compute)"""
+    def choose(self, request: SimRequest) -> tuple[str, int]:
+        """(worker, prompt tokens it is estimated to compute)"""
         raise NotImplementedError
 
-    def arrived(self, job: Job) -> None:
-        name, uncached = self.choose(job)
-        self.ledger.sent(job, name, uncached)
-        self._send(job, name, "")
+    def on_request(self, request: SimRequest) -> None:
+        name, uncached = self.choose(request)
+        self.load.sent(request, name, uncached)
+        self._send(request, name, "")
 
-    def prefilled(self, job: Job) -> None: ...
+    def on_prefill_done(self, request: SimRequest) -> None: ...
 
-    def began(self, job: Job) -> None:
-        self.ledger.began(job)
+    def on_first_token(self, request: SimRequest) -> None:
+        self.load.first_token(request)
 
-    def ended(self, job: Job) -> None:
-        self.ledger.ended(job)
+    def on_finish(self, request: SimRequest) -> None:
+        self.load.finished(request)
 
-    def reported(self, worker: Worker) -> None: ...
+    def on_load_report(self, worker: SimWorker) -> None: ...
 
-    def cached(self, worker: Worker, stored: bool, segment: int, start: int, end: int) -> None: ...
+    def on_kv_event(self, worker: SimWorker, stored: bool, segment: int, start: int, end: int) -> None: ...
 
-    def refused(self) -> int:
+    def n_rejected(self) -> int:
         return 0
 
 
-class RoundRobin(Plain):
-    def choose(self, job: Job) -> tuple[str, int]:
-        return self.names[job.number % len(self.names)], job.n_prompt
+class RoundRobinRouter(BaselineRouter):
+    def choose(self, request: SimRequest) -> tuple[str, int]:
+        return self.names[request.number % len(self.names)], request.n_prompt
 
 
-class LeastLoaded(Plain):
-    """The fewest jobs in flight; among equals the fewest tokens."""
+class LeastLoadedRouter(BaselineRouter):
+    """The fewest requests in flight; among equals the fewest tokens."""
 
-    def choose(self, job: Job) -> tuple[str, int]:
-        ledger = self.ledger
-        return min(self.names, key=lambda name: (ledger.jobs[name], ledger.decode_tokens[name])), job.n_prompt
+    def choose(self, request: SimRequest) -> tuple[str, int]:
+        load = self.load
+        return min(self.names, key=lambda name: (load.requests[name], load.decode_tokens[name])), request.n_prompt
 
 
-class SGLang(Plain):
-    """sgl-router's cache_aware: it remembers what it sent where; no word from the workers.
+class SGLangRouter(BaselineRouter):
+    """sgl-router's cache_aware policy: a radix tree of what was sent where, without reports from the workers.
 
-    When loads differ by more than 64 requests and 1.5 times, the least loaded; else the worker that was sent the
-    longest matching prefix, if that is more than 0.3 of the prompt; else the one that has been sent least.
+    When loads differ by more than 64 requests and 1.5 times, the least loaded worker; else the one with the longest
+    matching prefix, if that is more than 0.3 of the prompt; else the one with the smallest tree.
     """
 
-    THRESHOLD = 0.3
-    ABSOLUTE, RELATIVE = 64, 1.5
+    CACHE_THRESHOLD = 0.3
+    BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
     MAX_TREE_CHARS = 1 << 26
-    CHARS_PER_TOKEN = 4  # its tree is one of text
-    EVICTION_S = 60.0
+    CHARS_PER_TOKEN = 4  # its tree holds text
+    EVICTION_INTERVAL_S = 60.0
 
-    def __init__(self, workers: Sequence[Worker], send: Send) -> None:
+    def __init__(self, workers: Sequence[SimWorker], send: Send) -> None:
         super().__init__(workers, send)
         self._trees: dict[str, OrderedDict[int, int]] = {name: OrderedDict() for name in self.names}
-        self._blocks = dict.fromkeys(self.names, 0)
-        self._holders: dict[int, dict[str, None]] = {}  # segment -> who was sent it, in order
-        self._swept_s = 0.0
+        self._tree_blocks = dict.fromkeys(self.names, 0)
+        self._holders: dict[int, dict[str, None]] = {}  # segment -> workers that were sent it, in order
+        self._evicted_s = 0.0
 
-    def choose(self, job: Job) -> tuple[str, int]:
-        self.sweep(job)
-        name = self.best(job)[0]
-        self.insert(job, name)
-        return name, job.n_prompt
+    def choose(self, request: SimRequest) -> tuple[str, int]:
+        self._evict(request)
+        name = self.candidates(request)[0]
+        self.insert(request, name)
+        return name, request.n_prompt
 
-    def best(self, job: Job) -> list[str]:
-        """Those it might take: several where nothing it knows tells them apart."""
-        loads = self.ledger.jobs
+    def candidates(self, request: SimRequest) -> list[str]:
+        """The workers it may choose: several if it has no reason to prefer one."""
+        loads = self.load.requests
         most, least = max(loads.values()), min(loads.values())
-        if most - least > self.ABSOLUTE and most > self.RELATIVE * least:
+        if most - least > self.BALANCE_ABSOLUTE and most > self.BALANCE_RELATIVE * least:
             return [name for name in self.names if loads[name] == least]
         matched, holders = 0, list[str]()
-        for segment, length in zip(job.path, job.lengths):
+        for segment, length in zip(request.path, request.lengths):
             if not self._holders.get(segment):
                 break
             matched += length
             holders = list(self._holders[segment])
-        if holders and matched * job.block_tokens > self.THRESHOLD * job.n_prompt:
+        if holders and matched * request.block_tokens > self.CACHE_THRESHOLD * request.n_prompt:
             return holders
-        smallest = min(self._blocks.values())
-        return [name for name in self.names if self._blocks[name] == smallest]
+        smallest = min(self._tree_blocks.values())
+        return [name for name in self.names if self._tree_blocks[name] == smallest]
 
-    def insert(self, job: Job, name: str) -> None:
+    def insert(self, request: SimRequest, name: str) -> None:
         tree = self._trees[name]
-        for segment, length in zip(reversed(job.path), reversed(job.lengths)):
+        for segment, length in zip(reversed(request.path), reversed(request.lengths)):
             if segment not in tree:
-                self._blocks[name] += length
+                self._tree_blocks[name] += length
                 tree[segment] = length
             tree.move_to_end(segment)
             self._holders.setdefault(segment, {})[name] = None
 
-    def sweep(self, job: Job) -> None:
-        if job.asked_s - self._swept_s < self.EVICTION_S:
+    def _evict(self, request: SimRequest) -> None:
+        if request.arrival_s - self._evicted_s < self.EVICTION_INTERVAL_S:
             return
-        self._swept_s = job.asked_s
-        most = self.MAX_TREE_CHARS // (self.CHARS_PER_TOKEN * job.block_tokens)
+        self._evicted_s = request.arrival_s
+        max_blocks = self.MAX_TREE_CHARS // (self.CHARS_PER_TOKEN * request.block_tokens)
         for name, tree in self._trees.items():
-            while self._blocks[name] > most:
+            while self._tree_blocks[name] > max_blocks:
                 segment, length = tree.popitem(last=False)
-                self._blocks[name] -= length
+                self._tree_blocks[name] -= length
                 self._holders[segment].pop(name)
 
 
-class Dynamo(Plain):
-    """Dynamo's KV router: the least of prompt blocks to compute there plus blocks of active sequences, with KV events.
+class DynamoRouter(BaselineRouter):
+    """Dynamo's KV router: the lowest sum of prompt blocks to compute and blocks of active sequences, from KV events.
 
-    Overlap credit 1, temperature 0, no queue; what was sent counts at once, prompts until their first token; active
-    blocks that sequences share count once.
+    Overlap weight 1, temperature 0, no queue; a request counts as soon as it is sent, its prompt until its first token;
+    blocks that active sequences share count once.
     """
 
-    def __init__(self, workers: Sequence[Worker], send: Send, seed: int = 0) -> None:
+    def __init__(self, workers: Sequence[SimWorker], send: Send, seed: int = 0) -> None:
         super().__init__(workers, send)
-        self._there: dict[str, dict[int, int]] = {name: {} for name in self.names}  # segment -> blocks, by worker
+        self._cached: dict[str, dict[int, int]] = {name: {} for name in self.names}  # segment -> blocks, by worker
         self._active: dict[str, dict[int, int]] = {name: {} for name in self.names}  # segment -> sequences
-        self._n_active = dict.fromkeys(self.names, 0)  # blocks
+        self._active_blocks = dict.fromkeys(self.names, 0)
         self._random = Random(seed)
 
-    def choose(self, job: Job) -> tuple[str, int]:
-        best = self.best(job)
-        name = best[0] if len(best) == 1 else self._random.choice(best)
-        return name, job.n_prompt - self._matched(job, name)
+    def choose(self, request: SimRequest) -> tuple[str, int]:
+        candidates = self.candidates(request)
+        name = candidates[0] if len(candidates) == 1 else self._random.choice(candidates)
+        return name, request.n_prompt - self._cached_tokens(request, name)
 
-    def best(self, job: Job) -> list[str]:
-        costs = {name: self._cost(job, name) for name in self.names}
-        least = min(costs.values())
-        return [name for name in self.names if costs[name] == least]
+    def candidates(self, request: SimRequest) -> list[str]:
+        """The workers of lowest cost."""
+        costs = {name: self._cost(request, name) for name in self.names}
+        lowest = min(costs.values())
+        return [name for name in self.names if costs[name] == lowest]
 
-    def arrived(self, job: Job) -> None:
-        super().arrived(job)
-        self.activate(job, job.decode)
+    def on_request(self, request: SimRequest) -> None:
+        super().on_request(request)
+        self.activate(request, request.decode_worker)
 
-    def activate(self, job: Job, name: str) -> None:
+    def activate(self, request: SimRequest, name: str) -> None:
         active = self._active[name]
-        for segment, length in zip(job.path, job.lengths):
+        for segment, length in zip(request.path, request.lengths):
             if segment not in active:
-                self._n_active[name] += length
+                self._active_blocks[name] += length
             active[segment] = active.get(segment, 0) + 1
 
-    def ended(self, job: Job) -> None:
-        super().ended(job)
-        active = self._active[job.decode]
-        for segment, length in zip(job.path, job.lengths):
+    def on_finish(self, request: SimRequest) -> None:
+        super().on_finish(request)
+        active = self._active[request.decode_worker]
+        for segment, length in zip(request.path, request.lengths):
             active[segment] -= 1
             if not active[segment]:
                 del active[segment]
-                self._n_active[job.decode] -= length
+                self._active_blocks[request.decode_worker] -= length
 
-    def cached(self, worker: Worker, stored: bool, segment: int, start: int, end: int) -> None:
-        self.learn(worker.name, stored, segment, start, end)
+    def on_kv_event(self, worker: SimWorker, stored: bool, segment: int, start: int, end: int) -> None:
+        self.apply_kv_event(worker.name, stored, segment, start, end)
 
-    def learn(self, name: str, stored: bool, segment: int, start: int, end: int) -> None:
-        there = self._there[name]
+    def apply_kv_event(self, name: str, stored: bool, segment: int, start: int, end: int) -> None:
+        cached = self._cached[name]
         if stored or start:
-            there[segment] = end if stored else start
+            cached[segment] = end if stored else start
         else:
-            there.pop(segment, None)
+            cached.pop(segment, None)
 
-    def _cost(self, job: Job, name: str) -> float:
+    def _cost(self, request: SimRequest, name: str) -> float:
         """In blocks of the trace."""
         active = self._active[name]
-        new = sum(length for segment, length in zip(job.path, job.lengths) if segment not in active)
-        prefill = self.ledger.prefill_tokens[name] + job.n_prompt - self._matched(job, name)
-        return prefill / job.block_tokens + self._n_active[name] + new
+        new = sum(length for segment, length in zip(request.path, request.lengths) if segment not in active)
+        prefill = self.load.prefill_tokens[name] + request.n_prompt - self._cached_tokens(request, name)
+        return prefill / request.block_tokens + self._active_blocks[name] + new
 
-    def _matched(self, job: Job, name: str) -> int:
-        there, n = self._there[name], 0
-        for segment, length in zip(job.path, job.lengths):
-            blocks = there.get(segment, 0)
+    def _cached_tokens(self, request: SimRequest, name: str) -> int:
+        cached, n = self._cached[name], 0
+        for segment, length in zip(request.path, request.lengths):
+            blocks = cached.get(segment, 0)
             n += blocks
             if blocks < length:
                 break
-        return min(n * job.block_tokens, job.n_prompt - 1)
+        return min(n * request.block_tokens, request.n_prompt - 1)

@@ -1,4 +1,4 @@
-"""How long a modelled worker's step takes, and what fits into its memory: fitted from runs of the real engine."""
+"""Step time and KV capacity of a simulated worker, fitted from runs of the real engine; prefill token budgets."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,39 +14,39 @@ FOLDER = "fitted"  # JSON files beside this module
 
 
 class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step = step + row·streams + context·their context + token·prompt tokens + pair·Σ tokens×context.
+    """Seconds of a step = step + row·sequences + context·their context + token·prompt tokens + pair·Σ tokens×context.
 
-    A prompt's token looks back at all before it, so a whole prompt is quadratic. Weights are read once a step, whether
-    it decodes, prefills or does both.
+    A prompt token attends to all before it, so a whole prompt is quadratic. Weights are read once per step, whether it
+    decodes, prefills or does both.
     """
 
     name: str
     source: str  # which run it was fitted from
     step_s: float
-    row_s: float  # a stream that decodes
-    context_s: float  # a token of such a stream's context
-    token_s: float  # a prompt's token
-    pair_s: float  # a prompt's token × a token before it
-    tile: int = 1  # prompt tokens are rounded up to whole ones
-    request_s: float = 0.0  # from the client to the engine's queue and back, beside all steps
-    kv_tokens: int  # that a worker's memory holds
+    row_s: float  # per decoding sequence
+    context_s: float  # per token of its context
+    token_s: float  # per prompt token
+    pair_s: float  # per prompt token × token before it
+    tile: int = 1  # prompt tokens are rounded up to multiples of it
+    request_s: float = 0.0  # from the client to the engine's queue and back
+    kv_tokens: int  # capacity of a worker
     kv_bytes: int  # of one token
     max_running: int = 256
-    token_budget: int = 8192  # of a step that nobody waits for
+    token_budget: int = 8192  # per step without decoding sequences
     context_len: int = 262_144
-    paced: bool = True  # whether this engine limits prompts' chunks by time while streams run
+    paced: bool = True  # whether this engine limits prefill chunks by time while sequences decode
 
-    def decode_s(self, n_streams: int, context: int) -> float:
-        """A step of streams alone."""
-        return self.step_s + self.row_s * n_streams + self.context_s * context
+    def decode_s(self, n_decoding: int, context: int) -> float:
+        """A step without prefill."""
+        return self.step_s + self.row_s * n_decoding + self.context_s * context
 
     def chunk_s(self, n_tokens: int, start: int) -> float:
-        """What a chunk adds to a step; the prompt's tokens before it are `start`."""
+        """What a prefill chunk after the prompt's first `start` tokens adds to a step."""
         tiled = -(-n_tokens // self.tile) * self.tile
         return self.token_s * tiled + self.pair_s * n_tokens * (start + n_tokens / 2)
 
     def prefill_s(self, n_tokens: int, start: int = 0) -> float:
-        """A prompt alone on an idle worker, to its first token."""
+        """Prefill of a prompt alone on an idle worker."""
         total_s, end = 0.0, start + n_tokens
         while start < end:
             n = min(self.token_budget, end - start)
@@ -54,15 +54,15 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             start += n
         return total_s
 
-    def fitting(self, limit_s: float, start: int, most: int) -> int:
-        """The tokens of a chunk that lasts about `limit_s`: whole tiles, one at least."""
+    def tokens_within(self, limit_s: float, start: int, most: int) -> int:
+        """Tokens of a chunk that takes about `limit_s`: whole tiles, at least one."""
         linear = self.token_s + self.pair_s * start
         square = self.pair_s / 2
-        n = limit_s / linear if square * limit_s < 1e-6 * linear**2 else _root(square, linear, limit_s)
+        n = limit_s / linear if square * limit_s < 1e-6 * linear**2 else _positive_root(square, linear, limit_s)
         return min(most, max(1, int(n) // self.tile) * self.tile)
 
 
-def _root(square: float, linear: float, value: float) -> float:
+def _positive_root(square: float, linear: float, value: float) -> float:
     return float(((linear * linear + 4 * square * value) ** 0.5 - linear) / (2 * square))
 
 
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Coefficients:
-    """Of a name that comes with the package, or of a JSON file."""
+    """Coefficients by the name of a packaged fit, or from a JSON file."""
     known = files(__package__).joinpath(FOLDER, f"{name}.json")
     path = Path(name)
     if not known.is_file() and not path.is_file():
@@ -85,8 +85,8 @@ def load(name: str) -> Coefficients:
         raise BadInput(f"{name} does not hold coefficients: {error}", param="engine") from None
 
 
-class Budget:
-    """What one step may still take."""
+class StepBudget:
+    """The prefill tokens and seconds that are left in one step."""
 
     def __init__(self, model: Coefficients, tokens: int, seconds: float) -> None:
         self._model = model
@@ -95,10 +95,10 @@ class Budget:
         self.left = tokens > 0
 
     def take(self, start: int, most: int) -> int:
-        """Tokens of a prompt whose first `start` are there. The first to ask gets some, or prompts would never end."""
+        """Tokens for a prompt whose first `start` are computed. The first prompt always gets some."""
         n = min(most, self._tokens)
         if self._seconds < float("inf") and n:
-            fits = self._model.fitting(max(self._seconds, 0.0), start, n)
+            fits = self._model.tokens_within(max(self._seconds, 0.0), start, n)
             n = min(n, fits) if self._first or self._model.chunk_s(fits, start) <= self._seconds else 0
             self._seconds -= self._model.chunk_s(n, start) if n else 0.0
         self._tokens -= n
@@ -107,29 +107,31 @@ class Budget:
         return n
 
 
-class Chunking(Protocol):
-    def budget(self, model: Coefficients, n_streams: int, context: int) -> Budget: ...
+class PrefillPolicy(Protocol):
+    """How much prefill a step may contain besides decoding."""
+
+    def budget(self, model: Coefficients, n_decoding: int, context: int) -> StepBudget: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """So many tokens a step, streams included: what engines do whose step has a budget of tokens."""
+class FixedTokenBudget:
+    """A fixed number of tokens per step, decoding sequences included."""
 
     tokens: int = 2048
 
-    def budget(self, model: Coefficients, n_streams: int, context: int) -> Budget:
-        return Budget(model, self.tokens - n_streams, float("inf"))
+    def budget(self, model: Coefficients, n_decoding: int, context: int) -> StepBudget:
+        return StepBudget(model, self.tokens - n_decoding, float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """As many as make the step last a given time beside streams, as `engine/pace.py` learns to; all without any."""
+class LatencyTargetBudget:
+    """Prefill up to the inter-token latency target while sequences decode, as the engine's PrefillBudget does."""
 
     target_s: float = TARGET_S
     share: float = SHARE
 
-    def budget(self, model: Coefficients, n_streams: int, context: int) -> Budget:
-        if not n_streams:
-            return Budget(model, model.token_budget, float("inf"))
-        decode_s = model.decode_s(n_streams, context)
-        return Budget(model, model.token_budget - n_streams, max(self.target_s, self.share * decode_s) - decode_s)
+    def budget(self, model: Coefficients, n_decoding: int, context: int) -> StepBudget:
+        if not n_decoding:
+            return StepBudget(model, model.token_budget, float("inf"))
+        decode_s = model.decode_s(n_decoding, context)
+        return StepBudget(model, model.token_budget - n_decoding, max(self.target_s, self.share * decode_s) - decode_s)

@@ -1,91 +1,156 @@
-"""Modelled workers behind a router: jobs in, first tokens and ends out."""
+"""Simulated workers behind routers, and the KV transfers between prefill and decode workers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import WorkerRole
-from emberline.simulator.coefficients import Chunking, Coefficients
-from emberline.simulator.job import Job, Seq
-from emberline.simulator.router import Router
-from emberline.simulator.transfer import Links, Transfer, Wire
-from emberline.simulator.virtual_clock import Clock
-from emberline.simulator.worker import Worker
+from emberline.simulator.baselines import SimRouter
+from emberline.simulator.coefficients import Coefficients, PrefillPolicy
+from emberline.simulator.request import SimRequest, SimSequence
+from emberline.simulator.virtual_clock import VirtualClock
+from emberline.simulator.worker import SimWorker
 
-Ended = Callable[[Job], None]
-Stepped = Callable[[Worker, float, int], None]
+OnFinish = Callable[[SimRequest], None]
+OnStep = Callable[[SimWorker, float, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    bytes_per_s: float = 50e9  # of a worker, out and in: a 400 Gbit/s network card
+    latency_s: float = 0.001  # per push
+
+
+class Network:
+    """Each worker sends one push at a time and receives one at a time."""
+
+    def __init__(self, clock: VirtualClock, link: LinkSpec) -> None:
+        self.clock = clock
+        self.n_bytes = 0
+        self._link = link
+        self._out_free_s: dict[str, float] = {}
+        self._in_free_s: dict[str, float] = {}
+
+    def send(self, source: str, target: SimWorker, n_tokens: int) -> float:
+        """The time at which the KV of `n_tokens`, sent now, arrives."""
+        n_bytes = n_tokens * target.model.kv_bytes
+        start_s = max(self.clock.now_s, self._out_free_s.get(source, 0.0), self._in_free_s.get(target.name, 0.0))
+        end_s = start_s + n_bytes / self._link.bytes_per_s
+        self._out_free_s[source] = self._in_free_s[target.name] = end_s
+        self.n_bytes += n_bytes
+        return end_s + self._link.latency_s
+
+
+class SimTransfer:
+    """The KV of one request, pushed chunk by chunk while the next chunk is computed.
+
+    Begins when the decode worker has admitted the sequence; ends when the last full block has arrived.
+    """
+
+    def __init__(self, network: Network, target: SimWorker, n_prompt: int) -> None:
+        self._network, self._target = network, target
+        self._n_total = (n_prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._seq: SimSequence | None = None  # on the decode worker, once admitted
+        self._n_computed = 0
+        self._n_sent = 0
+        self._source = ""
+
+    def admitted(self, seq: SimSequence) -> None:
+        """The decode worker has reserved blocks; tokens that it has cached are not sent."""
+        self._seq, self._n_sent = seq, seq.done
+        self._push()
+
+    def computed(self, source: str, n_tokens: int) -> None:
+        self._source, self._n_computed = source, n_tokens
+        self._push()
+
+    def _push(self) -> None:
+        if self._seq is None or not self._source:
+            return
+        upto = min(self._n_computed, self._n_total)
+        n_tokens, self._n_sent = max(0, upto - self._n_sent), max(upto, self._n_sent)
+        arrival_s = self._network.send(self._source, self._target, n_tokens)
+        if self._n_computed >= self._n_total:
+            seq, self._seq = self._seq, None
+            self._network.clock.at(arrival_s, self._target.kv_arrived, seq)
 
 
 class Fleet:
-    """Carries jobs from routers to workers and what happens there back. One router per core; jobs know their own."""
+    """Carries requests from routers to workers and the workers' events back. Each balancer has one router."""
 
     def __init__(
         self,
         roles: Sequence[WorkerRole],
         model: Coefficients,
-        chunking: Chunking,
-        clock: Clock,
+        prefill_policy: PrefillPolicy,
+        clock: VirtualClock,
         block_tokens: int,
-        wire: Wire,
-        ended: Ended,
-        stepped: Stepped,
+        link: LinkSpec,
+        on_finish: OnFinish,
+        on_step: OnStep,
     ) -> None:
-        self.routers: list[Router] = []
-        self.links = Links(clock, wire)
-        self._clock, self._ended, self._stepped = clock, ended, stepped
-        self._model = model
-        self._transfers: dict[int, Transfer] = {}  # by job
-        self.workers = [self._worker(n, role, chunking, block_tokens) for n, role in enumerate(roles)]
+        self.routers: list[SimRouter] = []
+        self.network = Network(clock, link)
+        self._clock, self._on_finish, self._on_step = clock, on_finish, on_step
+        self._transfers: dict[int, SimTransfer] = {}  # by request
+        self.workers = [
+            SimWorker(
+                *(f"w{number:03}", model, prefill_policy, clock, self, block_tokens, role),
+                self._kv_events_of(number),
+            )
+            for number, role in enumerate(roles)
+        ]
         self._by_name = {worker.name: worker for worker in self.workers}
 
-    def _worker(self, number: int, role: WorkerRole, chunking: Chunking, block_tokens: int) -> Worker:
-        def changed(stored: bool, segment: int, start: int, end: int) -> None:
+    def _kv_events_of(self, number: int) -> Callable[[bool, int, int, int], None]:
+        def publish(stored: bool, segment: int, start: int, end: int) -> None:
             for router in self.routers:
-                router.cached(self.workers[number], stored, segment, start, end)
+                router.on_kv_event(self.workers[number], stored, segment, start, end)
 
-        name = f"w{number:03}"
-        return Worker(name, self._model, chunking, self._clock, self, block_tokens, role, changed)
+        return publish
 
-    def send(self, job: Job, decode: str, prefill: str) -> None:
-        """What a router calls."""
-        job.decode, job.prefill = decode, prefill
+    def send(self, request: SimRequest, decode: str, prefill: str) -> None:
+        """Called by a router with its decision."""
+        request.decode_worker, request.prefill_worker = decode, prefill
         target = self._by_name[decode]
         if not prefill:
-            target.submit(job, job.n_output)
+            target.submit(request, request.n_output)
             return
-        self._transfers[job.number] = Transfer(self.links, target, job.n_prompt)
-        target.submit(job, job.n_output, awaits=True)
-        self._by_name[prefill].submit(job, 0)
+        self._transfers[request.number] = SimTransfer(self.network, target, request.n_prompt)
+        target.submit(request, request.n_output, awaits_kv=True)
+        self._by_name[prefill].submit(request, 0)
 
-    # --- what workers tell -------------------------------------------------------------------------------------------
+    # --- events of the workers ---------------------------------------------------------------------------------------
 
-    def chunk(self, worker: Worker, seq: Seq, n_tokens: int) -> None:
-        transfer = self._transfers.get(seq.job.number)
+    def on_prefill(self, worker: SimWorker, seq: SimSequence, n_tokens: int) -> None:
+        transfer = self._transfers.get(seq.request.number)
         if transfer is None:
             return
-        if seq.awaits:
+        if seq.awaits_kv:
             if not n_tokens:
-                transfer.granted(seq)
-        elif worker.name == seq.job.prefill:
+                transfer.admitted(seq)
+        elif worker.name == seq.request.prefill_worker:
             transfer.computed(worker.name, seq.done)
 
-    def first(self, worker: Worker, seq: Seq) -> None:
-        seq.job.first_s = self._clock.now_s
-        self._transfers.pop(seq.job.number, None)
-        self._router(seq.job).began(seq.job)
+    def on_first_token(self, worker: SimWorker, seq: SimSequence) -> None:
+        seq.request.first_token_s = self._clock.now_s
+        self._transfers.pop(seq.request.number, None)
+        self._router(seq.request).on_first_token(seq.request)
 
-    def ended(self, worker: Worker, seq: Seq) -> None:
+    def on_finish(self, worker: SimWorker, seq: SimSequence) -> None:
         if not seq.n_output:
-            self._router(seq.job).prefilled(seq.job)
+            self._router(seq.request).on_prefill_done(seq.request)
             return
-        seq.job.ended_s = self._clock.now_s
-        self._router(seq.job).ended(seq.job)
-        self._ended(seq.job)
+        seq.request.end_s = self._clock.now_s
+        self._router(seq.request).on_finish(seq.request)
+        self._on_finish(seq.request)
 
-    def stepped(self, worker: Worker, seconds: float, n_tokens: int) -> None:
-        self._stepped(worker, seconds, n_tokens)
+    def on_step(self, worker: SimWorker, seconds: float, n_tokens: int) -> None:
+        self._on_step(worker, seconds, n_tokens)
 
-    def changed(self, worker: Worker) -> None:
+    def on_change(self, worker: SimWorker) -> None:
         for router in self.routers:
-            router.reported(worker)
+            router.on_load_report(worker)
 
-    def _router(self, job: Job) -> Router:
-        return self.routers[job.session % len(self.routers)]
+    def _router(self, request: SimRequest) -> SimRouter:
+        return self.routers[request.session % len(self.routers)]

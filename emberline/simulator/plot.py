@@ -1,4 +1,4 @@
-"""Plots as SVG, written by hand: lines over a shared axis, nothing to install."""
+"""Line charts as SVG text, without a plotting library."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ from math import ceil, floor, log10
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 48
-COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#475569", "#b45309", "#0e7490", "#be123c", "#4d7c0f")
+COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#475569", "#b45309", "#0e7490", "#be123c", "#4d7c0f")
 
 
 @dataclass(slots=True, frozen=True)
-class Line:
+class Curve:
     name: str
     points: Sequence[tuple[float, float]]
 
 
-def distribution(name: str, values: Sequence[float]) -> Line:
-    """What share of the values lies at or below each: at most 200 points."""
+def distribution(name: str, values: Sequence[float]) -> Curve:
+    """The cumulative distribution of the values, in at most 200 points."""
     ordered = sorted(values)
     n = len(ordered)
     places = sorted({min(n - 1, round(k * (n - 1) / 200)) for k in range(201)}) if n else []
-    return Line(name, [(ordered[place], (place + 1) / n) for place in places])
+    return Curve(name, [(ordered[place], (place + 1) / n) for place in places])
 
 
-def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], log_x: bool = False) -> str:
-    """One chart. A logarithmic axis leaves out what is not above zero."""
-    lines = [Line(line.name, [p for p in line.points if not log_x or p[0] > 0]) for line in lines]
-    points = [point for line in lines for point in line.points]
+def chart(title: str, x_title: str, y_title: str, curves: Sequence[Curve], log_x: bool = False) -> str:
+    """One chart. A logarithmic axis omits points that are not above zero."""
+    curves = [Curve(curve.name, [p for p in curve.points if not log_x or p[0] > 0]) for curve in curves]
+    points = [point for curve in curves for point in curve.points]
     xs = _ticks_log(points) if log_x else _ticks([x for x, _ in points])
     ys = _ticks([y for _, y in points])
     area = _Area(xs, ys, log_x)
@@ -41,16 +41,18 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], log_x: 
         f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(y_title)}</text>",
     ]
-    for number, line in enumerate(lines):
-        colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(f"{area.x(x):.1f},{area.y(y):.1f}" for x, y in line.points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        place = f'x="{WIDTH - RIGHT - 8}" y="{HEIGHT - BOTTOM - 10 - 16 * (len(lines) - 1 - number)}"'
-        parts.append(f'<text {place} text-anchor="end" fill="{colour}">{escape(line.name)}</text>')
+    for number, curve in enumerate(curves):
+        color = COLORS[number % len(COLORS)]
+        path = " ".join(f"{area.x(x):.1f},{area.y(y):.1f}" for x, y in curve.points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        place = f'x="{WIDTH - RIGHT - 8}" y="{HEIGHT - BOTTOM - 10 - 16 * (len(curves) - 1 - number)}"'
+        parts.append(f'<text {place} text-anchor="end" fill="{color}">{escape(curve.name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 class _Area:
+    """Maps values to pixels."""
+
     def __init__(self, xs: Sequence[float], ys: Sequence[float], log_x: bool) -> None:
         self._log = log_x
         self._x = (self._scaled(xs[0]), self._scaled(xs[-1]))
@@ -82,7 +84,7 @@ def _grid(area: _Area, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers around the values, four to nine of them."""
+    """Four to nine round numbers that enclose the values."""
     high = max([*values, 0.0])
     low = min([*values, 0.0])
     span = (high - low) or 1.0

@@ -1,163 +1,224 @@
-"""A trace, a fleet and a router, in virtual time."""
+"""Runs a trace against a simulated fleet and a router in virtual time, and searches for a load."""
 
+from dataclasses import replace
 from math import log
 from random import Random
 
-from msgspec.structs import replace
+import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator.arrivals import Start, starts
-from emberline.simulator.baselines import Dynamo, LeastLoaded, RoundRobin, SGLang
-from emberline.simulator.emberline_router import Ours, cost_of
+from emberline.simulator.baselines import DynamoRouter, LeastLoadedRouter, RoundRobinRouter, SGLangRouter, SimRouter
+from emberline.simulator.emberline_router import EmberlineRouter, cost_model_of
+from emberline.simulator.experiment import BASELINE_POLICIES, LOG_BINS, SimulationConfig, SimulationResult
 from emberline.simulator.fleet import Fleet
-from emberline.simulator.job import Job, Keys
-from emberline.simulator.outcome import BINS, Outcome
-from emberline.simulator.plan import PEER_POLICIES, Plan
-from emberline.simulator.router import Router
-from emberline.simulator.trace import Trace
-from emberline.simulator.virtual_clock import Clock
-from emberline.simulator.worker import Worker
+from emberline.simulator.request import BlockKeys, SimRequest
+from emberline.simulator.trace import SessionStart, TrafficTrace, session_starts
+from emberline.simulator.virtual_clock import VirtualClock
+from emberline.simulator.worker import SimWorker
+
+_COMMON_SPAN = 1 << 12  # segment numbers per kind of common prefix, all below those of sessions
+BUSY_TOLERANCE = 0.01
+MAX_SEARCH_RUNS = 12
 
 
-def simulate(trace: Trace, plan: Plan) -> Outcome:
-    """The same plan gives the same outcome, to the last digit."""
-    if plan.model.kv_tokens < plan.model.context_len + 2 * trace.block_tokens:
+def simulate(trace: TrafficTrace, config: SimulationConfig) -> SimulationResult:
+    """The same configuration gives the same result, to the last digit."""
+    model = config.model
+    if model.kv_tokens < model.context_len + 2 * trace.block_tokens:
         raise BadInput(
-            f"workers hold {plan.model.kv_tokens} tokens of KV, less than a context of {plan.model.context_len} needs",
+            f"workers hold {model.kv_tokens} tokens of KV, less than a context of {model.context_len} needs",
             param="kv-tokens",
         )
-    return _Simulation(trace, plan).run()
+    return _Simulation(trace, config).run()
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, plan: Plan) -> None:
-        self._trace, self._plan = trace, plan
-        self._clock = Clock()
-        self._rng = Random(plan.seed)
+    def __init__(self, trace: TrafficTrace, config: SimulationConfig) -> None:
+        self._trace, self._config = trace, config
+        self._clock = VirtualClock()
+        self._rng = Random(config.seed)
         self._fleet = Fleet(
-            plan.roles,
-            plan.model,
-            plan.chunking,
+            config.roles,
+            config.model,
+            config.prefill_policy,
             self._clock,
             trace.block_tokens,
-            plan.wire,
-            self._ended,
-            self._stepped,
+            config.link,
+            self._on_finish,
+            self._on_step,
         )
-        self._fleet.routers = [self._router(core) for core in range(plan.cores)]
-        self._known: set[int] = set()  # segments that somebody has asked for
-        self._live: dict[int, tuple[Start, int, int]] = {}  # job -> its session's start, number and turn
-        self._jobs: list[Job] = []  # those that are measured
-        self._n_jobs = 0
-        self._intervals: dict[int, int] = {}  # tokens by bin of the time since the one before
+        self._fleet.routers = [self._make_router() for _ in range(config.balancers)]
+        self._known: set[int] = set()  # segments of all requests so far
+        self._live: dict[int, tuple[SessionStart, int, int]] = {}  # request -> its session's start, number and turn
+        self._measured: list[SimRequest] = []
+        self._n_requests = 0
+        self._intervals: dict[int, int] = {}  # see SimulationResult
 
-    def run(self) -> Outcome:
-        plan, clock = self._plan, self._clock
-        for number, start in enumerate(starts(self._trace, plan.load, plan.end_s, self._rng)):
-            clock.at(max(0.0, start.at_s), self._ask, start, number, start.turn)
-        clock.run(plan.warm_s)
+    def run(self) -> SimulationResult:
+        config, clock = self._config, self._clock
+        for number, start in enumerate(session_starts(self._trace, config.load, config.end_s, self._rng)):
+            clock.at(max(0.0, start.at_s), self._send, start, number, start.turn)
+        clock.run(config.warmup_s)
         workers = self._fleet.workers
-        before = [(worker.busy_at(clock.now_s), worker.computed, worker.n_written) for worker in workers]
-        clock.run(plan.end_s)
-        after = [(worker.busy_at(clock.now_s), worker.computed, worker.n_written) for worker in workers]
-        limit_s = plan.end_s + plan.drain_s
-        while clock.now_s < limit_s and not clock.empty and any(job.ended_s < 0 for job in self._jobs):
+        before = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
+        clock.run(config.end_s)
+        after = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
+        limit_s = config.end_s + config.drain_s
+        while clock.now_s < limit_s and not clock.empty and any(request.end_s < 0 for request in self._measured):
             clock.run(min(limit_s, clock.now_s + 10.0))
-        return Outcome(
-            plan=plan,
+        return SimulationResult(
+            config=config,
             trace=self._trace.name,
-            jobs=self._jobs,
+            requests=self._measured,
             busy_s=[b[0] - a[0] for a, b in zip(before, after)],
             prompt_tokens=[b[1] - a[1] for a, b in zip(before, after)],
             output_tokens=[b[2] - a[2] for a, b in zip(before, after)],
             preemptions=sum(worker.n_preempted for worker in workers),
-            refused=sum(router.refused() for router in self._fleet.routers),
-            transferred_bytes=self._fleet.links.n_bytes,
+            rejected=sum(router.n_rejected() for router in self._fleet.routers),
+            transferred_bytes=self._fleet.network.n_bytes,
             intervals=self._intervals,
             now_s=clock.now_s,
         )
 
-    def _router(self, core: int) -> Router:
-        plan, fleet = self._plan, self._fleet
+    def _make_router(self) -> SimRouter:
+        config, fleet = self._config, self._fleet
         workers, send = fleet.workers, fleet.send
-        match plan.policy:
+        match config.policy:
             case "plain_round_robin":
-                return RoundRobin(workers, send)
+                return RoundRobinRouter(workers, send)
             case "plain_least_loaded":
-                return LeastLoaded(workers, send)
+                return LeastLoadedRouter(workers, send)
             case "sglang":
-                return SGLang(workers, send)
+                return SGLangRouter(workers, send)
             case "dynamo":
-                return Dynamo(workers, send, plan.seed)
-        assert plan.policy not in PEER_POLICIES
-        stride = max(1, plan.key_tokens // self._trace.block_tokens)
-        settings = replace(
-            plan.settings,
-            policy=plan.policy,
-            cost=cost_of(plan.model, plan.wire.bytes_per_s),
+                return DynamoRouter(workers, send, config.seed)
+        assert config.policy not in BASELINE_POLICIES
+        stride = max(1, config.key_tokens // self._trace.block_tokens)
+        settings = msgspec.structs.replace(
+            config.settings,
+            policy=config.policy,
+            cost=cost_model_of(config.model, config.link.bytes_per_s),
             block_tokens=stride * self._trace.block_tokens,
         )
-        return Ours(workers, send, self._clock, settings, Keys(stride), plan.named, plan.delay_s)
+        return EmberlineRouter(
+            *(workers, send, self._clock, settings, BlockKeys(stride)),
+            session_affinity=config.session_affinity,
+            report_delay_s=config.report_delay_s,
+        )
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, start: Start, number: int, place: int) -> None:
+    def _send(self, start: SessionStart, session: int, place: int) -> None:
+        """Send a turn of a session to its router."""
         turn = start.session.turns[place]
         kind, n_common = start.session.common
-        path = tuple(start.base + segment if segment >= n_common else _COMMON * kind + segment for segment in turn.path)
+        path = tuple(
+            start.base + segment if segment >= n_common else _COMMON_SPAN * kind + segment for segment in turn.path
+        )
         now_s = self._clock.now_s
-        job = Job(
-            id=f"j{self._n_jobs}",
-            number=self._n_jobs,
-            session=number,
-            tenant=number % self._plan.tenants,
+        request = SimRequest(
+            id=f"r{self._n_requests}",
+            number=self._n_requests,
+            session=session,
+            tenant=session % self._config.tenants,
             path=path,
             lengths=turn.lengths,
             n_prompt=turn.n_prompt,
             n_output=turn.n_output,
             block_tokens=self._trace.block_tokens,
-            asked_s=now_s,
+            arrival_s=now_s,
             reply=(start.base + turn.reply[0], turn.reply[1]),
         )
-        self._n_jobs += 1
-        job.known_tokens = self._known_tokens(job)
-        self._live[job.number] = (start, number, place)
-        if self._plan.warm_s <= now_s < self._plan.end_s:
-            self._jobs.append(job)
-        self._fleet.routers[number % len(self._fleet.routers)].arrived(job)
+        self._n_requests += 1
+        request.known_tokens = self._known_tokens(request)
+        self._live[request.number] = (start, session, place)
+        if self._config.warmup_s <= now_s < self._config.end_s:
+            self._measured.append(request)
+        self._fleet.routers[session % len(self._fleet.routers)].on_request(request)
 
-    def _known_tokens(self, job: Job) -> int:
-        """What a cache without bounds, shared by all, would have of the prompt."""
+    def _known_tokens(self, request: SimRequest) -> int:
+        """Prompt tokens that an unbounded cache shared by all workers would have."""
         known, n_blocks = self._known, 0
-        for segment, length in zip(job.path, job.lengths):
+        for segment, length in zip(request.path, request.lengths):
             if segment not in known:
                 break
             n_blocks += length
-        known.update(job.path)
-        return min(n_blocks * job.block_tokens, job.n_prompt - 1)
+        known.update(request.path)
+        return min(n_blocks * request.block_tokens, request.n_prompt - 1)
 
-    def _ended(self, job: Job) -> None:
-        start, number, place = self._live.pop(job.number)
+    def _on_finish(self, request: SimRequest) -> None:
+        """Schedule the turns that wait for this one: a sub-agent's next, and the session's own."""
+        start, session, place = self._live.pop(request.number)
         turns = start.session.turns
-        follows = place + 1
-        if follows < len(turns) and turns[follows].beside:
-            self._follow(start, number, follows)
-        if turns[place].beside:
+        following = place + 1
+        if following < len(turns) and turns[following].is_sub_agent:
+            self._schedule(start, session, following)
+        if turns[place].is_sub_agent:
             return
-        while follows < len(turns) and turns[follows].beside:
-            follows += 1
-        if follows < len(turns):
-            self._follow(start, number, follows)
+        while following < len(turns) and turns[following].is_sub_agent:
+            following += 1
+        if following < len(turns):
+            self._schedule(start, session, following)
 
-    def _follow(self, start: Start, number: int, place: int) -> None:
+    def _schedule(self, start: SessionStart, session: int, place: int) -> None:
         at_s = self._clock.now_s + start.session.turns[place].wait_s
-        if at_s <= self._plan.end_s:
-            self._clock.at(at_s, self._ask, start, number, place)
+        if at_s <= self._config.end_s:
+            self._clock.at(at_s, self._send, start, session, place)
 
-    def _stepped(self, worker: Worker, seconds: float, n_tokens: int) -> None:
-        if n_tokens and self._plan.warm_s <= self._clock.now_s < self._plan.end_s:
-            place = int(log(seconds) * BINS)
+    def _on_step(self, worker: SimWorker, seconds: float, n_tokens: int) -> None:
+        if n_tokens and self._config.warmup_s <= self._clock.now_s < self._config.end_s:
+            place = int(log(seconds) * LOG_BINS)
             self._intervals[place] = self._intervals.get(place, 0) + n_tokens
 
 
-_COMMON = 1 << 12  # numbers below all copies': more segments than a kind of sessions has in common
+# --- searching for a load --------------------------------------------------------------------------------------------
+
+
+def load_at_utilization(trace: TrafficTrace, config: SimulationConfig, busy: float) -> float:
+    """The load at which the workers are busy for that share of the time."""
+    load, low, high = _initial_load(trace, config), 0.0, float("inf")
+    for _ in range(MAX_SEARCH_RUNS):
+        found = simulate(trace, replace(config, load=load)).busy
+        if abs(found - busy) <= BUSY_TOLERANCE:
+            break
+        low, high = (load, high) if found < busy else (low, load)
+        if high == float("inf"):
+            load *= min(4.0, max(1.1, busy / max(found, 0.01)))
+        elif found < 0.97:  # below saturation, utilization is nearly linear in load
+            load = min(max(load * busy / found, low + 0.05 * (high - low)), high - 0.05 * (high - low))
+        else:
+            load = (low + high) / 2
+    return load
+
+
+def load_within_slo(
+    trace: TrafficTrace, config: SimulationConfig, start: float
+) -> tuple[float, SimulationResult | None]:
+    """The highest load, to 5 %, that meets the SLO, and its result. `start`: the first load to try."""
+    load, low, high = start, 0.0, float("inf")
+    best: SimulationResult | None = None
+    for _ in range(MAX_SEARCH_RUNS):
+        result = simulate(trace, replace(config, load=load))
+        if result.meets_slo():
+            low, best = load, result
+        else:
+            high = load
+        if high <= low * 1.05:
+            break
+        load = low * 1.3 if high == float("inf") else (low + high) / 2 if low else high / 1.5
+    return low, best
+
+
+def _initial_load(trace: TrafficTrace, config: SimulationConfig) -> float:
+    """A first guess: the load that keeps all workers busy at half of the possible hit ratio."""
+    turns = [turn for session in trace.sessions for turn in session.turns]
+    model = config.model
+    sample = turns[:: max(1, len(turns) // 500)]
+    work_s = sum(
+        model.prefill_s(t.n_prompt // 4, t.n_prompt - t.n_prompt // 4) / 2 + t.n_output * model.step_s for t in sample
+    )
+    requests_per_s = 0.5 * len(config.roles) / (work_s / len(sample))
+    if trace.shared:
+        last_s = max(session.start_s for session in trace.sessions)
+        return requests_per_s * max(last_s, 1.0) / len(turns)
+    return requests_per_s * len(trace.sessions) / len(turns)

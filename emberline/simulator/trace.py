@@ -1,61 +1,68 @@
-"""Recorded or generated traffic: sessions of turns, whose prompts are paths in a tree of segments."""
+"""Traces: sessions of turns whose prompts are paths in a tree of segments; and when each session starts.
+
+A segment is a run of KV blocks that no prompt of the trace divides, so that a prompt of thousands of blocks is a path
+of a few dozen segments.
+"""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
 
-Runs = Sequence[tuple[int, int]]  # (first id, how many): a prompt's blocks, each id naming the whole prefix up to it
+Runs = Sequence[tuple[int, int]]  # (first id, count) of a prompt's blocks; each id names the whole prefix up to it
+
+FIRST_BASE = 1 << 24  # lower segment numbers are common prefixes
+MAX_COPY_SHIFT_S = 60.0  # random offset of each copy of a trace, so that their bursts do not coincide
 
 
 @dataclass(slots=True, frozen=True)
-class Turn:
+class TraceTurn:
     """One request."""
 
-    path: tuple[int, ...]  # segments, the root's first; numbers are the session's own
+    path: tuple[int, ...]  # segments from the root; numbers are local to the session
     lengths: tuple[int, ...]  # blocks of each
     n_prompt: int  # tokens
     n_output: int
-    wait_s: float = 0.0  # from the end of the turn before (of the session's start) until it is asked
-    reply: tuple[int, int] = (0, 0)  # (segment, blocks) that its reply fills, where a trace tells
-    beside: bool = False  # a sub-agent's: the session's next turn does not wait for it
+    wait_s: float = 0.0  # think time since the end of the previous turn (or the session's start)
+    reply: tuple[int, int] = (0, 0)  # (segment, blocks) that its reply fills, where the trace says
+    is_sub_agent: bool = False  # the session's next turn does not wait for it
 
 
 @dataclass(slots=True, frozen=True)
-class Session:
-    """Turns, one after the other: each is asked when the one before has been answered and thought about."""
+class TraceSession:
+    """Turns in sequence: each is sent after the answer to the previous one and its think time."""
 
-    turns: tuple[Turn, ...]
-    start_s: float = 0.0  # of traces with arrivals of their own
-    common: tuple[int, int] = (0, 0)  # (kind, n): the first n segments are those of all sessions of this kind
-    ages: tuple[float, ...] = ()  # when each turn was asked, as recorded: to enter a session half-way
-    group: int = 0  # of a conversation, for sampling; 0: by itself
+    turns: tuple[TraceTurn, ...]
+    start_s: float = 0.0  # in traces with recorded arrivals
+    common: tuple[int, int] = (0, 0)  # (kind, n): all sessions of this kind share their first n segments
+    times_s: tuple[float, ...] = ()  # when each turn was recorded: to enter a session in the middle
+    group: int = 0  # conversation, sampled as a whole; 0: none
 
 
 @dataclass(slots=True)
-class Trace:
+class TrafficTrace:
     name: str
     block_tokens: int
-    sessions: list[Session]
-    n_segments: int  # numbers that one copy of a session (or of all, where they share) may use
-    shared: bool  # all sessions of one copy share segments, and arrive at times of their own
-    left_out: int = 0  # requests that no modelled worker could take
-    notes: list[str] = field(default_factory=list)
+    sessions: list[TraceSession]
+    n_segments: int  # numbers that one copy of a session (or of the trace, if shared) uses
+    shared: bool  # the sessions of one copy share segments and have recorded arrival times
+    left_out: int = 0  # requests that exceed the context
 
     @property
     def n_turns(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
 
 
-class Segments:
-    """Cuts ids into segments: between two cuts no prompt begins, ends or parts from another."""
+class SegmentIndex:
+    """Divides block ids into segments: between two cuts no prompt begins, ends or diverges from another."""
 
-    def __init__(self, prompts: Iterable[Runs], more: Iterable[int] = ()) -> None:
-        cuts = set(more)
+    def __init__(self, prompts: Iterable[Runs], cuts: Iterable[int] = ()) -> None:
+        found = set(cuts)
         for runs in prompts:
             for first, n in runs:
-                cuts.add(first)
-                cuts.add(first + n)
-        self._cuts = sorted(cuts)
+                found.add(first)
+                found.add(first + n)
+        self._cuts = sorted(found)
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -72,20 +79,64 @@ class Segments:
         return tuple(segments), tuple(lengths)
 
     def number(self, block: int) -> int:
-        """The segment that a block is in."""
+        """The segment that contains a block."""
         return bisect_right(self._cuts, block) - 1
 
 
-def runs_of(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Run-length coded: neighbours that count up."""
+def run_lengths(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive ids."""
     runs: list[tuple[int, int]] = []
-    first = last = -2
     for number in ids:
-        if number != last + 1:
-            if first >= 0:
-                runs.append((first, last - first + 1))
-            first = number
-        last = number
-    if first >= 0:
-        runs.append((first, last - first + 1))
+        if runs and number == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
     return runs
+
+
+@dataclass(slots=True, frozen=True)
+class SessionStart:
+    at_s: float
+    session: TraceSession
+    base: int  # offset of the session's segment numbers
+    turn: int  # the first one sent: a session may have begun before time 0
+
+
+def session_starts(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> list[SessionStart]:
+    """In order of time. `load`: copies of a trace with recorded arrivals, else session starts per second."""
+    found = _copies(trace, load, rng) if trace.shared else _poisson(trace, load, until_s, rng)
+    return sorted((start for start in found if start.at_s <= until_s), key=lambda start: start.at_s)
+
+
+def _copies(trace: TrafficTrace, load: float, rng: Random) -> Iterator[SessionStart]:
+    """Whole copies with fresh ids; of the last one a fraction of the conversations."""
+    n_whole, fraction = int(load), load - int(load)
+    for copy in range(n_whole + (fraction > 0)):
+        shift_s = rng.uniform(0.0, MAX_COPY_SHIFT_S)
+        kept: dict[int, bool] = {}
+        for session in trace.sessions:
+            if copy == n_whole and not kept.setdefault(session.group, rng.random() < fraction):
+                continue
+            yield SessionStart(session.start_s + shift_s, session, FIRST_BASE + copy * trace.n_segments, 0)
+
+
+def _poisson(trace: TrafficTrace, load: float, until_s: float, rng: Random) -> Iterator[SessionStart]:
+    """Poisson arrivals that begin before time 0, so that the number of live sessions is stationary from the start."""
+    at_s = -max(session.times_s[-1] for session in trace.sessions)
+    order: list[TraceSession] = []
+    base = FIRST_BASE
+    while True:
+        at_s += rng.expovariate(load)
+        if at_s > until_s:
+            return
+        if not order:  # every session of the trace once before any repeats
+            order = list(trace.sessions)
+            rng.shuffle(order)
+        session = order.pop()
+        base += trace.n_segments
+        live = (
+            n for n, time_s in enumerate(session.times_s) if at_s + time_s >= 0 and not session.turns[n].is_sub_agent
+        )
+        turn = next(live, None)
+        if turn is not None:
+            yield SessionStart(at_s + session.times_s[turn], session, base, turn)

@@ -1,22 +1,23 @@
-"""`emberline simulate` as its user meets it."""
+"""`emberline simulate`: its table, plots, JSON and error messages."""
 
 import json
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from emberline.cli.main import main
+from emberline.simulator import trace_sources
+from emberline.simulator.experiment import POLICIES
 
-SMALL = ["--trace", "agents", "--workers", "2", "--load", "0.004", "--warm", "20", "--time", "60"]
+SMALL = ["--trace", "agents", "--workers", "2", "--load", "0.004", "--warmup", "20", "--duration", "60"]
 
 
 @pytest.fixture(autouse=True)
 def _few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from emberline.simulator import generator
-    from emberline.simulator import trace_files as traces
-
-    monkeypatch.setitem(traces.MADE_UP, "agents", lambda seed, context: generator.agents(seed, context, n_sessions=20))
+    small = partial(trace_sources.synthetic_agents, n_sessions=20)
+    monkeypatch.setitem(trace_sources.SYNTHETIC, "agents", small)
 
 
 def test_a_table_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +31,6 @@ def test_a_table_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    from emberline.simulator.plan import POLICIES
-
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     shown = capsys.readouterr().out
@@ -56,13 +55,13 @@ def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None
         (["--trace", "none.jsonl"], "no trace 'none.jsonl'"),
         (["--engine", "abacus"], "no coefficients 'abacus'"),
         (["--prefill-workers", "2"], "need each other"),
-        (["--chunk", "many"], "--chunk is"),
+        (["--token-budget", "many"], "--token-budget is"),
         (["--workers", "0"], "1 to 256"),
-        (["--time", "0"], "above 0"),
+        (["--duration", "0"], "above 0"),
         (["--kv-tokens", "1000"], "KV"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SMALL, *words]) == 1
     error = capsys.readouterr().err
     assert message in error

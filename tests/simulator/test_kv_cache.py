@@ -1,11 +1,11 @@
-"""A worker's modelled KV memory: what is held, cached and evicted always adds up."""
+"""The simulated KV cache: held, idle and evicted blocks always add up."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.simulator.kv_memory import Cache
+from emberline.simulator.kv_cache import SimKVCache
 
-LENGTHS = {0: 3, 1: 2, 2: 4, 3: 1, 4: 5}  # a tree: 0 is everybody's, then 1 -> 2 and 3 -> 4
+LENGTHS = {0: 3, 1: 2, 2: 4, 3: 1, 4: 5}  # a tree: 0 is the root, then 1 -> 2 and 3 -> 4
 PATHS = ((0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4))
 
 
@@ -13,8 +13,8 @@ def lengths(path: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(LENGTHS[segment] for segment in path)
 
 
-def computed(cache: Cache, path: tuple[int, ...]) -> None:
-    """A sequence that finds what it can, computes the rest, and goes."""
+def computed(cache: SimKVCache, path: tuple[int, ...]) -> None:
+    """A sequence that holds its cached prefix, computes the rest, and releases all."""
     n, n_blocks = cache.match(path, lengths(path))
     full = n if n_blocks == sum(lengths(path)[:n]) else n - 1
     cache.hold(path, n)
@@ -26,8 +26,8 @@ def computed(cache: Cache, path: tuple[int, ...]) -> None:
     cache.release(path, len(path))
 
 
-def test_what_was_computed_is_found_again() -> None:
-    cache = Cache(20)
+def test_published_segments_match() -> None:
+    cache = SimKVCache(20)
     computed(cache, (0, 1, 2))
     assert cache.match((0, 1, 2), (3, 2, 4)) == (3, 9)
     assert cache.match((0, 3), (3, 1)) == (1, 3)
@@ -35,18 +35,20 @@ def test_what_was_computed_is_found_again() -> None:
     assert cache.n_cached == 9
 
 
-def test_the_oldest_goes_first_and_ends_go_before_beginnings() -> None:
-    gone = []
-    cache = Cache(12, lambda stored, segment, start, end: None if stored else gone.append((segment, start, end)))
+def test_lru_eviction_takes_leaves_first() -> None:
+    evicted = []
+    cache = SimKVCache(
+        12, lambda stored, segment, start, end: None if stored else evicted.append((segment, start, end))
+    )
     computed(cache, (0, 1, 2))
     computed(cache, (0, 3, 4))  # six more: three of the oldest end must go
-    assert gone == [(2, 1, 4)]
+    assert evicted == [(2, 1, 4)]
     assert cache.match((0, 1, 2), (3, 2, 4)) == (3, 6)
     assert cache.match((0, 3, 4), (3, 1, 5)) == (3, 9)
 
 
-def test_who_was_slower_gets_its_blocks_back() -> None:
-    cache = Cache(20)
+def test_second_publisher_keeps_its_reservation() -> None:
+    cache = SimKVCache(20)
     cache.reserve(3)
     cache.reserve(3)
     assert cache.publish(0, 3, held_before=False) == 3
@@ -61,17 +63,17 @@ def test_who_was_slower_gets_its_blocks_back() -> None:
 
 @given(st.lists(st.sampled_from(PATHS), max_size=30), st.integers(12, 16))
 @settings(max_examples=60, deadline=None)
-def test_never_more_than_there_is(paths: list[tuple[int, ...]], capacity: int) -> None:
-    there: dict[int, int] = {}
+def test_capacity_is_never_exceeded(paths: list[tuple[int, ...]], capacity: int) -> None:
+    present: dict[int, int] = {}
 
     def changed(stored: bool, segment: int, start: int, end: int) -> None:
-        assert there.get(segment, 0) == (start if stored else end)
-        there[segment] = end if stored else start
+        assert present.get(segment, 0) == (start if stored else end)
+        present[segment] = end if stored else start
 
-    cache = Cache(capacity, changed)
+    cache = SimKVCache(capacity, changed)
     for path in paths:
         computed(cache, path)
         assert cache.n_used == 0
-        assert cache.n_cached == sum(there.values()) <= capacity
+        assert cache.n_cached == sum(present.values()) <= capacity
         _, n_blocks = cache.match(path, lengths(path))
         assert n_blocks == sum(lengths(path))  # the newest is whole

@@ -1,4 +1,4 @@
-"""Whole simulations: the same every time, nothing lost, and what is known beforehand comes out."""
+"""Whole simulations: deterministic, no request lost, and with the expected results."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,42 +7,40 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator.coefficients import Coefficients, Fixed, load, names
-from emberline.simulator.outcome import Outcome
-from emberline.simulator.plan import POLICIES, Plan
-from emberline.simulator.search import load_at_busy
-from emberline.simulator.simulation import simulate
-from emberline.simulator.trace import Session, Trace, Turn
+from emberline.simulator.coefficients import Coefficients, FixedTokenBudget, load, names
+from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult
+from emberline.simulator.simulation import load_at_utilization, simulate
+from emberline.simulator.trace import TraceSession, TraceTurn, TrafficTrace
 
 MODEL = with_fields(load("h200-llama-8b"), context_len=20_000, kv_tokens=60_000)
 
 
-def agents(n_sessions: int = 12, n_turns: int = 5) -> Trace:
-    """Sessions that begin with the same 40 blocks, then go on by ten blocks a turn."""
+def agents(n_sessions: int = 12, n_turns: int = 5) -> TrafficTrace:
+    """Sessions that share their first 40 blocks and grow by ten blocks per turn."""
     sessions = []
     for number in range(n_sessions):
         turns = []
         for turn in range(n_turns):
             path, lengths = tuple(range(turn + 2)), (40, 20 + number, *[10] * turn)
-            turns.append(Turn(path, lengths, 64 * sum(lengths), 50 + number, wait_s=2.0 if turn else 0.0))
-        ages = tuple(5.0 * turn for turn in range(n_turns))
-        sessions.append(Session(tuple(turns), 0.0, common=(0, 1), ages=ages))
-    return Trace("few", 64, sessions, 10, shared=False)
+            turns.append(TraceTurn(path, lengths, 64 * sum(lengths), 50 + number, wait_s=2.0 if turn else 0.0))
+        times_s = tuple(5.0 * turn for turn in range(n_turns))
+        sessions.append(TraceSession(tuple(turns), 0.0, common=(0, 1), times_s=times_s))
+    return TrafficTrace("few", 64, sessions, 10, shared=False)
 
 
-def plan(**changes: object) -> Plan:
-    given = {"model": MODEL, "load": 0.5, "workers": 3, "warm_s": 20.0, "measured_s": 60.0, "tenants": 3}
-    return Plan(**{**given, **changes})  # type: ignore[arg-type]
+def config(**changes: object) -> SimulationConfig:
+    given = {"model": MODEL, "load": 0.5, "workers": 3, "warmup_s": 20.0, "measured_s": 60.0, "tenants": 3}
+    return SimulationConfig(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def check(outcome: Outcome) -> None:
-    """Every request that was asked has ended once, in order, with all its tokens."""
-    assert outcome.jobs
-    assert max(Counter(job.id for job in outcome.jobs).values()) == 1
-    for job in outcome.jobs:
-        assert 0 <= job.asked_s < job.first_s <= job.ended_s
-        assert 0 <= job.cached_tokens < job.n_prompt
-    figures = outcome.figures()
+def check(result: SimulationResult) -> None:
+    """Every request has finished once, in order."""
+    assert result.requests
+    assert max(Counter(request.id for request in result.requests).values()) == 1
+    for request in result.requests:
+        assert 0 <= request.arrival_s < request.first_token_s <= request.end_s
+        assert 0 <= request.cached_tokens < request.n_prompt
+    figures = result.figures()
     assert figures["unfinished"] == 0
     assert 0 < figures["busy"] <= 1
     assert 0 <= figures["hit_ratio"] <= 1
@@ -50,27 +48,29 @@ def check(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_everybody_and_the_same_way_again(policy: str) -> None:
+def test_every_policy_finishes_every_request_deterministically(policy: str) -> None:
     trace = agents()
-    outcome = simulate(trace, plan(policy=policy))
-    check(outcome)
-    again = simulate(trace, plan(policy=policy))
-    assert again.figures() == outcome.figures()
-    assert [job.decode for job in again.jobs] == [job.decode for job in outcome.jobs]
+    result = simulate(trace, config(policy=policy))
+    check(result)
+    again = simulate(trace, config(policy=policy))
+    assert again.figures() == result.figures()
+    assert [request.decode_worker for request in again.requests] == [
+        request.decode_worker for request in result.requests
+    ]
 
 
-def test_another_seed_gives_other_arrivals() -> None:
-    assert simulate(agents(), plan()).figures() != simulate(agents(), plan(seed=2)).figures()
+def test_seed_changes_arrivals() -> None:
+    assert simulate(agents(), config()).figures() != simulate(agents(), config(seed=2)).figures()
 
 
-def test_prefill_and_decode_apart() -> None:
-    outcome = simulate(agents(), plan(workers=0, prefill=1, decode=2, settings=_never_local()))
-    check(outcome)
-    apart = [job for job in outcome.jobs if job.prefill]
-    assert apart
-    assert {job.prefill for job in apart} == {"w000"}
-    assert {job.decode for job in outcome.jobs} <= {"w001", "w002"}
-    assert outcome.transferred_bytes > 0
+def test_prefill_decode_disaggregation() -> None:
+    result = simulate(agents(), config(workers=0, prefill_workers=1, decode_workers=2, settings=_never_local()))
+    check(result)
+    disaggregated = [request for request in result.requests if request.prefill_worker]
+    assert disaggregated
+    assert {request.prefill_worker for request in disaggregated} == {"w000"}
+    assert {request.decode_worker for request in result.requests} <= {"w001", "w002"}
+    assert result.transferred_bytes > 0
 
 
 def _never_local() -> object:
@@ -79,19 +79,19 @@ def _never_local() -> object:
     return Settings(local_tokens=0)
 
 
-def test_two_cores_serve_everybody() -> None:
-    check(simulate(agents(), plan(cores=2, delay_s=0.1)))
+def test_two_balancers_finish_every_request() -> None:
+    check(simulate(agents(), config(balancers=2, report_delay_s=0.1)))
 
 
-def test_affinity_finds_what_round_robin_does_not() -> None:
-    ours, robin = simulate(agents(), plan()), simulate(agents(), plan(policy="plain_round_robin"))
-    assert ours.hit_ratio > robin.hit_ratio
-    assert ours.ideal_hit_ratio >= ours.hit_ratio
+def test_affinity_has_a_higher_hit_ratio_than_round_robin() -> None:
+    sticky, robin = simulate(agents(), config()), simulate(agents(), config(policy="plain_round_robin"))
+    assert sticky.hit_ratio > robin.hit_ratio
+    assert sticky.ideal_hit_ratio >= sticky.hit_ratio
 
 
-def test_the_load_for_a_share_of_the_time_is_found() -> None:
-    trace, wanted = agents(), plan(policy="plain_least_loaded", measured_s=200.0)
-    found = load_at_busy(trace, wanted, 0.5)
+def test_load_at_utilization() -> None:
+    trace, wanted = agents(), config(policy="plain_least_loaded", measured_s=200.0)
+    found = load_at_utilization(trace, wanted, 0.5)
     assert simulate(trace, replace(wanted, load=found)).busy == pytest.approx(0.5, abs=0.06)
 
 
@@ -101,20 +101,20 @@ def test_the_load_for_a_share_of_the_time_is_found() -> None:
         ({"policy": "best"}, "no policy 'best'"),
         ({"workers": 0}, "1 to 256"),
         ({"workers": 300}, "1 to 256"),
-        ({"prefill": 2}, "need each other"),
+        ({"prefill_workers": 2}, "need each other"),
         ({"load": 0.0}, "above 0"),
-        ({"policy": "dynamo", "cores": 2}, "our own"),
-        ({"policy": "dynamo", "prefill": 1, "decode": 1}, "do both"),
+        ({"policy": "dynamo", "balancers": 2}, "own policies"),
+        ({"policy": "dynamo", "prefill_workers": 1, "decode_workers": 1}, "disaggregation"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_config_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        plan(**changes)
+        config(**changes)
 
 
-def test_a_context_that_does_not_fit_into_memory_is_refused() -> None:
+def test_context_larger_than_the_kv_cache_is_refused() -> None:
     with pytest.raises(BadInput, match="KV"):
-        simulate(agents(), plan(model=with_fields(MODEL, kv_tokens=10_000)))
+        simulate(agents(), config(model=with_fields(MODEL, kv_tokens=10_000)))
 
 
 def test_fitted_coefficients_come_with_the_package() -> None:
@@ -128,16 +128,18 @@ def test_fitted_coefficients_come_with_the_package() -> None:
         load("none")
 
 
-def test_a_chunk_that_fits_a_time_takes_about_that_time() -> None:
+def test_tokens_within_a_time_limit() -> None:
     model: Coefficients = load("h200-llama-8b")
     for start in (0, 10_000, 100_000):
-        n = model.fitting(0.05, start, 100_000)
+        n = model.tokens_within(0.05, start, 100_000)
         assert n % model.tile == 0
         assert model.chunk_s(n, start) <= 0.05 or n == model.tile
         assert model.chunk_s(n + model.tile, start) > 0.05
 
 
-def test_fixed_chunks_slow_streams_more_than_timed_ones() -> None:
+def test_latency_target_lowers_inter_token_latency() -> None:
     trace = agents()
-    fixed, timed = (simulate(trace, plan(load=1.0, **more)) for more in ({"chunking": Fixed(8192)}, {}))
+    fixed, timed = (
+        simulate(trace, config(load=1.0, **more)) for more in ({"prefill_policy": FixedTokenBudget(8192)}, {})
+    )
     assert timed.figures()["interval_p99_ms"] < fixed.figures()["interval_p99_ms"]

@@ -1,4 +1,4 @@
-"""Traces: what the readers make of rows, and that made-up traffic has the shape it claims."""
+"""Traces: reading both file formats, and the shape of synthetic traffic."""
 
 import gzip
 import json
@@ -8,9 +8,8 @@ from statistics import median
 import pytest
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator import generator
-from emberline.simulator.trace import Segments, Trace, Turn, runs_of
-from emberline.simulator.trace_files import open_trace
+from emberline.simulator.trace import SegmentIndex, TraceTurn, TrafficTrace, run_lengths
+from emberline.simulator.trace_sources import open_trace, synthetic_agents, synthetic_chats
 
 CHATS = [
     {"timestamp": 0, "input_length": 1500, "output_length": 10, "hash_ids": [0, 1, 2]},
@@ -38,25 +37,25 @@ def write(path: Path, rows: list[dict[str, object]]) -> str:
     return str(path)
 
 
-def blocks(turn: Turn) -> int:
+def blocks(turn: TraceTurn) -> int:
     return sum(turn.lengths)
 
 
-def test_runs() -> None:
-    assert runs_of([4, 5, 6, 9, 2, 3]) == [(4, 3), (9, 1), (2, 2)]
-    assert runs_of([]) == []
+def test_run_lengths() -> None:
+    assert run_lengths([4, 5, 6, 9, 2, 3]) == [(4, 3), (9, 1), (2, 2)]
+    assert run_lengths([]) == []
 
 
-def test_segments_part_where_prompts_do() -> None:
+def test_segments_divide_where_prompts_diverge() -> None:
     prompts = [[(0, 10)], [(0, 6), (20, 3)], [(0, 10), (30, 2)]]
-    segments = Segments(prompts)
+    segments = SegmentIndex(prompts)
     paths = [segments.path(runs) for runs in prompts]
     assert [lengths for _, lengths in paths] == [(6, 4), (6, 3), (6, 4, 2)]
     assert paths[0][0] == paths[2][0][:2]
     assert paths[0][0][0] == paths[1][0][0]
 
 
-def test_chats_keep_their_arrivals_and_share_blocks(tmp_path: Path) -> None:
+def test_chats_keep_arrivals_and_share_blocks(tmp_path: Path) -> None:
     trace = open_trace(write(tmp_path / "chat.jsonl.gz", CHATS), 1, 8192)
     assert (trace.shared, trace.block_tokens, trace.n_turns, trace.left_out) == (True, 512, 3, 1)
     first, second, third = (session.turns[0] for session in trace.sessions)
@@ -67,18 +66,18 @@ def test_chats_keep_their_arrivals_and_share_blocks(tmp_path: Path) -> None:
     assert third.n_output == 1  # a reply has a token at least
 
 
-def test_agents_share_what_tools_and_system_take_and_end_where_they_outgrow(tmp_path: Path) -> None:
+def test_agents_share_tools_and_system_prompt_and_end_at_the_context_limit(tmp_path: Path) -> None:
     trace = open_trace(write(tmp_path / "agents.jsonl.gz", [AGENT, {**AGENT, "id": "b"}]), 1, 8192)
     assert (trace.shared, trace.block_tokens, len(trace.sessions), trace.left_out) == (False, 64, 2, 2)
     session = trace.sessions[0]
     assert session.common == (0, 1)
-    assert [turn.beside for turn in session.turns] == [False, True, False]
+    assert [turn.is_sub_agent for turn in session.turns] == [False, True, False]
     assert session.turns[0].lengths[0] == (128 + 70) // 64
     assert [turn.wait_s for turn in session.turns] == [0.0, 1.0, 10.0]
-    assert session.ages == (0.0, 3.0, 12.0)
+    assert session.times_s == (0.0, 3.0, 12.0)
 
 
-def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="agents, chats"):
         open_trace(str(tmp_path / "none"), 1, 8192)
     with pytest.raises(BadInput, match="neither"):
@@ -92,7 +91,7 @@ def test_what_is_wrong_with_a_trace_is_said(tmp_path: Path) -> None:
         open_trace(str(tmp_path / "d.jsonl.gz"), 1, 8192)
 
 
-def ideal(turns: list[Turn]) -> float:
+def ideal(turns: list[TraceTurn]) -> float:
     known: set[int] = set()
     n_known = 0
     for turn in turns:
@@ -104,12 +103,12 @@ def ideal(turns: list[Turn]) -> float:
     return n_known / sum(map(blocks, turns))
 
 
-def turns_of(trace: Trace) -> list[Turn]:
+def turns_of(trace: TrafficTrace) -> list[TraceTurn]:
     return [turn for session in trace.sessions for turn in session.turns]
 
 
-def test_made_up_agents_look_like_agents() -> None:
-    trace = generator.agents(7, 262_144, n_sessions=60)
+def test_synthetic_agents() -> None:
+    trace = synthetic_agents(7, 262_144, n_sessions=60)
     turns = turns_of(trace)
     assert 60_000 < median(turn.n_prompt for turn in turns) < 150_000
     assert 150 < median(turn.n_output for turn in turns) < 300
@@ -118,8 +117,8 @@ def test_made_up_agents_look_like_agents() -> None:
     assert 0.9 < sum(ideal(list(session.turns)) for session in trace.sessions) / len(trace.sessions) < 0.99
 
 
-def test_made_up_chats_look_like_chats() -> None:
-    trace = generator.chats(7, 131_072)
+def test_synthetic_chats() -> None:
+    trace = synthetic_chats(7, 131_072)
     turns = turns_of(trace)
     assert 5_000 < median(turn.n_prompt for turn in turns) < 9_000
     assert 250 < median(turn.n_output for turn in turns) < 400

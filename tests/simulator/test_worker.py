@@ -1,13 +1,13 @@
-"""A modelled worker: closed forms where there are any, and nothing lost whatever comes."""
+"""A simulated worker: step times in closed form, and no request lost for any arrivals."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from emberline.simulator.coefficients import Chunking, Coefficients, Fixed, Timed
-from emberline.simulator.job import Job, Seq
-from emberline.simulator.virtual_clock import Clock
-from emberline.simulator.worker import Worker
+from emberline.simulator.coefficients import Coefficients, FixedTokenBudget, LatencyTargetBudget, PrefillPolicy
+from emberline.simulator.request import SimRequest, SimSequence
+from emberline.simulator.virtual_clock import VirtualClock
+from emberline.simulator.worker import SimWorker
 
 MODEL = Coefficients(
     name="test",
@@ -25,154 +25,162 @@ MODEL = Coefficients(
 
 
 class Record:
-    """Listens, and checks whenever something changed that memory is not overdrawn."""
+    """Records events, and checks at each that the KV cache is within its capacity."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.first_s: dict[str, float] = {}
-        self.ended_s: dict[str, float] = {}
+    def __init__(self, clock: VirtualClock) -> None:
+        self.first_token_s: dict[str, float] = {}
+        self.end_s: dict[str, float] = {}
         self._clock = clock
 
-    def chunk(self, worker: Worker, seq: Seq, n_tokens: int) -> None: ...
+    def on_prefill(self, worker: SimWorker, seq: SimSequence, n_tokens: int) -> None: ...
 
-    def first(self, worker: Worker, seq: Seq) -> None:
-        assert seq.job.id not in self.first_s
-        self.first_s[seq.job.id] = self._clock.now_s
+    def on_first_token(self, worker: SimWorker, seq: SimSequence) -> None:
+        assert seq.request.id not in self.first_token_s
+        self.first_token_s[seq.request.id] = self._clock.now_s
 
-    def ended(self, worker: Worker, seq: Seq) -> None:
-        assert seq.job.id not in self.ended_s
-        self.ended_s[seq.job.id] = self._clock.now_s
+    def on_finish(self, worker: SimWorker, seq: SimSequence) -> None:
+        assert seq.request.id not in self.end_s
+        self.end_s[seq.request.id] = self._clock.now_s
 
-    def stepped(self, worker: Worker, seconds: float, n_tokens: int) -> None:
+    def on_step(self, worker: SimWorker, seconds: float, n_tokens: int) -> None:
         assert seconds > 0
 
-    def changed(self, worker: Worker) -> None:
+    def on_change(self, worker: SimWorker) -> None:
         cache = worker.cache
         assert cache.reserved + cache.n_cached <= cache.capacity
 
 
-def job(number: int, path: tuple[int, ...], lengths: tuple[int, ...], n_output: int, n_prompt: int = 0) -> Job:
+def make_request(
+    number: int, path: tuple[int, ...], lengths: tuple[int, ...], n_output: int, n_prompt: int = 0
+) -> SimRequest:
     n = n_prompt or 16 * sum(lengths)
-    return Job(f"j{number}", number, 0, 0, path, lengths, n, n_output, block_tokens=16, asked_s=0.0)
+    return SimRequest(f"j{number}", number, 0, 0, path, lengths, n, n_output, block_tokens=16, arrival_s=0.0)
 
 
-def worker(chunking: Chunking, model: Coefficients = MODEL) -> tuple[Clock, Record, Worker]:
-    clock = Clock()
+def worker(prefill_policy: PrefillPolicy, model: Coefficients = MODEL) -> tuple[VirtualClock, Record, SimWorker]:
+    clock = VirtualClock()
     record = Record(clock)
-    return clock, record, Worker("w", model, chunking, clock, record, block_tokens=16)
+    return clock, record, SimWorker("w", model, prefill_policy, clock, record, block_tokens=16)
 
 
-def test_one_request_alone_takes_what_the_formula_says() -> None:
-    clock, record, one = worker(Timed())
-    one.submit(job(0, (0,), (125,), 101), 101)  # 2,000 tokens: chunks of 1,024 and 976
+def test_single_request_takes_the_modelled_time() -> None:
+    clock, record, one = worker(LatencyTargetBudget())
+    one.submit(make_request(0, (0,), (125,), 101), 101)  # 2,000 tokens: chunks of 1,024 and 976
     clock.run(100)
     prefill_s = 2 * 0.004 + 2000 * 2e-5 + 1e-9 * (1024 * 512 + 976 * (1024 + 488))
-    assert record.first_s["j0"] == pytest.approx(prefill_s)
+    assert record.first_token_s["j0"] == pytest.approx(prefill_s)
     assert prefill_s == pytest.approx(MODEL.prefill_s(2000))
     decode_s = sum(MODEL.decode_s(1, 2001 + n) for n in range(100))
-    assert record.ended_s["j0"] == pytest.approx(prefill_s + decode_s)
+    assert record.end_s["j0"] == pytest.approx(prefill_s + decode_s)
     assert one.busy_s == pytest.approx(prefill_s + decode_s)
-    assert (one.computed, one.cached, one.n_written) == (2000, 0, 101)
+    assert (one.computed, one.cached, one.n_output) == (2000, 0, 101)
 
 
-def test_a_cached_beginning_is_not_computed_again() -> None:
-    clock, record, one = worker(Timed())
-    one.submit(job(0, (0,), (60,), 1), 1)
+def test_cached_prefix_is_not_computed_again() -> None:
+    clock, record, one = worker(LatencyTargetBudget())
+    one.submit(make_request(0, (0,), (60,), 1), 1)
     clock.run(10)
-    second = job(1, (0, 1), (60, 10), 1)
+    second = make_request(1, (0, 1), (60, 10), 1)
     one.submit(second, 1)
     clock.run(20)
     assert second.cached_tokens == 960
     assert one.computed == 960 + 160
-    assert record.first_s["j1"] - 10 == pytest.approx(MODEL.prefill_s(160, 960))
+    assert record.first_token_s["j1"] - 10 == pytest.approx(MODEL.prefill_s(160, 960))
 
 
-def test_a_reply_that_the_trace_knows_is_cached_too() -> None:
-    clock, _, one = worker(Timed())
-    first = job(0, (0,), (10,), 33)
+def test_reply_known_to_the_trace_is_cached() -> None:
+    clock, _, one = worker(LatencyTargetBudget())
+    first = make_request(0, (0,), (10,), 33)
     first.reply = (1, 2)
     one.submit(first, 33)
     clock.run(10)
-    second = job(1, (0, 1, 2), (10, 2, 3), 1)
+    second = make_request(1, (0, 1, 2), (10, 2, 3), 1)
     one.submit(second, 1)
     clock.run(20)
     assert second.cached_tokens == 192
     assert one.cache.n_used == 0
 
 
-def test_one_who_needs_what_another_computes_waits_for_it() -> None:
-    clock, _, one = worker(Fixed(256))
-    one.submit(job(0, (0,), (60,), 1), 1)
-    late = job(1, (0, 1), (60, 4), 1)
+def test_sequence_waits_for_a_prefix_that_another_computes() -> None:
+    clock, _, one = worker(FixedTokenBudget(256))
+    one.submit(make_request(0, (0,), (60,), 1), 1)
+    late = make_request(1, (0, 1), (60, 4), 1)
     one.submit(late, 1)
     clock.run(10)
     assert late.cached_tokens == 960
     assert one.computed == 960 + 64
 
 
-def test_a_stream_that_joins_is_counted_from_its_step_on() -> None:
-    clock, record, one = worker(Timed())
-    one.submit(job(0, (0,), (1,), 1000), 1000)
+def test_arrival_shortens_fused_steps() -> None:
+    clock, record, one = worker(LatencyTargetBudget())
+    one.submit(make_request(0, (0,), (1,), 1000), 1000)
     clock.run(1.0)
-    one.submit(job(1, (1,), (1,), 5), 5)
+    one.submit(make_request(1, (1,), (1,), 5), 5)
     clock.run(100)
     alone_s = MODEL.decode_s(1, 16 + 250)
-    assert 1.0 < record.first_s["j1"] < 1.0 + 3 * alone_s  # the step that runs, then its own
-    assert one.n_written == 1005
+    assert 1.0 < record.first_token_s["j1"] < 1.0 + 3 * alone_s  # the step that runs, then its own
+    assert one.n_output == 1005
 
 
-@pytest.mark.parametrize("chunking", [Fixed(256), Timed(target_s=0.008)])
-def test_chunks_beside_streams_are_bounded(chunking: Chunking) -> None:
-    clock, record, one = worker(chunking)
-    longest = []
-    record.stepped = lambda worker, seconds, n_tokens: longest.append((seconds, n_tokens))  # type: ignore[method-assign]
-    one.submit(job(0, (0,), (1,), 400), 400)
+@pytest.mark.parametrize("prefill_policy", [FixedTokenBudget(256), LatencyTargetBudget(target_s=0.008)])
+def test_prefill_is_bounded_while_sequences_decode(prefill_policy: PrefillPolicy) -> None:
+    clock, record, one = worker(prefill_policy)
+    steps = []
+    record.on_step = lambda worker, seconds, n_tokens: steps.append((seconds, n_tokens))  # type: ignore[method-assign]
+    one.submit(make_request(0, (0,), (1,), 400), 400)
     clock.run(0.1)
-    one.submit(job(1, (1,), (120,), 2), 2)
+    one.submit(make_request(1, (1,), (120,), 2), 2)
     clock.run(100)
-    beside = max(seconds for seconds, n_tokens in longest if n_tokens)
-    limit_s = 0.0085 if isinstance(chunking, Timed) else MODEL.decode_s(1, 500) + MODEL.chunk_s(256, 1920)
-    assert beside <= limit_s
-    assert record.ended_s.keys() == {"j0", "j1"}
+    longest_s = max(seconds for seconds, n_tokens in steps if n_tokens)
+    limit_s = (
+        0.0085 if isinstance(prefill_policy, LatencyTargetBudget) else MODEL.decode_s(1, 500) + MODEL.chunk_s(256, 1920)
+    )
+    assert longest_s <= limit_s
+    assert record.end_s.keys() == {"j0", "j1"}
 
 
-def test_who_does_not_fit_waits_and_when_memory_ends_the_last_gives_way() -> None:
-    clock, record, one = worker(Timed())
+def test_full_memory_queues_and_preempts_the_latest() -> None:
+    clock, record, one = worker(LatencyTargetBudget())
     for number in range(3):
-        one.submit(job(number, (number,), (75,), 200), 200)  # 3 × (1,200 + 200) tokens: more than 4,096
+        one.submit(make_request(number, (number,), (75,), 200), 200)  # 3 × (1,200 + 200) tokens: more than 4,096
     clock.run(1000)
-    assert record.ended_s.keys() == {"j0", "j1", "j2"}
+    assert record.end_s.keys() == {"j0", "j1", "j2"}
     assert one.n_preempted >= 1
-    assert one.n_written == 600
+    assert one.n_output == 600
     assert one.cache.n_used == 0
 
 
 REQUESTS = st.lists(
     st.tuples(
-        st.integers(0, 3),  # whose beginning it has
-        st.integers(1, 60),  # blocks of its own
-        st.integers(1, 120),  # tokens of its reply
-        st.floats(0.0, 0.5),  # seconds after the one before
+        st.integers(0, 3),  # shared prefix
+        st.integers(1, 60),  # further blocks
+        st.integers(1, 120),  # output tokens
+        st.floats(0.0, 0.5),  # seconds since the previous
     ),
     min_size=1,
     max_size=15,
 )
 
 
-@given(REQUESTS, st.sampled_from([Fixed(128), Fixed(2048), Timed(target_s=0.006)]))
+@given(REQUESTS, st.sampled_from([FixedTokenBudget(128), FixedTokenBudget(2048), LatencyTargetBudget(target_s=0.006)]))
+@example(  # preempting one of many sequences must keep the others in the order of their last tokens
+    [(3, 31, 80, 0.0), (0, 18, 117, 0.0), (0, 31, 75, 0.0), (2, 19, 112, 0.0), (0, 34, 74, 0.0), (1, 34, 58, 0.0)],
+    FixedTokenBudget(2048),
+)
 @settings(max_examples=60, deadline=None)
-def test_every_request_ends_once_and_tokens_add_up(
-    requests: list[tuple[int, int, int, float]], chunking: Chunking
+def test_every_request_finishes_once_and_tokens_add_up(
+    requests: list[tuple[int, int, int, float]], prefill_policy: PrefillPolicy
 ) -> None:
-    clock, record, one = worker(chunking)
-    jobs, at_s = [], 0.0
+    clock, record, one = worker(prefill_policy)
+    sent, at_s = [], 0.0
     for number, (kind, blocks, n_output, wait_s) in enumerate(requests):
         at_s += wait_s
-        jobs.append(job(number, (kind, 10 + number), (20, blocks), n_output))
-        clock.at(at_s, one.submit, jobs[-1], n_output)
+        sent.append(make_request(number, (kind, 10 + number), (20, blocks), n_output))
+        clock.at(at_s, one.submit, sent[-1], n_output)
     clock.run(10_000)
-    assert record.ended_s.keys() == record.first_s.keys() == {one.id for one in jobs}
-    assert one.n_written == sum(n_output for _, _, n_output, _ in requests)
+    assert record.end_s.keys() == record.first_token_s.keys() == {one.id for one in sent}
+    assert one.n_output == sum(n_output for _, _, n_output, _ in requests)
     assert one.n_running == one.load().waiting == one.load().waiting_tokens == one.cache.n_used == 0
     if not one.n_preempted:
-        assert one.computed + one.cached == sum(one_job.n_prompt for one_job in jobs)
+        assert one.computed + one.cached == sum(request.n_prompt for request in sent)
     assert one.busy_s <= clock.now_s

@@ -1,24 +1,24 @@
-"""A modelled worker's KV memory: which runs of blocks it holds, for whom, and which go first.
+"""A simulated worker's KV cache over segments: reference counts, reservations and LRU eviction.
 
-Prompts are paths in a tree of segments (runs of blocks that no prompt of the trace parts), so that a prompt of two
-thousand blocks costs a few dozen steps. A segment may be there in part: its first blocks.
+A prompt is a path of segments (see trace.py), so that one of thousands of blocks costs a few dozen operations. A
+segment may be present in part: its first blocks.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-Changed = Callable[[bool, int, int, int], None]  # stored (or removed), segment, blocks from, to
+OnKVChange = Callable[[bool, int, int, int], None]  # stored (else removed), segment, first block, end
 
 
 def _ignore(stored: bool, segment: int, start: int, end: int) -> None: ...
 
 
-class Cache:
-    """Blocks are held (by sequences that run), cached (evicted least recently used first), reserved, or free."""
+class SimKVCache:
+    """Blocks are held (by running sequences), idle (cached, evicted least recently used first), reserved, or free."""
 
-    def __init__(self, capacity: int, changed: Changed = _ignore) -> None:
+    def __init__(self, capacity: int, changed: OnKVChange = _ignore) -> None:
         self.capacity = capacity
-        self.reserved = 0  # blocks of sequences that are not (yet) of a shared segment
+        self.reserved = 0  # blocks of sequences that belong to no segment (yet)
         self._held: dict[int, list[int]] = {}  # segment -> [holders, blocks]
         self._idle: OrderedDict[int, int] = OrderedDict()  # segment -> blocks; oldest first, children before parents
         self._n_held = self._n_idle = 0
@@ -26,7 +26,7 @@ class Cache:
 
     @property
     def n_used(self) -> int:
-        """Blocks that somebody needs now."""
+        """Blocks that running sequences need."""
         return self.reserved + self._n_held
 
     @property
@@ -35,27 +35,27 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """Blocks that could be had: free ones, and cached ones that nobody holds."""
+        """Blocks available: free and idle ones."""
         return self.capacity - self.reserved - self._n_held
 
     def match(self, path: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-        """(segments, blocks) of the path's beginning that are there; the last of the segments perhaps in part."""
+        """(segments, blocks) of the path's cached prefix; the last segment may be present in part."""
         n_blocks = 0
         held, idle = self._held, self._idle
         for place, segment in enumerate(path):
-            there = held[segment][1] if segment in held else idle.get(segment, 0)
-            n_blocks += there
-            if there < lengths[place]:
-                return place + (there > 0), n_blocks
+            present = held[segment][1] if segment in held else idle.get(segment, 0)
+            n_blocks += present
+            if present < lengths[place]:
+                return place + (present > 0), n_blocks
         return len(path), n_blocks
 
     def idle_blocks(self, path: Sequence[int], n: int) -> int:
-        """Of the first n segments, blocks that nobody holds yet: holding them takes away from `room`."""
+        """Idle blocks of the first n segments: holding them reduces `room`."""
         idle = self._idle
         return sum(idle.get(segment, 0) for segment in path[:n])
 
     def hold(self, path: Sequence[int], n: int) -> None:
-        """Keep the first n segments, which are there, until `release`."""
+        """Pin the first n segments, which are present, until `release`."""
         held, idle = self._held, self._idle
         for segment in path[:n]:
             entry = held.get(segment)
@@ -68,16 +68,16 @@ class Cache:
             self._n_held += blocks
 
     def reserve(self, n_blocks: int) -> None:
-        """Take so many blocks, or give them back (below 0). Cached ones make room; when none can, `room` is below 0."""
+        """Take blocks, or return them (below 0). Evicts idle blocks; if that is not enough, `room` becomes negative."""
         self.reserved += n_blocks
-        assert self.reserved >= 0, "more blocks given back than were reserved"
-        self._make_room()
+        assert self.reserved >= 0, "more blocks returned than were reserved"
+        self._evict()
 
     def publish(self, segment: int, length: int, held_before: bool) -> int:
         """A sequence has computed the segment in blocks it had reserved, and now holds it.
 
-        Returns how many of its reserved blocks became the segment's: none where another was faster.
-        `held_before`: the sequence holds the segment already, for its first blocks.
+        Returns how many reserved blocks became the segment's: none if another sequence published it first.
+        `held_before`: the sequence already holds the segment, for its first blocks.
         """
         entry = self._held.get(segment)
         if entry is None:
@@ -95,7 +95,7 @@ class Cache:
         return new
 
     def release(self, path: Sequence[int], n: int) -> None:
-        """The first n segments are not needed by this sequence any more; the deepest become the oldest."""
+        """Unpin the first n segments; the deepest become the oldest."""
         held = self._held
         for place in range(n - 1, -1, -1):
             segment = path[place]
@@ -107,15 +107,15 @@ class Cache:
                 self._n_held -= entry[1]
                 self._n_idle += entry[1]
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         excess = self.reserved + self._n_held + self._n_idle - self.capacity
         while excess > 0 and self._idle:
             segment, blocks = next(iter(self._idle.items()))
-            gone = min(blocks, excess)
-            if gone == blocks:
+            evicted = min(blocks, excess)
+            if evicted == blocks:
                 del self._idle[segment]
             else:
-                self._idle[segment] = blocks - gone
-            self._n_idle -= gone
-            excess -= gone
-            self._changed(False, segment, blocks - gone, blocks)
+                self._idle[segment] = blocks - evicted
+            self._n_idle -= evicted
+            excess -= evicted
+            self._changed(False, segment, blocks - evicted, blocks)
