@@ -205,7 +205,7 @@ class Run:
         return int(n or 0)
 
     async def close(self) -> None:
-        await self.puller.close(leave_s=0.1)
+        await self.puller.close(drain_s=0.1)
         await self.queue.close()
         self.fleet.close()
 

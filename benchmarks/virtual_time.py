@@ -2,10 +2,11 @@
 
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from emberline.store import Database, Rows, Statement, Value, Work
+from emberline.store import Database, Rows, Statement, Transaction, Value
+from emberline.store.notifications import Subscription
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class RealTimeStore:
     async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
         return await self._real(self._store.transaction(statements))  # type: ignore[no-any-return]
 
-    async def run(self, work: Callable[[], Work[T]]) -> T:
+    async def run(self, work: Callable[[], Transaction[T]]) -> T:
         return await self._real(self._store.run(work))  # type: ignore[no-any-return]
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
@@ -63,7 +64,7 @@ class RealTimeStore:
     async def notify(self, channel: str, payload: str = "") -> None:
         await self._store.notify(channel, payload)
 
-    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
+    def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
         return self._store.listen(channel, poll_s)
 
     def now_us(self) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from emberline.store import Database, Step
+from emberline.store import Database, Query
 
 UsageStatus = Literal["finished", "failed", "cancelled"]
 
@@ -41,9 +41,9 @@ _INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
 _SELECT = f"SELECT {_COLUMNS} FROM usage WHERE id = ?"
 
 
-def insert_usage(row: UsageRow) -> Step:
+def insert_usage(row: UsageRow) -> Query:
     """What records a row, for those who do so in a transaction of their own."""
-    return Step(
+    return Query(
         _INSERT,
         (
             row.id,

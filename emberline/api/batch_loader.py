@@ -78,7 +78,7 @@ class Loader:
     async def _read(self, batch: Batch) -> None:
         queue, reader = self._queue, reader_of(batch, self._service)
         assert batch.input_blob is not None, "whoever creates a batch names its file"
-        done, seen, steps = batch.n_loaded, 0, Steps()
+        done, seen, steps = batch.counts.total, 0, Steps()
         lines: list[NewJob] = []
         async for line in lines_of(queue.blobs.stream(batch.input_blob), queue.limits.max_job_bytes):
             seen += 1

@@ -1,1 +1,1 @@
-"""Durable work: the queue, its batches, and the events that tell of them."""
+"""Durable work. `batches` (batches, files, blobs) is imported by `webhooks` (events, deliveries), both by `queue`."""

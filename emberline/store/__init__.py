@@ -1,7 +1,25 @@
-"""The durable store behind one narrow interface: SQLite embedded, PostgreSQL beyond one machine."""
+"""The durable store behind one narrow interface: SQLite embedded, PostgreSQL for more than one machine."""
 
-from emberline.store.connect import open_store
-from emberline.store.database import Database, Many, Rows, Sql, Statement, Step, Value, Work
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from emberline.protocol.errors import BadInput
+from emberline.store.database import BulkQuery, Database, Query, Rows, Sql, Statement, Transaction, Value
 from emberline.store.sqlite import SqliteStore
 
-__all__ = ["Database", "Many", "Rows", "Sql", "SqliteStore", "Statement", "Step", "Value", "Work", "open_store"]
+__all__ = ["BulkQuery", "Database", "Query", "Rows", "Sql", "SqliteStore", "Statement", "Transaction", "Value"]
+
+
+async def open_store(where: str | Path) -> Database:
+    """Open the database at a path, a `sqlite:///…` or a `postgresql://…` URL and bring its schema up to date."""
+    if isinstance(where, Path) or "://" not in where:
+        return await SqliteStore.open(Path(where))
+    parts = urlsplit(where)
+    if parts.scheme in ("postgresql", "postgres"):
+        from emberline.store.postgres import PostgresStore
+
+        return await PostgresStore.open(where)
+    if parts.scheme != "sqlite" or parts.netloc or not parts.path.startswith("/"):
+        # The URL itself is not repeated: it may contain a password.
+        raise BadInput("a store's URL begins with postgresql:// or sqlite:/// and an absolute path", param="store.url")
+    return await SqliteStore.open(Path(unquote(parts.path)))

@@ -1,17 +1,17 @@
 """A clock that follows the time of day but never jumps.
 
-Leases and deadlines are compared with it. A wall clock that is set by an hour would end every lease at once, or keep a
-dead worker's for an hour; this one runs on the machine's monotonic clock and closes a gap by going at most 5 % faster
-or slower.
+Leases and deadlines are compared with it. A wall clock that is set by an hour would end every lease at once, or extend
+a dead worker's by an hour. This clock runs on the machine's monotonic clock and corrects an offset by running at most
+5 % faster or slower.
 """
 
 import time
 from collections.abc import Callable
 
 SLEW = 0.05
-_CLOSE_US = 1_000_000  # a small gap is closed within about a second
-_LOOK_US = 10_000  # how often the wall clock is looked at
-_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
+_CORRECT_US = 1_000_000  # a small offset is corrected within about a second
+_SAMPLE_US = 10_000  # between two readings of the wall clock
+_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # continues while the machine sleeps
 
 
 def wall_us() -> int:
@@ -33,9 +33,9 @@ class SteadyClock:
     def now_us(self) -> int:
         elapsed_us = self._ticks() - self._at_tick
         now_us = self._at_us + int(elapsed_us * self._rate)
-        if elapsed_us >= _LOOK_US:
+        if elapsed_us >= _SAMPLE_US:
             self._at_tick += elapsed_us
             self._at_us = now_us
-            gap = (self._target() - now_us) / _CLOSE_US
-            self._rate = 1.0 + max(-SLEW, min(SLEW, gap))
+            offset = (self._target() - now_us) / _CORRECT_US
+            self._rate = 1.0 + max(-SLEW, min(SLEW, offset))
         return now_us

@@ -1,12 +1,17 @@
-"""What a store is: a few verbs that SQLite and PostgreSQL offer alike. SQL is written once, with `?` placeholders.
+"""The interface that SQLite and PostgreSQL implement. SQL is written once, with `?` placeholders.
 
-A transaction that must look before it writes is a generator: `rows = yield Step(sql, params)`. SQLite drives it on its
-writer's thread, PostgreSQL over a connection; both may drive it again from the beginning, so it has no side effects.
+A transaction that reads before it writes is a generator: `rows = yield Query(sql, params)`. SQLite runs it on the
+writer thread, PostgreSQL over a connection. Either may run it again from the start, so it must have no side effects.
 """
 
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+import asyncio
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from emberline.store.notifications import Subscription
 
 Value = str | bytes | int | float | None
 Row = tuple[Value, ...]
@@ -15,9 +20,9 @@ T = TypeVar("T")
 
 
 class Sql(str):
-    """A statement that PostgreSQL is told in words of its own.
+    """A statement with a different text for PostgreSQL.
 
-    bulk: its words for `Many`, with one array per parameter in place of many executions.
+    bulk: PostgreSQL's text for a BulkQuery, with one array per parameter instead of one execution per row.
     """
 
     postgres: str
@@ -30,56 +35,70 @@ class Sql(str):
         return text
 
 
-class Step(NamedTuple):
+class Query(NamedTuple):
     sql: str
     params: Sequence[Value] = ()
 
 
-class Many(NamedTuple):
-    """One statement for many sets of parameters; their RETURNING rows come one after another."""
+class BulkQuery(NamedTuple):
+    """One statement for many sets of parameters; the RETURNING rows of all of them are concatenated."""
 
     sql: str
-    each: Sequence[Sequence[Value]]
+    params: Sequence[Sequence[Value]]
 
 
-Statement = Step | Many | tuple[str, Sequence[Value]]
-Work = Generator[Statement, Rows, T]
+Statement = Query | BulkQuery | tuple[str, Sequence[Value]]
+Transaction = Generator[Statement, Rows, T]
 
 
 class Database(Protocol):
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Run one statement; return once it is durable, with its RETURNING rows. Neighbours share a commit."""
+        """Run one statement; return its RETURNING rows once it is durable. Concurrent writes share a commit."""
 
     async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
-        """Run them all or none; return once they are durable."""
+        """Run all statements or none; return once they are durable."""
 
-    async def run(self, work: Callable[[], Work[T]]) -> T:
-        """Run a transaction that looks before it writes. What it raises undoes it."""
+    async def run(self, work: Callable[[], Transaction[T]]) -> T:
+        """Run a transaction that reads before it writes. An exception in it rolls it back."""
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Run one query: it sees every write that has returned."""
+        """Run one query, which sees every write that has returned."""
 
     async def notify(self, channel: str, payload: str = "") -> None:
-        """Wake whoever listens, best effort; after the commit that there is to tell of."""
+        """Wake the channel's subscribers, best effort; call it after the commit it announces."""
 
-    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
-        """Payloads as they come; "" when some may have been missed, and every `poll_s` or so: look for yourself."""
+    def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
+        """Subscribe to a channel; about every `poll_s` without a notification the payload "" is delivered."""
 
     def now_us(self) -> int:
-        """Unix time by the clock that leases and deadlines go by: it never jumps."""
+        """Unix time by the clock that leases and deadlines are compared with: it never jumps."""
 
     async def close(self) -> None: ...
 
 
 @lru_cache(256)
-def gives_rows(sql: str) -> bool:
-    """Whether the statement has rows to return."""
+def returns_rows(sql: str) -> bool:
     return "RETURNING" in sql or sql.lstrip().startswith("SELECT")
 
 
-def in_order(statements: Sequence[Statement]) -> Work[list[Rows]]:
+def in_order(statements: Sequence[Statement]) -> Transaction[list[Rows]]:
     """The transaction that runs `statements` one after another."""
-    found: list[Rows] = []
+    results: list[Rows] = []
     for statement in statements:
-        found.append((yield statement))
-    return found
+        results.append((yield statement))
+    return results
+
+
+def decode_row(kind: type[T], columns: str, row: Row) -> T:
+    """The msgspec struct whose fields are the row's columns ("id, account, …")."""
+    return msgspec.convert(dict(zip(columns.split(", "), row, strict=True)), kind)
+
+
+def resolve_future(done: "asyncio.Future[Any]", outcome: Any) -> None:
+    """Hand a result or an exception to the waiter; if it was cancelled, the write stands nevertheless."""
+    if done.done():
+        return
+    if isinstance(outcome, Exception):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)

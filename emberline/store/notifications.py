@@ -1,86 +1,91 @@
-"""Wake-ups within a process: who listens to a channel hears what is said on it."""
+"""Notifications: wake-ups between tasks of one process, and PostgreSQL's LISTEN between processes."""
 
 import asyncio
 import contextlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakSet
 
-_MAX_HELD = 1024  # payloads a slow listener has waiting; beyond, it is told to look for itself
-
-
-class _Ear:
-    """One listener's mailbox."""
-
-    def __init__(self) -> None:
-        self.heard: dict[str, None] = {}  # a set that keeps its order: saying it twice is hearing it once
-        self.stirred = asyncio.Event()
-
-    def hear(self, payload: str) -> None:
-        if len(self.heard) >= _MAX_HELD:
-            self.heard.clear()
-            payload = ""
-        self.heard[payload] = None
-        self.stirred.set()
-
-
-class Notifier:
-    """Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._ears: defaultdict[str, set[_Ear]] = defaultdict(set)
-
-    def say(self, channel: str, payload: str = "") -> None:
-        for ear in self._ears.get(channel, ()):
-            ear.hear(payload)
-
-    def stir(self) -> None:
-        """Something may have been missed on every channel."""
-        for channel in self._ears:
-            self.say(channel)
-
-    async def listen(self, channel: str, poll_s: float) -> AsyncIterator[str]:
-        ear = _Ear()
-        self._ears[channel].add(ear)
-        try:
-            while True:
-                try:
-                    # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the wake-up.
-                    async with asyncio.timeout(poll_s * random.uniform(0.5, 1.5)):
-                        await ear.stirred.wait()
-                except TimeoutError:
-                    ear.heard[""] = None
-                heard, ear.heard = ear.heard, {}
-                ear.stirred.clear()
-                for payload in heard:
-                    yield payload
-        finally:
-            self._ears[channel].discard(ear)
-
-
+_MAX_PENDING = 1024  # payloads per subscription; beyond, they are replaced by ""
 _BACKOFF_S = (0.2, 5.0)
-_ALIVE_S = 30.0  # between two signs of life
+_PROBE_S = 30.0  # between two checks of an idle LISTEN connection
 
 log = logging.getLogger("emberline.store")
 
 
-class PostgresListener:
-    """Connects when the first channel is wanted, and again whenever it is cut; then everyone is told to look."""
+class Subscription:
+    """One consumer's notifications on one channel; an endless async iterator over payloads, each delivered once.
 
-    def __init__(self, connect: Callable[[], Awaitable[Any]], signals: Notifier) -> None:
+    It is active from its creation to its last reference, so a consumer that subscribes before it reads the store
+    misses nothing. The payload "" means that notifications may have been lost: read the state again.
+    """
+
+    def __init__(self, poll_s: float) -> None:
+        self._poll_s = poll_s
+        self._pending: dict[str, None] = {}  # an ordered set
+        self._arrived = asyncio.Event()
+
+    def put(self, payload: str = "") -> None:
+        if len(self._pending) >= _MAX_PENDING:
+            self._pending.clear()
+            payload = ""
+        self._pending[payload] = None
+        self._arrived.set()
+
+    def __aiter__(self) -> "Subscription":
+        return self
+
+    async def __anext__(self) -> str:
+        if not self._pending:
+            self._arrived.clear()
+            try:
+                # Not `wait_for`: in Python 3.11 it loses a cancellation that comes with the wake-up.
+                async with asyncio.timeout(self._poll_s * random.uniform(0.5, 1.5)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return ""
+        payload = next(iter(self._pending))
+        del self._pending[payload]
+        return payload
+
+
+class Notifier:
+    """The subscriptions of one event loop."""
+
+    def __init__(self) -> None:
+        self._subscriptions: defaultdict[str, WeakSet[Subscription]] = defaultdict(WeakSet)
+
+    def subscribe(self, channel: str, poll_s: float) -> Subscription:
+        subscription = Subscription(poll_s)
+        self._subscriptions[channel].add(subscription)
+        return subscription
+
+    def publish(self, channel: str, payload: str = "") -> None:
+        for subscription in self._subscriptions.get(channel, ()):
+            subscription.put(payload)
+
+
+class PostgresListener:
+    """Passes PostgreSQL notifications on to a Notifier.
+
+    Connects when the first channel is added and again whenever the connection is lost; then every channel gets a "".
+    """
+
+    def __init__(self, connect: Callable[[], Awaitable[Any]], notifier: Notifier) -> None:
         self._connect = connect
-        self._signals = signals
+        self._notifier = notifier
         self._channels: set[str] = set()
-        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()  # a channel was added, or the connection was closed
         self._task: asyncio.Task[None] | None = None
 
-    def want(self, channel: str) -> None:
+    def add(self, channel: str) -> None:
         if channel in self._channels:
             return
         self._channels.add(channel)
-        self._stirred.set()
+        self._changed.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
@@ -101,27 +106,27 @@ class PostgresListener:
                 continue
             backoff_s = _BACKOFF_S[0]
             try:
-                await self._hear(connection)
+                await self._listen(connection)
             except Exception as error:
-                log.warning("listening to the database was cut: %s", error)
+                log.warning("the listening connection to the database was lost: %s", error)
             finally:
                 connection.terminate()
 
-    async def _hear(self, connection: Any) -> None:
-        """Until the connection fails: a sign of life finds out within half a minute, a closed socket at once."""
-        heard: set[str] = set()
-        connection.add_termination_listener(lambda *_: self._stirred.set())
+    async def _listen(self, connection: Any) -> None:
+        """Until the connection fails: the probe notices within half a minute, a closed socket is noticed at once."""
+        active: set[str] = set()
+        connection.add_termination_listener(lambda *_: self._changed.set())
         while not connection.is_closed():
-            self._stirred.clear()
-            for channel in self._channels - heard:
-                await connection.add_listener(f"emberline_{channel}", self._pass_on)
-                heard.add(channel)
-                self._signals.say(channel)
+            self._changed.clear()
+            for channel in self._channels - active:
+                await connection.add_listener(f"emberline_{channel}", self._publish)
+                active.add(channel)
+                self._notifier.publish(channel)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ALIVE_S):  # not `wait_for`, for the reason in signals.py
-                    await self._stirred.wait()
+                async with asyncio.timeout(_PROBE_S):
+                    await self._changed.wait()
                 continue
-            await connection.execute("SELECT 1", timeout=_ALIVE_S)
+            await connection.execute("SELECT 1", timeout=_PROBE_S)
 
-    def _pass_on(self, connection: Any, pid: int, channel: str, payload: str) -> None:
-        self._signals.say(channel.removeprefix("emberline_"), payload)
+    def _publish(self, connection: Any, pid: int, channel: str, payload: str) -> None:
+        self._notifier.publish(channel.removeprefix("emberline_"), payload)

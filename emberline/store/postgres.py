@@ -1,11 +1,10 @@
-"""The store beyond one machine: PostgreSQL through asyncpg.
+"""The store for more than one machine: PostgreSQL through asyncpg.
 
-asyncpg, because it was made for asyncio, sends one statement for many rows without waiting in between, and needs no C
-library on the host.
+asyncpg was made for asyncio, pipelines one statement over many rows, and needs no C library on the host.
 
-Group commit: a statement goes out at once while a lane (a connection that writes) is free; while all are busy, what
-waits is gathered and committed together. Transactions that look before they write go one by one, so that no two of
-them hold each other's rows: who calls `run` gathers its own rows.
+Group commit: a statement is sent at once while one of the WRITERS connections is free; while all are busy, queued
+statements are committed together. Transactions passed to `run` are not grouped, so that they do not hold each other's
+row locks; their callers group rows themselves.
 """
 
 import asyncio
@@ -15,60 +14,48 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.store import migrations
 from emberline.store.clock import SteadyClock, uptime_us
-from emberline.store.database import Many, Rows, Sql, Statement, Step, T, Value, Work, gives_rows, in_order
-from emberline.store.notifications import Notifier, PostgresListener
-
-_PIECE = re.compile(r"'(?:[^']|'')*'|\?(\d*)")
-
-
-def numbered(sql: str) -> str:
-    """The text for PostgreSQL: its own where there is one, and `$1`, `$2` for the `?` that are not in quotes.
-
-    `?3` is the third parameter, as in SQLite; a text has either all of its placeholders numbered or none.
-    """
-    return _numbered(sql.postgres if isinstance(sql, Sql) else sql)
-
-
-@lru_cache(512)
-def _numbered(sql: str) -> str:
-    n = 0
-
-    def piece(match: re.Match[str]) -> str:
-        nonlocal n
-        if not match[0].startswith("?"):
-            return match[0]
-        n += 1
-        return f"${match[1] or n}"
-
-    return _PIECE.sub(piece, sql)
-
+from emberline.store.database import (
+    BulkQuery,
+    Query,
+    Rows,
+    Sql,
+    Statement,
+    T,
+    Transaction,
+    Value,
+    in_order,
+    resolve_future,
+    returns_rows,
+)
+from emberline.store.notifications import Notifier, PostgresListener, Subscription
 
 try:
     import asyncpg  # type: ignore[import-untyped]
 except ImportError as missing:
     raise BadInput("a PostgreSQL store needs the driver: pip install 'emberline[postgres]'") from missing
 
-LANES = 4  # connections that write
+WRITERS = 4  # connections for writing
 READERS = 4
-MAX_BATCH = 128
+MAX_GROUP = 128
 CONNECT_S = 5.0
 COMMAND_S = 120.0
-CLOCK_S = 30.0  # between two looks at the server's clock
+CLOCK_SYNC_S = 30.0  # between two readings of the server's clock
 _BACKOFF_S = (0.1, 2.0)
-_RETRIES = 5  # of a transaction that met another's locks
+_MAX_RETRIES = 5  # of a transaction that was aborted by a deadlock or serialization failure
 _MIGRATION_LOCK = 0x656D626572
 _NOW_US = "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 _VERSION_TABLE = "CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)"
+_PLACEHOLDER = re.compile(r"'(?:[^']|'')*'|\?(\d*)")  # or a string literal, which is left alone
 
-# Every statement of ours finds its rows by an index. A plan that was made while the tables were small, or before they
-# were ever analysed, must not say otherwise once they have grown.
+# Every statement finds its rows by an index. The planner must not choose otherwise from statistics that were taken
+# while the tables were small, or never.
 _SETTINGS = {
     "application_name": "emberline",
     "jit": "off",
@@ -81,7 +68,7 @@ _SETTINGS = {
 
 log = logging.getLogger("emberline.store")
 
-_TROUBLE = (
+_CONNECTION_ERRORS = (
     OSError,
     TimeoutError,
     asyncpg.PostgresConnectionError,
@@ -92,16 +79,16 @@ _TROUBLE = (
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.InternalClientError,
 )
-_RETRY = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
+_RETRYABLE = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
 
 class _Write(NamedTuple):
-    step: Step
+    query: Query
     done: "asyncio.Future[Rows]"
 
 
 class _Run(NamedTuple):
-    work: Callable[[], Work[Any]]
+    work: Callable[[], Transaction[Any]]
     done: "asyncio.Future[Any]"
 
 
@@ -109,20 +96,19 @@ class PostgresStore:
     """Owns the pool. Methods belong to the event loop that opened it."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
         self._pool: Any = None
-        self._signals = Notifier()
-        self._listener = PostgresListener(lambda: _connect(url), self._signals)
-        self._waiting: deque[_Write | _Run] = deque()
-        self._lanes: set[asyncio.Task[None]] = set()
+        self._notifier = Notifier()
+        self._listener = PostgresListener(lambda: _connect(url), self._notifier)
+        self._queue: deque[_Write | _Run] = deque()
+        self._writers: set[asyncio.Task[None]] = set()
         self._closed = False
         self._down_until_s = 0.0
         self._backoff_s = _BACKOFF_S[0]
-        self._ahead_us = 0  # the server's clock minus this machine's ticks
+        self._clock_offset_us = 0  # the server's clock minus this machine's uptime
         self._clock: SteadyClock | None = None
-        self._tending: asyncio.Task[None] | None = None
-        self._said: set[tuple[str, str]] = set()
-        self._saying: asyncio.Task[None] | None = None
+        self._clock_sync: asyncio.Task[None] | None = None
+        self._notifications: set[tuple[str, str]] = set()  # not sent yet: channel, payload
+        self._notifying: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, url: str) -> "PostgresStore":
@@ -132,66 +118,66 @@ class PostgresStore:
             store._pool = await asyncpg.create_pool(
                 url,
                 min_size=0,
-                max_size=LANES + READERS,
+                max_size=WRITERS + READERS,
                 timeout=CONNECT_S,
                 command_timeout=COMMAND_S,
                 server_settings=_SETTINGS,
-                init=_prepare,
+                init=_set_codecs,
             )
             await store._on_connection(_migrate)
-            await store._look_at_clock()
+            await store._read_clock()
         except Exception as error:
             if store._pool is not None:
                 store._pool.terminate()
             if isinstance(error, EmberlineError):
                 raise
             if isinstance(error, ValueError | asyncpg.InterfaceError):
-                told = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
-                raise BadInput(told, param="store.url") from error
-            raise store._trouble(error) from error
-        store._clock = SteadyClock(lambda: uptime_us() + store._ahead_us)
-        store._tending = asyncio.create_task(store._tend())
+                text = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
+                raise BadInput(text, param="store.url") from error
+            raise store._unavailable(error) from error
+        store._clock = SteadyClock(lambda: uptime_us() + store._clock_offset_us)
+        store._clock_sync = asyncio.create_task(store._sync_clock())
         return store
 
-    # --- the verbs ---------------------------------------------------------------------------------------------------
+    # --- the interface ------------------------------------------------------------------------------------------------
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """A statement's own fault raises asyncpg.PostgresError; trouble with the database raises Unavailable."""
+        """An invalid statement raises asyncpg.PostgresError; a database that cannot be used raises Unavailable."""
         done: asyncio.Future[Rows] = asyncio.get_running_loop().create_future()
-        self._put(_Write(Step(sql, params), done))
+        self._submit(_Write(Query(sql, params), done))
         return await done
 
     async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
         return await self.run(lambda: in_order(statements))
 
-    async def run(self, work: Callable[[], Work[T]]) -> T:
+    async def run(self, work: Callable[[], Transaction[T]]) -> T:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._put(_Run(work, done))
+        self._submit(_Run(work, done))
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Reading changes nothing, so a connection that turns out to be dead is answered by another try."""
+        """A read changes nothing, so it is repeated once when its connection turns out to be dead."""
         self._check_open()
-        step = Step(sql, params)
+        query = Query(sql, params)
         try:
-            return await self._on_connection(lambda connection: _rows(connection, step))
+            return await self._execute(query)
         except Unavailable:
             if time.monotonic() < self._down_until_s:
                 raise
-            return await self._on_connection(lambda connection: _rows(connection, step))
+            return await self._execute(query)
 
     async def notify(self, channel: str, payload: str = "") -> None:
-        """Gathered for a moment: a commit with a notification takes a lock that all of the server's share."""
-        self._said.add((channel, payload))
-        if self._saying is None and not self._closed:
-            self._saying = asyncio.create_task(self._say())
+        """Collected for a moment: committing a notification takes a lock that the whole server shares."""
+        self._notifications.add((channel, payload))
+        if self._notifying is None and not self._closed:
+            self._notifying = asyncio.create_task(self._send_notifications())
 
-    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
-        self._listener.want(channel)
-        return self._signals.listen(channel, poll_s)
+    def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
+        self._listener.add(channel)
+        return self._notifier.subscribe(channel, poll_s)
 
     def now_us(self) -> int:
-        """The server's clock, carried on by this machine's ticks: doors on many machines agree."""
+        """The server's clock, continued by this machine's uptime: processes on many machines agree."""
         assert self._clock is not None, "opened"
         return self._clock.now_us()
 
@@ -199,17 +185,17 @@ class PostgresStore:
         if self._closed:
             return
         self._closed = True
-        while self._lanes:
-            await asyncio.gather(*self._lanes, return_exceptions=True)
-        for task in (self._tending, self._saying):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(t for t in (self._tending, self._saying) if t is not None), return_exceptions=True)
+        while self._writers:
+            await asyncio.gather(*self._writers, return_exceptions=True)
+        background = [task for task in (self._clock_sync, self._notifying) if task is not None]
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self._listener.close()
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._pool.close()
-        except (TimeoutError, *_TROUBLE):
+        except (TimeoutError, *_CONNECTION_ERRORS):
             self._pool.terminate()
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -218,61 +204,55 @@ class PostgresStore:
         if self._closed:
             raise Unavailable("the store is closed")
 
-    def _put(self, op: _Write | _Run) -> None:
+    def _submit(self, op: _Write | _Run) -> None:
         self._check_open()
-        self._waiting.append(op)
-        if len(self._lanes) < LANES:
-            lane = asyncio.create_task(self._drain())
-            self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+        self._queue.append(op)
+        if len(self._writers) < WRITERS:
+            writer = asyncio.create_task(self._drain())
+            self._writers.add(writer)
+            writer.add_done_callback(self._writers.discard)
 
     async def _drain(self) -> None:
-        while self._waiting:
-            op = self._waiting.popleft()
+        while self._queue:
+            op = self._queue.popleft()
             if isinstance(op, _Run):
-                await self._settle(op.done, self._transact(op.work))
+                await _resolve(op.done, self._transact(op.work))
                 continue
             group = [op]
-            while self._waiting and len(group) < MAX_BATCH and isinstance(self._waiting[0], _Write):
-                group.append(self._waiting.popleft())  # type: ignore[arg-type]
+            while self._queue and len(group) < MAX_GROUP and isinstance(self._queue[0], _Write):
+                group.append(self._queue.popleft())  # type: ignore[arg-type]
             await self._commit(group)
 
     async def _commit(self, group: list[_Write]) -> None:
-        """One alone is a commit of its own. When one of several is at fault, each goes alone after all."""
+        """In one transaction; when a statement in it fails, each is committed on its own instead."""
         if len(group) > 1:
-            steps = [write.step for write in group]
+            queries = [write.query for write in group]
             try:
-                outcomes = await self._transact(lambda: in_order(steps))
+                outcomes = await self._transact(lambda: in_order(queries))
             except Unavailable as error:
                 for write in group:
-                    _end(write.done, error)
+                    resolve_future(write.done, error)
                 return
             except Exception:
                 log.debug("a group of %d writes is split", len(group))
             else:
                 for write, rows in zip(group, outcomes, strict=True):
-                    _end(write.done, rows)
+                    resolve_future(write.done, rows)
                 return
         for write in group:
-            await self._settle(write.done, self._alone(write.step))
+            await _resolve(write.done, self._execute(write.query))
 
-    async def _alone(self, step: Step) -> Rows:
-        return await self._on_connection(lambda connection: _rows(connection, step))
+    async def _execute(self, query: Query) -> Rows:
+        return await self._on_connection(lambda connection: _rows(connection, query))
 
-    async def _settle(self, done: "asyncio.Future[Any]", outcome: Awaitable[Any]) -> None:
-        try:
-            _end(done, await outcome)
-        except Exception as error:
-            _end(done, error)
-
-    async def _transact(self, work: Callable[[], Work[T]]) -> T:
-        for attempt in range(_RETRIES):
+    async def _transact(self, work: Callable[[], Transaction[T]]) -> T:
+        for attempt in range(_MAX_RETRIES):
             try:
-                return await self._on_connection(lambda connection: _drive(connection, work()))
-            except _RETRY:
-                log.info("a transaction met another's locks and begins again")
+                return await self._on_connection(lambda connection: _step_through(connection, work()))
+            except _RETRYABLE:
+                log.info("a transaction met another's locks and is repeated")
                 await asyncio.sleep(random.uniform(0.0, 0.01 * 2**attempt))
-        return await self._on_connection(lambda connection: _drive(connection, work()))
+        return await self._on_connection(lambda connection: _step_through(connection, work()))
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -283,17 +263,17 @@ class PostgresStore:
         try:
             async with self._pool.acquire(timeout=CONNECT_S) as connection:
                 value = await use(connection)
-        except _TROUBLE as error:
-            raise self._trouble(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise self._unavailable(error) from error
         except asyncpg.InterfaceError as error:
             if connection is not None and not connection.is_closed():
-                raise  # a statement with too few parameters, say
-            raise self._trouble(error) from error
+                raise  # an error of the caller, such as a missing parameter
+            raise self._unavailable(error) from error
         self._backoff_s = _BACKOFF_S[0]
         return value
 
-    def _trouble(self, error: Exception) -> Unavailable:
-        """While it lasts, callers are refused at once and only one now and then tries to connect."""
+    def _unavailable(self, error: Exception) -> Unavailable:
+        """Starts a backoff: until it ends calls are refused without a connection attempt."""
         reason = str(error) or type(error).__name__
         log.error("cannot use the store", extra={"reason": reason})
         if not isinstance(error, asyncpg.QueryCanceledError):
@@ -301,44 +281,42 @@ class PostgresStore:
             self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
         return Unavailable("the server's store cannot be used: the database is away or has no room", retry_after_s=5)
 
-    async def _look_at_clock(self) -> None:
+    async def _read_clock(self) -> None:
         began_us = uptime_us()
-        ((server_us,),) = await self._on_connection(lambda connection: _rows(connection, Step(_NOW_US)))
-        self._ahead_us = int(server_us or 0) - (began_us + uptime_us()) // 2
+        ((server_us,),) = await self._execute(Query(_NOW_US))
+        self._clock_offset_us = int(server_us or 0) - (began_us + uptime_us()) // 2
 
-    async def _tend(self) -> None:
+    async def _sync_clock(self) -> None:
         while True:
-            await asyncio.sleep(CLOCK_S * random.uniform(0.8, 1.2))
+            await asyncio.sleep(CLOCK_SYNC_S * random.uniform(0.8, 1.2))
             with contextlib.suppress(Unavailable):
-                await self._look_at_clock()
+                await self._read_clock()
 
-    async def _say(self) -> None:
+    async def _send_notifications(self) -> None:
         try:
-            while self._said:
+            while self._notifications:
                 await asyncio.sleep(0.005)
-                said, self._said = list(self._said), set()
-                await self._on_connection(lambda connection, said=said: _notify(connection, said))  # type: ignore[misc]
+                batch, self._notifications = list(self._notifications), set()
+                await self._on_connection(lambda connection, batch=batch: _notify(connection, batch))  # type: ignore[misc]
         except Unavailable:
-            self._said.clear()  # listeners poll
+            self._notifications.clear()  # listeners poll
         finally:
-            self._saying = None
+            self._notifying = None
 
 
-def _end(done: "asyncio.Future[Any]", outcome: Any) -> None:
-    if done.done():  # its waiter was cancelled; the write stands
-        return
-    if isinstance(outcome, Exception):
-        done.set_exception(outcome)
-    else:
-        done.set_result(outcome)
+async def _resolve(done: "asyncio.Future[Any]", outcome: Awaitable[Any]) -> None:
+    try:
+        resolve_future(done, await outcome)
+    except Exception as error:
+        resolve_future(done, error)
 
 
 async def _connect(url: str) -> Any:
     return await asyncpg.connect(url, timeout=CONNECT_S, server_settings={"application_name": "emberline listener"})
 
 
-async def _prepare(connection: Any) -> None:
-    """Sums of BIGINT are numeric, which would come as Decimal."""
+async def _set_codecs(connection: Any) -> None:
+    """Sums of BIGINT are numeric, which asyncpg would return as Decimal."""
     await connection.set_type_codec("numeric", schema="pg_catalog", encoder=str, decoder=_number, format="text")
 
 
@@ -346,41 +324,62 @@ def _number(text: str) -> int | float:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
+def numbered(sql: str) -> str:
+    """PostgreSQL's text of a statement, with `$1`, `$2` for its `?` placeholders.
+
+    `?3` is the third parameter, as in SQLite; a text has either all of its placeholders numbered or none.
+    """
+    return _numbered(sql.postgres if isinstance(sql, Sql) else sql)
+
+
+@lru_cache(512)
+def _numbered(sql: str) -> str:
+    n = 0
+
+    def number(match: re.Match[str]) -> str:
+        nonlocal n
+        if not match[0].startswith("?"):
+            return match[0]
+        n += 1
+        return f"${match[1] or n}"
+
+    return _PLACEHOLDER.sub(number, sql)
+
+
 async def _rows(connection: Any, statement: Statement) -> Rows:
-    if isinstance(statement, Many):
-        if not statement.each:
-            return []
-        if isinstance(statement.sql, Sql) and statement.sql.bulk is not None:
-            columns = zip(*statement.each, strict=True)
-            return [tuple(row) for row in await connection.fetch(numbered(statement.sql.bulk), *columns)]
-        text = numbered(statement.sql)
-        if gives_rows(text):
-            return [tuple(row) for row in await connection.fetchmany(text, statement.each)]
-        await connection.executemany(text, statement.each)
+    if not isinstance(statement, BulkQuery):
+        sql, params = statement
+        return [tuple(row) for row in await connection.fetch(numbered(sql), *params)]
+    if not statement.params:
         return []
-    sql, params = statement
-    return [tuple(row) for row in await connection.fetch(numbered(sql), *params)]
+    if isinstance(statement.sql, Sql) and statement.sql.bulk is not None:
+        columns = zip(*statement.params, strict=True)
+        return [tuple(row) for row in await connection.fetch(numbered(statement.sql.bulk), *columns)]
+    text = numbered(statement.sql)
+    if returns_rows(text):
+        return [tuple(row) for row in await connection.fetchmany(text, statement.params)]
+    await connection.executemany(text, statement.params)
+    return []
 
 
-async def _drive(connection: Any, steps: Work[T]) -> T:
+async def _step_through(connection: Any, steps: Transaction[T]) -> T:
     async with connection.transaction():
-        rows: Rows | None = None
-        while True:
-            try:
-                statement = steps.send(rows) if rows is not None else next(steps)
-            except StopIteration as stop:
-                value: T = stop.value
-                return value
-            rows = await _rows(connection, statement)
+        try:
+            statement = next(steps)
+            while True:
+                statement = steps.send(await _rows(connection, statement))
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
 
 
-async def _notify(connection: Any, said: list[tuple[str, str]]) -> None:
-    for channel, payload in said:
+async def _notify(connection: Any, notifications: list[tuple[str, str]]) -> None:
+    for channel, payload in notifications:
         await connection.execute("SELECT pg_notify($1, $2)", f"emberline_{channel}", payload)
 
 
 async def _migrate(connection: Any) -> None:
-    """In one transaction, one process at a time."""
+    """In one transaction, under a lock that admits one process at a time."""
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
         await connection.execute(_VERSION_TABLE)

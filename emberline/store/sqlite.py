@@ -1,7 +1,7 @@
-"""The embedded store: one SQLite file, one writer thread that shares commits, reads on a connection of their own.
+"""The embedded store: one SQLite file, a writer thread with group commit, and a connection for reading.
 
-Group commit without a timer: the writer takes whatever is queued (at most MAX_BATCH), commits it with one fsync, and
-takes what arrived meanwhile. A lone write starts at once; concurrent ones share the next commit.
+Group commit without a timer: the writer takes whatever is queued (at most MAX_GROUP), commits it with one fsync, and
+takes what has arrived in the meantime. A lone write starts at once; concurrent ones share the next commit.
 """
 
 import asyncio
@@ -10,24 +10,35 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import Unavailable
 from emberline.store.clock import SteadyClock
-from emberline.store.database import Many, Rows, Statement, T, Value, Work, gives_rows, in_order
+from emberline.store.database import (
+    BulkQuery,
+    Query,
+    Rows,
+    Statement,
+    T,
+    Transaction,
+    Value,
+    in_order,
+    resolve_future,
+    returns_rows,
+)
 from emberline.store.migrations import migrate
-from emberline.store.notifications import Notifier
+from emberline.store.notifications import Notifier, Subscription
 
-MAX_BATCH = 256
+MAX_GROUP = 256
 BUSY_TIMEOUT_S = 5.0
 
 log = logging.getLogger("emberline.store")
 
-# Result codes that concern the database as a whole, not one statement, and what a person can do about them.
-_TROUBLES = {
+# Result codes that concern the database as a whole, not one statement, and what the operator can do about them.
+_DATABASE_ERRORS = {
     sqlite3.SQLITE_FULL: "the disk is full: free some space in the data folder's file system",
     sqlite3.SQLITE_BUSY: "the database is locked by another process",
     sqlite3.SQLITE_LOCKED: "the database is locked",
@@ -41,18 +52,8 @@ _TROUBLES = {
 
 
 class _Write(NamedTuple):
-    sql: str
-    params: Sequence[Value]
-    done: "asyncio.Future[Rows]"
-
-
-class _Run(NamedTuple):
-    work: Callable[[], Work[Any]]
+    work: Callable[[], Transaction[Any]]
     done: "asyncio.Future[Any]"
-
-
-_Op = _Write | _Run
-_Outcome = Any  # what the operation gives, or the exception it ends with
 
 
 class SqliteStore:
@@ -61,9 +62,9 @@ class SqliteStore:
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
-        self._signals = Notifier()
+        self._notifier = Notifier()
         self._clock = SteadyClock()
-        self._queue: queue.SimpleQueue[_Op | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closed = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ class SqliteStore:
             self._reader = _connect(path)
             self._reader.execute("PRAGMA query_only = 1")
         except sqlite3.Error as error:
-            raise self._trouble(error) from error
+            raise self._unavailable(error) from error
         except OSError as error:
             raise Unavailable(f"cannot use {path}: {error.strerror}") from error
         self._reads = ThreadPoolExecutor(1, "emberline-store-read")
@@ -86,144 +87,121 @@ class SqliteStore:
         return await asyncio.to_thread(cls, path, asyncio.get_running_loop())
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Run one statement; return once it is durable, with its RETURNING rows. Shares a commit with its neighbours.
-
-        A statement's own fault raises sqlite3.Error; trouble with the database raises Unavailable.
-        """
-        done: asyncio.Future[Rows] = self._loop.create_future()
-        self._put(_Write(sql, params, done))
-        return await done
+        """An invalid statement raises sqlite3.Error; a database that cannot be used raises Unavailable."""
+        (rows,) = await self.transaction([Query(sql, params)])
+        return rows
 
     async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
-        """Run them all or none; return once they are durable."""
         return await self.run(lambda: in_order(statements))
 
-    async def run(self, work: Callable[[], Work[T]]) -> T:
-        """Drive a transaction on the writer's thread, where nothing else is written meanwhile."""
+    async def run(self, work: Callable[[], Transaction[T]]) -> T:
+        """Runs on the writer thread, so no other write of this process interleaves."""
+        self._check_open()
         done: asyncio.Future[T] = self._loop.create_future()
-        self._put(_Run(work, done))
+        self._queue.put(_Write(work, done))
         return await done
 
     async def read(self, sql: str, params: Sequence[Value] = ()) -> Rows:
-        """Run one query on the reading connection: it sees every write that has returned."""
-        if self._closed:
-            raise Unavailable("the store is closed")
+        self._check_open()
         try:
-            return await self._loop.run_in_executor(self._reads, self._query, sql, params)
+            return await self._loop.run_in_executor(self._reads, lambda: self._reader.execute(sql, params).fetchall())
         except sqlite3.Error as error:
-            if _is_trouble(error):
-                raise self._trouble(error) from error
+            if _code(error) in _DATABASE_ERRORS:
+                raise self._unavailable(error) from error
             raise
 
     async def notify(self, channel: str, payload: str = "") -> None:
-        """Wakes listeners of this process; those of others poll."""
-        self._signals.say(channel, payload)
+        """Wakes subscribers in this process; other processes poll."""
+        self._notifier.publish(channel, payload)
 
-    def listen(self, channel: str, poll_s: float = 5.0) -> AsyncIterator[str]:
-        return self._signals.listen(channel, poll_s)
+    def listen(self, channel: str, poll_s: float = 5.0) -> Subscription:
+        return self._notifier.subscribe(channel, poll_s)
 
     def now_us(self) -> int:
         return self._clock.now_us()
 
     async def close(self) -> None:
-        """Commit what is queued, then close. Closing twice is fine."""
+        """Commit what is queued, then close. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._queue.put(None)
-        await asyncio.to_thread(self._shut)
+        await asyncio.to_thread(self._close_connections)
 
-    def _put(self, op: _Op) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("the store is closed")
-        self._queue.put(op)
 
-    def _shut(self) -> None:
+    def _close_connections(self) -> None:
         self._thread.join()
         self._reads.shutdown()
         self._reader.close()
         self._writer.close()
 
-    def _query(self, sql: str, params: Sequence[Value]) -> Rows:
-        return self._reader.execute(sql, params).fetchall()
-
     # --- the writer thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            batch, more = self._take()
-            if batch:
-                self._deliver(batch, self._commit(batch))
-            if not more:
-                return
+        closing = False
+        while not closing:
+            group, closing = self._take()
+            if group:
+                self._resolve(group, self._commit(group))
 
-    def _take(self) -> tuple[list[_Op], bool]:
-        """Wait for one write, then take all that is queued. False: the store is closing and nothing follows."""
-        batch: list[_Op] = []
-        get: Callable[[], _Op | None] = self._queue.get
+    def _take(self) -> tuple[list[_Write], bool]:
+        """Wait for one write, then take all that are queued. True: the store is closing and nothing follows."""
+        group: list[_Write] = []
+        get: Callable[[], _Write | None] = self._queue.get
         try:
-            while len(batch) < MAX_BATCH:
-                op = get()
-                if op is None:
-                    return batch, False
-                batch.append(op)
+            while len(group) < MAX_GROUP:
+                write = get()
+                if write is None:
+                    return group, True
+                group.append(write)
                 get = self._queue.get_nowait
         except queue.Empty:
             pass
-        return batch, True
+        return group, False
 
-    def _commit(self, batch: list[_Op]) -> list[_Outcome]:
+    def _commit(self, group: list[_Write]) -> list[Any]:
+        """Each write's result, or the exception it failed with."""
         try:
             self._writer.execute("BEGIN IMMEDIATE")
-            outcomes = [self._execute(op) for op in batch]
+            outcomes = [self._execute(write.work) for write in group]
             self._writer.execute("COMMIT")
             return outcomes
         except sqlite3.Error as error:
-            log.error("commit of %d writes failed: %s", len(batch), error)
+            log.error("commit of %d writes failed: %s", len(group), error)
             self._roll_back()
-            return [self._trouble(error)] * len(batch)
+            return [self._unavailable(error)] * len(group)
 
-    def _execute(self, op: _Op) -> _Outcome:
-        """A statement's own fault is its outcome and leaves its neighbours alone; the database's trouble is raised."""
-        try:
-            if isinstance(op, _Run):
-                return self._transact(op.work)
-            return self._writer.execute(op.sql, op.params).fetchall()
-        except sqlite3.Error as error:
-            if _is_trouble(error) or not self._writer.in_transaction:
-                raise
-            return error
-        except Exception as error:  # a parameter SQLite cannot bind, or what a transaction raised
-            return error
-
-    def _transact(self, work: Callable[[], Work[T]]) -> T:
+    def _execute(self, work: Callable[[], Transaction[Any]]) -> Any:
+        """A write's own error is its outcome and does not affect the others; an error of the database is raised."""
         self._writer.execute("SAVEPOINT work")
         try:
-            value = self._drive(work())
-        except BaseException:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK TO work")
-                self._writer.execute("RELEASE work")
-            raise
+            outcome = self._step_through(work())
+        except Exception as error:
+            database_error = isinstance(error, sqlite3.Error) and _code(error) in _DATABASE_ERRORS
+            if database_error or not self._writer.in_transaction:
+                raise
+            self._writer.execute("ROLLBACK TO work")
+            outcome = error
         self._writer.execute("RELEASE work")
-        return value
+        return outcome
 
-    def _drive(self, steps: Work[T]) -> T:
-        rows: Rows | None = None
-        while True:
-            try:
-                statement = steps.send(rows) if rows is not None else next(steps)
-            except StopIteration as stop:
-                value: T = stop.value
-                return value
-            rows = self._rows(statement)
+    def _step_through(self, steps: Transaction[Any]) -> Any:
+        try:
+            statement = next(steps)
+            while True:
+                statement = steps.send(self._rows(statement))
+        except StopIteration as stop:
+            return stop.value
 
     def _rows(self, statement: Statement) -> Rows:
-        if not isinstance(statement, Many):
+        if not isinstance(statement, BulkQuery):
             return self._writer.execute(*statement).fetchall()
-        if gives_rows(statement.sql):
-            return [row for params in statement.each for row in self._writer.execute(statement.sql, params)]
-        self._writer.executemany(statement.sql, statement.each)
+        if returns_rows(statement.sql):
+            return [row for params in statement.params for row in self._writer.execute(statement.sql, params)]
+        self._writer.executemany(statement.sql, statement.params)
         return []
 
     def _roll_back(self) -> None:
@@ -233,23 +211,18 @@ class SqliteStore:
         except sqlite3.Error as error:
             log.error("rollback failed: %s", error)
 
-    def _deliver(self, batch: list[_Op], outcomes: list[_Outcome]) -> None:
-        def settle() -> None:
-            for op, outcome in zip(batch, outcomes, strict=True):
-                if op.done.done():  # its waiter was cancelled; the write stands
-                    continue
-                if isinstance(outcome, Exception):
-                    op.done.set_exception(outcome)
-                else:
-                    op.done.set_result(outcome)
+    def _resolve(self, group: list[_Write], outcomes: list[Any]) -> None:
+        def resolve() -> None:
+            for write, outcome in zip(group, outcomes, strict=True):
+                resolve_future(write.done, outcome)
 
         try:
-            self._loop.call_soon_threadsafe(settle)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            log.debug("%d writes finished after their event loop", len(batch))
+            self._loop.call_soon_threadsafe(resolve)
+        except RuntimeError:  # the loop is closed, nobody waits for the outcome
+            log.debug("%d writes finished after their event loop", len(group))
 
-    def _trouble(self, error: sqlite3.Error) -> Unavailable:
-        reason = _TROUBLES.get(_code(error), str(error))
+    def _unavailable(self, error: sqlite3.Error) -> Unavailable:
+        reason = _DATABASE_ERRORS.get(_code(error), str(error))
         log.error("cannot use the store", extra={"path": str(self.path), "reason": reason})
         return Unavailable(f"the server's store cannot be used: {reason}", retry_after_s=5)
 
@@ -267,7 +240,3 @@ def _code(error: sqlite3.Error) -> int:
     """The primary result code, or 0 where the error did not come from SQLite itself."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF
-
-
-def _is_trouble(error: sqlite3.Error) -> bool:
-    return _code(error) in _TROUBLES

@@ -147,7 +147,7 @@ async def test_cancel(client: httpx.AsyncClient, batches: BatchService, service:
     stopped = (await client.post(f"/v1/responses/{running['id']}/cancel")).json()
     assert stopped["status"] == "cancelled"
     told = await batches.queue.heartbeat("w", [lease])
-    assert told.cancelled == {lease.key}
+    assert told.stopped == {lease.key}
     assert await batches.queue.finish_stopped(lease)
     assert (await client.get(f"/v1/responses/{running['id']}")).json()["status"] == "cancelled"
     done = await made(client)

@@ -11,7 +11,7 @@ import pytest
 
 from emberline.api.batch_loader import BatchService
 from emberline.api.openai.responses.output import Composer, Draft
-from emberline.jobs.queue import transcript as scribe_module
+from emberline.jobs.queue import transcript as transcript_module
 from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.transcript import TranscriptPart
@@ -74,7 +74,7 @@ class Speaker(ScriptedService):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "EVERY_S", 0.0)
+    monkeypatch.setattr(transcript_module, "WRITE_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ async def test_another_attempt_goes_on_behind_the_last_token(
         response = await made(client)
         attempt = attempt_of(here, await claimed(here))
         if death == "core":  # it writes nothing any more
-            monkeypatch.setattr(attempt, "_tell", lambda task: asyncio.sleep(0))
+            monkeypatch.setattr(attempt, "_write_outcome", lambda task: asyncio.sleep(0))
         running = asyncio.create_task(attempt.run(speaker, Principal("local")))
         async with asyncio.timeout(PATIENCE_S):
             await speaker.begun.wait()
@@ -204,19 +204,19 @@ async def test_who_lost_its_lease_adds_nothing(doors: list[BatchService], speake
         response = await made(client)
         lease = await claimed(here)
         said = here.queue.transcripts
-        assert await said.add(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0])))
-        assert await said.add(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0]))), (
+        assert await said.append(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0])))
+        assert await said.append(lease, 0, TranscriptPart([AGENT[0]], tokens.pack([0]))), (
             "an answer that was lost is asked for again"
         )
-        assert not await said.add(lease, 0, TranscriptPart([AGENT[1]], tokens.pack([1])))
+        assert not await said.append(lease, 0, TranscriptPart([AGENT[1]], tokens.pack([1])))
         await here.queue.reclaim_from("w")
         newer = await claimed(there, "v")
         assert newer.epoch > lease.epoch
-        assert not await said.add(lease, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
-        assert await there.queue.transcripts.add(newer, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
+        assert not await said.append(lease, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
+        assert await there.queue.transcripts.append(newer, 1, TranscriptPart([AGENT[1]], tokens.pack([1])))
         parts = await said.read(response["id"], 0)
-        assert [part.pieces for part in parts] == [[AGENT[0]], [AGENT[1]]]
-        assert [part.pieces for part in await said.read(response["id"], 0, after=1)] == [[AGENT[1]]]
+        assert [part.events for part in parts] == [[AGENT[0]], [AGENT[1]]]
+        assert [part.events for part in await said.read(response["id"], 0, after=1)] == [[AGENT[1]]]
 
 
 async def test_a_lost_attempt_stops(doors: list[BatchService], speaker: Speaker) -> None:
@@ -245,7 +245,7 @@ async def test_cancelled_it_shows_what_was_said(doors: list[BatchService], speak
         stopped = (await client.post(f"/v1/responses/{response['id']}/cancel")).json()
         assert stopped["status"] == "cancelled"
         told = await here.queue.heartbeat("w", [lease])
-        assert told.cancelled == {lease.key}
+        assert told.stopped == {lease.key}
         attempt.stop(StopReason.CANCELLED)
         await asyncio.wait_for(running, PATIENCE_S)
         whole = await streamed(client, response["id"])
@@ -261,7 +261,7 @@ async def test_a_store_that_is_gone_for_a_moment(
     doors: list[BatchService], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = doors
-    add, n_calls = here.queue.transcripts.add, 0
+    add, n_calls = here.queue.transcripts.append, 0
 
     async def sometimes(lease: Lease, place: int, part: TranscriptPart) -> bool:
         nonlocal n_calls
@@ -270,8 +270,8 @@ async def test_a_store_that_is_gone_for_a_moment(
             raise Unavailable("gone")
         return await add(lease, place, part)
 
-    monkeypatch.setattr(here.queue.transcripts, "add", sometimes)
-    monkeypatch.setattr(scribe_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(here.queue.transcripts, "append", sometimes)
+    monkeypatch.setattr(transcript_module, "_RETRY_S", 0.01)
     async with client_of(speaker, batches=here) as client:
         response = await made(client)
         running = asyncio.create_task(ran(here, speaker))

@@ -23,7 +23,7 @@ async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, ba
     batch = await queue.submit(new(), lines(1))
     for alone in (False, False, True):
         await queue._store.write("UPDATE lines SET ready_us = 0")
-        (lease,) = await queue.claim("w", MODEL, 1, alone=alone)
+        (lease,) = await queue.claim("w", MODEL, 1, quarantined=alone)
         await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
     async with client_of(service, batches=batches) as client:
         found = (await client.get("/api/queue")).json()

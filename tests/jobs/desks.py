@@ -69,7 +69,7 @@ async def happen(db: Database, batch_id: str, status: str = "completed", account
 
 async def log_of(desk: WebhookService, endpoint: WebhookEndpoint) -> list[DeliveryRecord]:
     """Oldest first."""
-    return (await desk.deliveries.log(endpoint, None, None, 100))[::-1]
+    return (await desk.deliveries.records(endpoint, None, None, 100))[::-1]
 
 
 async def log_when(

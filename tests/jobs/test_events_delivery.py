@@ -286,7 +286,7 @@ async def test_a_lease_that_ends_gives_the_delivery_back(db: Moved) -> None:
     async with receiving() as receiver, desk_on(db, deliver=False) as dead:
         endpoint = await endpoint_at(dead, receiver.url)
         await happen(db, "batch_1")
-        (errand,) = await dead.deliveries.take(endpoint.id, 1)  # and then its process dies
+        (claimed,) = await dead.deliveries.claim(endpoint.id, 1)  # and then its process dies
         async with desk_on(db) as desk:
             await asyncio.sleep(0.3)
             assert not receiver.got
@@ -294,7 +294,7 @@ async def test_a_lease_that_ends_gives_the_delivery_back(db: Moved) -> None:
             (item,) = await log_when(desk, endpoint, settled)
             assert [(a.number, a.status, a.problem) for a in item.attempts] == [(1, None, ""), (2, 200, "")]
             # The dead one comes back and says it failed: it is no longer asked.
-            assert not await dead.deliveries.failed(errand, item.attempts[0], None)
+            assert not await dead.deliveries.failed(claimed, item.attempts[0], None)
             assert (await log_of(desk, endpoint))[0].delivery.state == "delivered"
 
 
@@ -326,7 +326,7 @@ async def test_retention(db: Moved) -> None:
         db.ahead_s += 9 * 86400
         await happen(db, "batch_2")
         db.ahead_s += 2 * 86400
-        await desk.tidy()
+        await desk.purge_expired()
         assert [item.event.subject for item in await log_of(desk, endpoint) if item.event] == ["batch_2"]
         (event,) = await desk.feed.page("acme", 0)
         assert (event.subject, event.number) == ("batch_2", 2)

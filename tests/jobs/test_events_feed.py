@@ -1,12 +1,12 @@
 """Events are told once, in the order of their commits, to whoever follows; also when many write at once."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from emberline.jobs.webhooks.event_feed import Watch
 from emberline.jobs.webhooks.events import batch_event, cursor_number, event_object, event_statements
 from emberline.protocol.errors import BadInput, ErrorInfo
 from emberline.store.notifications import Notifier
@@ -131,23 +131,25 @@ async def test_ids_sort_and_tell_where_to_go_on(place: Place) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(4))
-async def test_a_cancellation_that_comes_with_a_ring(ticks: int) -> None:
+async def test_a_cancellation_together_with_a_notification_is_not_lost(ticks: int) -> None:
     """It still cancels, or a process would not end."""
-    signals, rung = Notifier(), asyncio.Event()
+    notifier = Notifier()
+    notifications = notifier.subscribe("events", 5)
 
     async def listen() -> None:
-        async for _ in signals.listen("events", 5):
+        async for _ in notifications:
             pass
 
-    async def watch() -> None:
+    async def wait_with_timeout() -> None:
+        own = notifier.subscribe("events", 5)
         while True:
-            await Watch(rung).wait(5)
-            rung.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    await anext(own)
 
-    tasks = [asyncio.create_task(listen()), asyncio.create_task(watch())]
+    tasks = [asyncio.create_task(listen()), asyncio.create_task(wait_with_timeout())]
     await asyncio.sleep(0.01)
-    signals.say("events")
-    rung.set()
+    notifier.publish("events")
     for _ in range(ticks):
         await asyncio.sleep(0)
     for task in tasks:

@@ -49,7 +49,7 @@ class Bench:
 
     async def close(self) -> None:
         for puller in self.pullers:
-            await puller.close(leave_s=0.5)
+            await puller.close(drain_s=0.5)
         await self.queue.close()
         assert self.places.taken == 0
         await audit(self.store)
@@ -64,7 +64,7 @@ async def until(look: Callable[[], Awaitable[Any]], enough: Callable[[Any], bool
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLL_S": 0.05, "ROOM_S": 0.02, "BEAT_S": 0.05, "LOOK_S": 0.05}.items():
+    for name, value in {"POLL_S": 0.05, "CAPACITY_POLL_S": 0.02, "HEARTBEAT_S": 0.05, "MONITOR_S": 0.05}.items():
         monkeypatch.setattr(puller_module, name, value)
 
 
@@ -217,7 +217,7 @@ async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: B
     first = bench.pull()
     batch = await bench.submit("hold", "quick")
     await until(_now(bench.service.running), lambda running: [prompt for prompt, _ in running.values()] == ["hold"])
-    await first.close(leave_s=0.1)
+    await first.close(drain_s=0.1)
     found = await bench.queue.jobs(batch.id)
     assert [(item.state, item.attempts, item.kills) for item in found] == [("queued", 0, 0), ("succeeded", 1, 0)]
     assert list(await bench.usage()) == [f"{batch.id}-1"]

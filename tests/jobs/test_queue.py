@@ -205,7 +205,7 @@ async def test_a_batch_of_a_file_goes_on_where_its_loader_died(queue: Queue, tim
     time.pass_s(61)
     second = await queue.claim_validating("door-2")
     assert second is not None
-    assert second.n_loaded == 2
+    assert second.counts.total == 2
     assert b"".join([chunk async for chunk in queue.blobs.stream(str(second.input_blob))]) == b"three\nlines\nhere"
     with pytest.raises(Conflict):
         await queue.append(first, [line(2)])
@@ -354,10 +354,9 @@ async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queu
         time.pass_s(61)
     assert await queue.claim("w", MODEL, 5) == []  # neither runs beside others any more
     assert [depth.n_quarantined for depth in await queue.depths()] == [2]
-    (guilty,) = await queue.claim("w", MODEL, 5, alone=True)
-    assert guilty.alone
+    (guilty,) = await queue.claim("w", MODEL, 5, quarantined=True)
     assert await queue.fail(guilty, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
-    (innocent,) = await queue.claim("w", MODEL, 5, alone=True)
+    (innocent,) = await queue.claim("w", MODEL, 5, quarantined=True)
     assert await queue.complete(innocent, answer())
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.failed, ended.counts.completed) == ("completed", 1, 1)
@@ -409,7 +408,7 @@ async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
     stopped = await queue.cancel("a", batch.id)
     assert (stopped.status, stopped.counts.cancelled) == ("cancelling", 3)
     told = await queue.heartbeat("w", leases[1:])
-    assert told.cancelled == {lease.key for lease in leases[1:]}
+    assert told.stopped == {lease.key for lease in leases[1:]}
     assert await queue.fail(leases[1], ErrorInfo("unavailable", "engine away"), retry=True)  # does not come back
     assert await queue.finish_stopped(leases[2], usage(leases[2]))
     ended = await queue.cancel("a", batch.id)
@@ -429,7 +428,7 @@ async def test_cancelling_a_line(queue: Queue) -> None:
     other = next(n for n in range(3) if n != lease.number)
     assert (await queue.cancel_job("a", batch.id, other)).state == "cancelled"
     assert (await queue.cancel_job("a", batch.id, lease.number)).state == "leased"
-    assert (await queue.heartbeat("w", [lease])).cancelled == {lease.key}
+    assert (await queue.heartbeat("w", [lease])).stopped == {lease.key}
     assert await queue.finish_stopped(lease)
     assert (await queue.job(batch.id, lease.number)).state == "cancelled"
     assert len(await finish_all(queue)) == 1
@@ -456,7 +455,7 @@ async def test_time_runs_out_with_part_of_the_results(queue: Queue, store: Datab
         await queue.heartbeat("w", leases[1:])
     assert await queue.claim("w", MODEL, 9) == []  # too late to begin
     await queue.sweep()
-    assert (await queue.heartbeat("w", leases[1:])).cancelled == {lease.key for lease in leases[1:]}
+    assert (await queue.heartbeat("w", leases[1:])).stopped == {lease.key for lease in leases[1:]}
     assert await queue.complete(leases[1], answer("just made it"))
     assert await queue.finish_stopped(leases[2])
     ended = await queue.batch("a", batch.id)
@@ -485,7 +484,7 @@ async def test_pages(queue: Queue, time: Time) -> None:
     with pytest.raises(NotFound):
         await queue.batches("a", "openai", after="nothing")
     batch = await queue.submit(new(), lines(7))
-    assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3, bodies=False)] == [3, 4, 5]
+    assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3)] == [3, 4, 5]
     assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3, states=["queued", "dead"])] == [
         3,
         4,

@@ -71,7 +71,7 @@ async def test_too_large_and_expired(files: FileStore, store: Database, tmp_path
         await files.add("a", "f", "batch", b"y" * 10)
     time.pass_s(11)
     assert await files.list("a") == ([], False)
-    await files.drop_expired()
+    await files.delete_expired()
     assert await store.read("SELECT COUNT(*) FROM files") == [(0,)]
     await files.add("a", "f", "batch", b"y")
 

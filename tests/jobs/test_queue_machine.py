@@ -75,7 +75,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, n=st.integers(1, 5), alone=st.booleans())
     def claim(self, owner: str, n: int, alone: bool) -> None:
-        leases = self.do(self.queue.claim(owner, MODEL, n, alone=alone))
+        leases = self.do(self.queue.claim(owner, MODEL, n, quarantined=alone))
         assert len({lease.key for lease in leases}) == len(leases) <= n
         known = {(lease.key, lease.epoch) for lease in self.leases}
         assert not known & {(lease.key, lease.epoch) for lease in leases}  # an epoch is given once
@@ -113,7 +113,7 @@ class QueueMachine(RuleBasedStateMachine):
             found = self.do(self.queue.job(*key))
             leased = (found.state, found.epoch, found.owner) == ("leased", lease.epoch, owner)
             assert (key in told.lost) != leased
-        for key in told.cancelled:
+        for key in told.stopped:
             self.do(self.queue.finish_stopped(mine[key]))
 
     @rule(owner=OWNERS)
@@ -202,7 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.time.pass_s(61)
             self.do(self.queue.sweep())
             for alone in (False, True):
-                for lease in self.do(self.queue.claim("last", MODEL, 50, alone=alone)):
+                for lease in self.do(self.queue.claim("last", MODEL, 50, quarantined=alone)):
                     assert self.do(self.queue.complete(lease, answer("end"), usage(lease)))
             states = {item.state for batch_id in self.total for item in self._lines(batch_id)}
             if states <= set(FINAL):

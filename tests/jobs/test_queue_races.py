@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from emberline.jobs.batches.batch import Batch
-from emberline.jobs.queue.completion import settle
-from emberline.jobs.queue.enqueue import add, encode, release, start
+from emberline.jobs.queue.completion import apply_outcomes
+from emberline.jobs.queue.enqueue import encode_jobs, insert_jobs, release_jobs, start_batch
 from emberline.jobs.queue.job import JobOutcome
 from emberline.jobs.queue.queue import Queue
-from emberline.store import Database, Work
+from emberline.store import Database, Transaction
 from tests.databases import Place
 from tests.jobs.queues import MODEL, audit, line, lines, make_queue, new
 
@@ -95,7 +95,7 @@ async def test_a_batch_that_is_cancelled_while_its_lines_come_and_go(
 class Paused:
     """A transaction on a connection of its own that has done its work and does not commit yet."""
 
-    def __init__(self, connection: Any, work: Work[Any]) -> None:
+    def __init__(self, connection: Any, work: Transaction[Any]) -> None:
         self._connection = connection
         self._transaction = connection.transaction()
         self._work = work
@@ -140,10 +140,10 @@ async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Datab
     loading = await queue.claim_validating("loader")
     assert loading is not None
     load = queue._load_of(loading)
-    encoded = await encode(batch.id, 0, lines(2), queue.blobs, queue.limits)
-    await store.run(lambda: add(load, encoded))
-    await store.run(lambda: start(load, queue.limits))
-    async with Paused(connection, release(batch.id, "a", 0, 2)):
+    encoded = await encode_jobs(batch.id, 0, lines(2), queue.blobs, queue.limits)
+    await store.run(lambda: insert_jobs(load, encoded))
+    await store.run(lambda: start_batch(load, queue.limits))
+    async with Paused(connection, release_jobs(batch.id, "a", 0, 2)):
         cancelling = asyncio.create_task(queue.cancel("a", batch.id))
         await blocked(connection)
     assert (await cancelling).status == "cancelled"
@@ -154,7 +154,7 @@ async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: An
     batch = await queue.submit(new(), [line(0)])
     (lease,) = await queue.claim("w", MODEL, 1)
     back = JobOutcome(key=lease.key, epoch=lease.epoch, owner="w", state="queued", attempts=-1)
-    async with Paused(connection, settle([back], queue.now_us(), queue.limits)):
+    async with Paused(connection, apply_outcomes([back], queue.now_us(), queue.limits)):
         stop = queue.cancel("a", batch.id) if whole else queue.cancel_job("a", batch.id, 0)
         cancelling = asyncio.ensure_future(stop)
         await blocked(connection)

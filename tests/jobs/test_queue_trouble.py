@@ -24,7 +24,7 @@ DISK_MB = 6
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"POLL_S": 0.05, "ROOM_S": 0.02, "BEAT_S": 0.05, "LOOK_S": 0.05}.items():
+    for name, value in {"POLL_S": 0.05, "CAPACITY_POLL_S": 0.02, "HEARTBEAT_S": 0.05, "MONITOR_S": 0.05}.items():
         monkeypatch.setattr(puller_module, name, value)
     monkeypatch.setattr(attempt_module, "_LAST_RETRY_S", 0.2)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from emberline.protocol.errors import BadInput, Unavailable
-from emberline.store import Database, Many, Step, Work, open_store
+from emberline.store import BulkQuery, Database, Query, Transaction, open_store
 from emberline.store.postgres import numbered
 from tests.databases import Place
 
@@ -35,22 +35,22 @@ async def test_writes_together_are_all_there_and_a_bad_one_leaves_its_neighbours
 async def test_a_transaction_is_whole_or_not_at_all(store: Database) -> None:
     rows = await store.transaction(
         [
-            Step("INSERT INTO t VALUES (?, ?)", (1, "a")),
-            Many("INSERT INTO t VALUES (?, ?) RETURNING a", [(2, "b"), (3, "c")]),
+            Query("INSERT INTO t VALUES (?, ?)", (1, "a")),
+            BulkQuery("INSERT INTO t VALUES (?, ?) RETURNING a", [(2, "b"), (3, "c")]),
             ("UPDATE t SET b = ? WHERE a > ? RETURNING b", ("z", 1)),
-            Many("SELECT b FROM t WHERE a = ?", [(1,), (3,)]),
+            BulkQuery("SELECT b FROM t WHERE a = ?", [(1,), (3,)]),
         ]
     )
     assert rows == [[], [(2,), (3,)], [("z",), ("z",)], [("a",), ("z",)]]
     with pytest.raises(Exception, match=r"(?i)unique"):
-        await store.transaction([Step("INSERT INTO t VALUES (9, 'q')"), Step("INSERT INTO t VALUES (1, 'q')")])
+        await store.transaction([Query("INSERT INTO t VALUES (9, 'q')"), Query("INSERT INTO t VALUES (1, 'q')")])
     assert await store.read("SELECT MAX(a) FROM t") == [(3,)]
 
 
 async def test_a_transaction_that_looks_first(store: Database) -> None:
-    def next_number(refuse: bool) -> Work[int]:
-        ((highest,),) = yield Step("SELECT COALESCE(MAX(a), 0) FROM t")
-        yield Step("INSERT INTO t VALUES (?, 'n')", (int(highest or 0) + 1,))
+    def next_number(refuse: bool) -> Transaction[int]:
+        ((highest,),) = yield Query("SELECT COALESCE(MAX(a), 0) FROM t")
+        yield Query("INSERT INTO t VALUES (?, 'n')", (int(highest or 0) + 1,))
         if refuse:
             raise BadInput("changed my mind")
         return int(highest or 0) + 1
@@ -65,10 +65,10 @@ async def test_a_transaction_that_looks_first(store: Database) -> None:
 async def test_a_transaction_that_meets_others_begins_again(store: Database) -> None:
     """Each moves one from row to row in its own direction: in PostgreSQL these run into each other's locks."""
     await store.write("CREATE TABLE n (k TEXT PRIMARY KEY, v BIGINT)")
-    await store.transaction([Step("INSERT INTO n VALUES (?, 0)", (k,)) for k in "ab"])
+    await store.transaction([Query("INSERT INTO n VALUES (?, 0)", (k,)) for k in "ab"])
     add = "UPDATE n SET v = v + ? WHERE k = ?"
     pairs = [("a", "b") if i % 2 else ("b", "a") for i in range(12)]
-    await asyncio.gather(*(store.transaction([Step(add, (1, k)) for k in pair]) for pair in pairs))
+    await asyncio.gather(*(store.transaction([Query(add, (1, k)) for k in pair]) for pair in pairs))
     assert await store.read("SELECT v FROM n") == [(12,), (12,)]
 
 

@@ -38,7 +38,7 @@ async def test_concurrent_writes_share_commits(store: SqliteStore, monkeypatch: 
     await asyncio.gather(*(store.write("INSERT INTO t VALUES (?, ?)", (i, "x")) for i in range(1000)))
     assert sum(sizes) == 1000
     assert len(sizes) < 100
-    assert max(sizes) <= sqlite.MAX_BATCH
+    assert max(sizes) <= sqlite.MAX_GROUP
     assert await store.read("SELECT count(*) FROM t") == [(1000,)]
 
 

@@ -5,8 +5,7 @@ import logging
 from typing import Any
 
 from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
-from emberline.jobs.webhooks.event_feed import MAX_PAGE
-from emberline.jobs.webhooks.events import Event, cursor_number, event_object
+from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
 from emberline.protocol.errors import BadInput, EmberlineError
 
 HEARTBEAT_S = 15.0

@@ -102,7 +102,7 @@ async def deliveries(call: Call) -> Reply:
         raise BadInput(f"`state` may be {', '.join(STATES)}", param="state")
     before = cursor_number(query["before"]) if "before" in query else None
     endpoint = await _endpoint(call)
-    found = await call.events.deliveries.log(endpoint, state, before, limit + 1)
+    found = await call.events.deliveries.records(endpoint, state, before, limit + 1)
     return json_reply(list_of([_logged(item) for item in found[:limit]], has_more=len(found) > limit))
 
 

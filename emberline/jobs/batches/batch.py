@@ -1,4 +1,4 @@
-"""A batch: lines that were submitted together, and how far they have come."""
+"""A batch: jobs that were submitted together, their counts and status."""
 
 import secrets
 import uuid
@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.protocol.errors import ErrorInfo
-from emberline.store import Value
+from emberline.store.database import Row
 
 BatchKind = Literal["openai", "anthropic", "workers_ai", "response"]
 BatchStatus = Literal[
-    "incoming",  # lines are still being written by `submit`; nobody is shown it
-    "validating",  # lines are still being read from its file
+    "incoming",  # `submit` is still inserting jobs; not visible
+    "validating",  # jobs are still being loaded from its file
     "in_progress",
     "cancelling",
     "completed",
@@ -20,11 +20,11 @@ BatchStatus = Literal[
     "expired",
     "cancelled",
 ]
-_PREFIX = {"openai": "batch_", "anthropic": "msgbatch_", "response": "resp_"}
+_ID_PREFIX = {"openai": "batch_", "anthropic": "msgbatch_", "response": "resp_"}
 
 
 class BatchCounts(msgspec.Struct, frozen=True):
-    """Lines by how they ended; dead ones count as failed."""
+    """Jobs by outcome; dead letters count as failed."""
 
     total: int = 0
     completed: int = 0
@@ -46,11 +46,11 @@ class NewBatch(msgspec.Struct, kw_only=True):
     key_id: str = ""
     kind: BatchKind
     endpoint: str = ""
-    model: str = ""  # empty: the lines differ
-    id: str = ""  # empty: a fresh one
+    model: str = ""  # empty: the jobs' models differ
+    id: str = ""  # empty: a new one is generated
     window_s: float = 86_400.0
     metadata: dict[str, Any] = {}
-    attributes: dict[str, Any] = {}  # the dialect's own
+    attributes: dict[str, Any] = {}  # specific to the API it came from
     input_file_id: str = ""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class NewBatch(msgspec.Struct, kw_only=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """As it was when it was read. Times are Unix time in microseconds; a state's is None until it was reached."""
+    """A snapshot. Times are Unix time in microseconds; that of a status is None until it is reached."""
 
     id: str
     account: str
@@ -70,7 +70,7 @@ class Batch(msgspec.Struct, kw_only=True):
     counts: BatchCounts
     n_released: int
     n_bytes: int
-    input_tokens: int  # of the lines that succeeded
+    input_tokens: int  # of the jobs that succeeded
     output_tokens: int
     cached_tokens: int  # of the input
     reasoning_tokens: int  # of the output
@@ -92,11 +92,6 @@ class Batch(msgspec.Struct, kw_only=True):
     expires_us: int | None
 
     @property
-    def n_loaded(self) -> int:
-        """Lines that are there already; a loader that takes over skips so many of the file."""
-        return self.counts.total
-
-    @property
     def ended(self) -> bool:
         return self.status in ("completed", "failed", "expired", "cancelled")
 
@@ -106,26 +101,20 @@ class Batch(msgspec.Struct, kw_only=True):
         return next((stamp for stamp in stamps if stamp is not None), None)
 
 
-COLUMNS = (
-    "id, account, key_id, kind, endpoint, model, status, total, completed, failed, cancelled, expired, n_released, "
-    "n_bytes, input_tokens, output_tokens, cached_tokens, reasoning_tokens, loader, metadata, attributes, errors, "
-    "input_file_id, input_blob, created_us, deadline_us, in_progress_us, finalizing_us, completed_us, failed_us, "
-    "expired_us, cancelling_us, cancelled_us, expires_us"
-)
-_NAMES = COLUMNS.split(", ")
-_JSON = ("metadata", "attributes", "errors")
+_FIELDS = [field for field in Batch.__struct_fields__ if field != "counts"] + list(BatchCounts.__struct_fields__)
+COLUMNS = ", ".join(_FIELDS)
 
 
 def new_batch_id(kind: str) -> str:
-    """Random, in the form that the dialect's clients know."""
+    """A random id in the form that the API's clients know."""
     if kind == "workers_ai":
         return str(uuid.uuid4())
-    return _PREFIX[kind] + secrets.token_hex(16)
+    return _ID_PREFIX[kind] + secrets.token_hex(16)
 
 
-def batch_from_row(row: tuple[Value, ...]) -> Batch:
-    fields: dict[str, Any] = dict(zip(_NAMES, row, strict=True))
+def batch_from_row(row: Row) -> Batch:
+    fields: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
     fields["counts"] = {name: fields.pop(name) for name in BatchCounts.__struct_fields__}
-    for name in _JSON:
+    for name in ("metadata", "attributes", "errors"):
         fields[name] = msgspec.json.decode(fields[name])
     return msgspec.convert(fields, Batch)

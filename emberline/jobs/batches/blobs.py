@@ -1,8 +1,8 @@
-"""Bodies and files too large for a row: kept under the hash of what is in them, written once, collected when unused.
+"""Content-addressed blobs for bodies and files too large for a row, with garbage collection.
 
-A blob is there before a row refers to it: written under another name, flushed, renamed, its folder flushed. Collecting
-leaves alone what is younger than a grace period; putting a blob that exists makes it young again. A lock between the
-two sees to it that none is removed while it is being put.
+A blob is durable before a row references it: written under a temporary name, synced, renamed, its folder synced.
+Collection skips blobs younger than a grace period; storing a blob that exists renews it. A file lock keeps collection
+and storing apart.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import IO
 
 from emberline.protocol.errors import TooLarge, Unavailable
 
-_READ = 1 << 20
-_UNFINISHED = ".part-"
+_READ_BYTES = 1 << 20
+_TEMPORARY = ".part-"
 
 
 class BlobStore:
@@ -31,52 +31,49 @@ class BlobStore:
             raise Unavailable(f"cannot use {folder}: {error.strerror}") from error
 
     async def put(self, data: bytes) -> str:
-        """Its name; durable when this returns."""
+        """Store the bytes durably and return their name."""
         return await asyncio.to_thread(self._put, data)
 
     async def put_stream(self, chunks: AsyncIterable[bytes], max_bytes: int) -> tuple[str, int]:
-        """The name and size of what the chunks add up to; no more than one of them is in memory."""
+        """Store the concatenated chunks, one in memory at a time; returns the name and size."""
         digest, n_bytes = blake2b(digest_size=32), 0
-        path = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        try:
-            with _said("store a file"), path.open("xb") as file:
+        with self._temporary() as path:
+            with _io_errors("store a file"), path.open("xb") as file:
                 async for chunk in chunks:
                     n_bytes += len(chunk)
                     if n_bytes > max_bytes:
                         raise TooLarge(f"the file is larger than {max_bytes:,} bytes", param="file")
                     digest.update(chunk)
                     await asyncio.to_thread(file.write, chunk)
-                await asyncio.to_thread(_flush, file)
+                await asyncio.to_thread(_sync, file)
             name = digest.hexdigest()
-            await asyncio.to_thread(self._keep, path, name)
-        finally:
-            path.unlink(missing_ok=True)
+            await asyncio.to_thread(self._publish, path, name)
         return name, n_bytes
 
     async def get(self, name: str) -> bytes:
-        with _said("read a stored body"):
+        with _io_errors("read a stored body"):
             return await asyncio.to_thread(self._path(name).read_bytes)
 
     async def stream(self, name: str) -> AsyncIterator[bytes]:
-        with _said("read a stored file"):
+        with _io_errors("read a stored file"):
             file = await asyncio.to_thread(self._path(name).open, "rb")
             try:
-                while chunk := await asyncio.to_thread(file.read, _READ):
+                while chunk := await asyncio.to_thread(file.read, _READ_BYTES):
                     yield chunk
             finally:
                 file.close()
 
     def old(self, grace_s: float) -> Iterator[str]:
-        """Names of blobs that nobody put lately; unfinished ones that old are removed on the way."""
+        """Names of blobs older than the grace period; temporary files of that age are removed."""
         before = time.time() - grace_s
         for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
             yield from (path.name for path in folder.iterdir() if _modified(path) < before)
-        for path in self._folder.glob(f"{_UNFINISHED}*"):
+        for path in self._folder.glob(f"{_TEMPORARY}*"):
             if _modified(path) < before:
                 path.unlink(missing_ok=True)
 
     def remove(self, name: str, grace_s: float) -> bool:
-        """Unless it was put again meanwhile."""
+        """Remove the blob unless it was renewed in the meantime."""
         with self._locked(fcntl.LOCK_EX):
             path = self._path(name)
             if _modified(path) >= time.time() - grace_s:
@@ -88,15 +85,20 @@ class BlobStore:
         name = blake2b(data, digest_size=32).hexdigest()
         if self._renew(name):
             return name
-        path = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        try:
-            with _said("store a body"), path.open("xb") as file:
+        with self._temporary() as path:
+            with _io_errors("store a body"), path.open("xb") as file:
                 file.write(data)
-                _flush(file)
-            self._keep(path, name)
+                _sync(file)
+            self._publish(path, name)
+        return name
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        path = self._folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            yield path
         finally:
             path.unlink(missing_ok=True)
-        return name
 
     def _renew(self, name: str) -> bool:
         with self._locked(fcntl.LOCK_SH), contextlib.suppress(FileNotFoundError):
@@ -104,15 +106,15 @@ class BlobStore:
             return True
         return False
 
-    def _keep(self, path: Path, name: str) -> None:
+    def _publish(self, path: Path, name: str) -> None:
         final = self._path(name)
-        with _said("store a body"), self._locked(fcntl.LOCK_SH):
+        with _io_errors("store a body"), self._locked(fcntl.LOCK_SH):
             if not final.parent.exists():
                 final.parent.mkdir(exist_ok=True, mode=0o700)
-                _flush_folder(self._folder)
+                _sync_folder(self._folder)
             os.utime(path)
             path.replace(final)
-            _flush_folder(final.parent)
+            _sync_folder(final.parent)
 
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / name
@@ -125,19 +127,19 @@ class BlobStore:
 
 
 def _modified(path: Path) -> float:
-    """When it was last put; one that is gone is as young as can be."""
+    """When it was last stored or renewed; infinity if it is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
         return float("inf")
 
 
-def _flush(file: IO[bytes]) -> None:
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -146,8 +148,8 @@ def _flush_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
+def _io_errors(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unavailable(f"cannot {what}: {error.strerror}", retry_after_s=5) from error
+        raise Unavailable(f"cannot {action}: {error.strerror}", retry_after_s=5) from error

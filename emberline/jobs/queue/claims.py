@@ -1,7 +1,7 @@
-"""Which lines run next: those near their deadline, then a fair share for every account, then by deadline and prefix.
+"""Which jobs run next: those near their deadline, then a fair share per account, then by deadline and prefix.
 
-Fairness is by tokens: every account has a counter of what it was served, and the lowest goes first. Who was idle
-enters at the level of the others.
+Fair queueing counts tokens: every account has a counter of what it was served per model, and the lowest goes first. An
+account that was idle starts at the level of the others.
 """
 
 import heapq
@@ -11,20 +11,23 @@ from typing import NamedTuple
 
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import sql
-from emberline.store import Many, Rows, Step, Value, Work
+from emberline.store import BulkQuery, Query, Rows, Transaction
+from emberline.store.database import Row
 
-_FOREVER_US = 1 << 62
+_NEVER_US = 1 << 62
 
 
 class Lane(NamedTuple):
+    """The queued jobs of one account for one model."""
+
     account: str
     served: int
     n_queued: int
     mean_cost: int
 
 
-class Claimed(NamedTuple):
-    """A row that was claimed, and its request's body."""
+class ClaimedJob(NamedTuple):
+    """A claimed row and its request."""
 
     batch_id: str
     number: int
@@ -42,54 +45,58 @@ class Claimed(NamedTuple):
     kind: str
 
 
-def claim(owner: str, model: str, n: int, alone: bool, now_us: int, limits: QueueLimits) -> Work[list[Claimed]]:
+def claim(
+    owner: str, model: str, n: int, quarantined: bool, now_us: int, limits: QueueLimits
+) -> Transaction[list[ClaimedJob]]:
     rows: Rows = []
-    if alone:
-        rows = yield Step(sql.CLAIM_ALONE, (owner, now_us, model, now_us, now_us, limits.quarantine_kills))
-    elif lanes := [_lane(row) for row in (yield Step(sql.LANES, (model,)))]:
-        rows = yield from _pick(owner, model, n, lanes, now_us, limits)
+    if quarantined:
+        rows = yield Query(sql.CLAIM_QUARANTINED, (owner, now_us, model, now_us, now_us, limits.quarantine_kills))
+    elif lanes := [_lane(row) for row in (yield Query(sql.LANES, (model,)))]:
+        rows = yield from _claim_fairly(owner, model, n, lanes, now_us, limits)
     if not rows:
         return []
-    bodies = yield Many(sql.REQUEST_OF, [row[:2] for row in rows])
-    yield Step(sql.ALIVE, (owner, now_us + limits.lease_us, now_us))
+    requests = yield BulkQuery(sql.REQUESTS, [row[:2] for row in rows])
+    yield Query(sql.HEARTBEAT, (owner, now_us + limits.lease_us, now_us))
     yield from _charge(rows)  # last: other claims wait for these rows until the commit
-    found = {(row[0], row[1]): row[2:] for row in bodies}
-    claimed = [Claimed(*row, *found[row[0], row[1]]) for row in rows]  # type: ignore[arg-type]
-    return sorted(claimed, key=lambda line: (line.deadline_us, line.prefix, line.batch_id, line.number))
+    request_of = {(row[0], row[1]): row[2:] for row in requests}
+    claimed = [ClaimedJob(*row, *request_of[row[0], row[1]]) for row in rows]  # type: ignore[arg-type]
+    return sorted(claimed, key=lambda job: (job.deadline_us, job.prefix, job.batch_id, job.number))
 
 
-def _lane(row: tuple[Value, ...]) -> Lane:
+def _lane(row: Row) -> Lane:
     account, served, n_queued, cost = row
     return Lane(str(account), int(served or 0), int(n_queued or 0), max(1, int(cost or 0) // int(n_queued or 1)))
 
 
-def _pick(owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, limits: QueueLimits) -> Work[Rows]:
-    taken: Rows = []
+def _claim_fairly(
+    owner: str, model: str, n: int, lanes: Sequence[Lane], now_us: int, limits: QueueLimits
+) -> Transaction[Rows]:
+    claimed: Rows = []
 
-    def take(account: str, before_us: int, most: int) -> Work[int]:
-        which = (model, account, now_us, before_us, now_us, limits.quarantine_kills, most)
-        rows = yield Step(sql.CLAIM, (owner, now_us, *which))
-        taken.extend(rows)
+    def take(account: str, before_us: int, limit: int) -> Transaction[int]:
+        which = (model, account, now_us, before_us, now_us, limits.quarantine_kills, limit)
+        rows = yield Query(sql.CLAIM, (owner, now_us, *which))
+        claimed.extend(rows)
         return len(rows)
 
     urgent_us = now_us + int(limits.urgent_s * 1e6)
-    for account, _ in (yield Step(sql.URGENT, (urgent_us,))):
-        if len(taken) < n:
-            yield from take(str(account), urgent_us, n - len(taken))
-    gone = Counter(str(row[3]) for row in taken)
-    shares = fair_shares([lane._replace(n_queued=lane.n_queued - gone[lane.account]) for lane in lanes], n - len(taken))
-    may_have_more: list[str] = []  # those that gave less than asked have the rest in backoff, or another took it
-    for account, share in shares.items():
-        if (yield from take(account, _FOREVER_US, share)) == share:
+    for account, _ in (yield Query(sql.URGENT_ACCOUNTS, (urgent_us,))):
+        if len(claimed) < n:
+            yield from take(str(account), urgent_us, n - len(claimed))
+    urgent = Counter(str(row[3]) for row in claimed)
+    rest = [lane._replace(n_queued=lane.n_queued - urgent[lane.account]) for lane in lanes]
+    may_have_more: list[str] = []  # one that gave less has the rest in backoff, or another worker claimed it
+    for account, share in fair_shares(rest, n - len(claimed)).items():
+        if (yield from take(account, _NEVER_US, share)) == share:
             may_have_more.append(account)
     for account in may_have_more:
-        if len(taken) < n:
-            yield from take(account, _FOREVER_US, n - len(taken))
-    return taken
+        if len(claimed) < n:
+            yield from take(account, _NEVER_US, n - len(claimed))
+    return claimed
 
 
 def fair_shares(lanes: Sequence[Lane], n: int) -> Mapping[str, int]:
-    """So many lines for each account that those served least catch up first."""
+    """How many of `n` jobs each account gets, so that those served least catch up first."""
     heap = [(lane.served, lane.account, lane.n_queued, lane.mean_cost) for lane in lanes if lane.n_queued > 0]
     heapq.heapify(heap)
     shares: Counter[str] = Counter()
@@ -102,7 +109,7 @@ def fair_shares(lanes: Sequence[Lane], n: int) -> Mapping[str, int]:
     return shares
 
 
-def _charge(rows: Rows) -> Work[None]:
+def _charge(rows: Rows) -> Transaction[None]:
     n: Counter[tuple[str, str]] = Counter()
     cost: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -111,4 +118,4 @@ def _charge(rows: Rows) -> Work[None]:
         cost[lane] += int(row[9] or 0)
     for model, account in sorted(n):
         k, c = n[model, account], cost[model, account]
-        yield Step(sql.MOVE_LANE, (-k, k, -c, c, model, account))
+        yield Query(sql.UPDATE_LANE, (-k, k, -c, c, model, account))

@@ -1,4 +1,4 @@
-"""A line of a batch: one request, its state, and the lease under which a worker runs it."""
+"""A job: one request of a batch, its state, and the lease under which a worker runs it. The tables call it a line."""
 
 from hashlib import blake2b
 from typing import Literal
@@ -11,18 +11,17 @@ from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.request import GenerateRequest
 
 JobState = Literal["held", "queued", "leased", "succeeded", "failed", "cancelled", "expired", "dead"]
-ENDED = ("succeeded", "failed", "cancelled", "expired", "dead")
 JobKey = tuple[str, int]  # batch id, number
 
 _PREFIX_CHARS = 1024
-_USUAL_TOKENS = 256  # of a reply whose length nobody bounds, for the estimate of its cost
+_DEFAULT_OUTPUT_TOKENS = 256  # assumed for the estimated cost where max_tokens is not set
 
 
 class NewJob(msgspec.Struct):
     custom_id: str
     request: GenerateRequest | None
-    error: ErrorInfo | None = None  # a line that cannot run: it ends at once, failed, and the rest goes on
-    prefix: int = 0  # lines with the same are run together; 0: from the beginning of the prompt
+    error: ErrorInfo | None = None  # the request is invalid: the job fails at once, the others run
+    prefix: int = 0  # jobs with the same number run together; 0: a hash of the prompt's start
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -38,8 +37,8 @@ class Job(msgspec.Struct, kw_only=True):
     created_us: int
     started_us: int | None
     ended_us: int | None
-    answer: Answer | None = None  # of one that succeeded
-    error: ErrorInfo | None = None  # of one that ended otherwise
+    answer: Answer | None = None  # if it succeeded
+    error: ErrorInfo | None = None  # if it ended otherwise
 
     @property
     def request_id(self) -> str:
@@ -47,7 +46,7 @@ class Job(msgspec.Struct, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to run a line until the worker's heartbeats stop. `epoch` fences: an older lease can write nothing."""
+    """The right to run a job while the worker sends heartbeats. `epoch` is the fencing token."""
 
     batch_id: str
     number: int
@@ -58,12 +57,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     model: str
     deadline_us: int
-    attempts: int  # this one included
+    attempts: int  # including this one
     kills: int
     prefix: int
-    cost: int
     request: GenerateRequest
-    alone: bool = False  # workers died under it: nothing else of the queue runs beside it
 
     @property
     def key(self) -> JobKey:
@@ -75,14 +72,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """What a heartbeat brings back about the lines that the worker runs."""
+    """Which of the worker's jobs must be aborted."""
 
-    cancelled: frozenset[JobKey] = frozenset()  # abort, then say `cancelled`
-    lost: frozenset[JobKey] = frozenset()  # no longer the worker's: abort, say nothing
+    stopped: frozenset[JobKey] = frozenset()  # cancelled or expired: abort, then call `finish_stopped`
+    lost: frozenset[JobKey] = frozenset()  # leased to another worker now: abort without writing anything
 
 
 class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to become of a leased line, if it is still leased under this epoch."""
+    """The state that a leased job gets if it is still leased under this epoch."""
 
     key: JobKey
     epoch: int
@@ -91,8 +88,8 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ready_us: int = 0
     attempts: int = 0  # added
     kills: int = 0  # added
-    data: bytes | None = None  # the result, or
-    blob: str | None = None  # its name
+    data: bytes | None = None  # the encoded result, or
+    blob: str | None = None  # the name of its blob
     n_bytes: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
@@ -102,21 +99,21 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_id(batch_id: str, number: int) -> str:
-    """The same at every attempt, so that there is one usage row."""
+    """The same for every attempt, so that there is one usage row."""
     return f"{batch_id}-{number}"
 
 
 def prefix_of(request: GenerateRequest) -> int:
-    """A number that requests share whose prompts begin alike; signed, 64 bits."""
+    """A signed 64-bit hash of the prompt's start."""
     if request.messages:
-        head = request.messages[0].content[:_PREFIX_CHARS].encode()
+        start = request.messages[0].content[:_PREFIX_CHARS].encode()
     elif request.prompt is not None:
-        head = request.prompt[:_PREFIX_CHARS].encode()
+        start = request.prompt[:_PREFIX_CHARS].encode()
     else:
-        head = (request.prompt_ids or b"")[:_PREFIX_CHARS]
-    return int.from_bytes(blake2b(head, digest_size=8).digest(), "little", signed=True)
+        start = (request.prompt_ids or b"")[:_PREFIX_CHARS]
+    return int.from_bytes(blake2b(start, digest_size=8).digest(), "little", signed=True)
 
 
-def cost_of(request: GenerateRequest, n_bytes: int) -> int:
-    """A guess at its tokens, charged to the account until the true number is known."""
-    return n_bytes // 4 + request.n * (request.sampling.max_tokens or _USUAL_TOKENS)
+def estimate_cost(request: GenerateRequest, n_bytes: int) -> int:
+    """Estimated tokens, charged to the account in fair queueing until the real number is known."""
+    return n_bytes // 4 + request.n * (request.sampling.max_tokens or _DEFAULT_OUTPUT_TOKENS)

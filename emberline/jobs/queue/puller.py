@@ -1,7 +1,7 @@
-"""The name under which a process holds leases, and the proof on this machine that it lives: a lock on a file.
+"""The puller: claims jobs as engines have room for them and runs the attempts of this process.
 
-A process that was killed has let go of its lock. The next one that starts on the same data folder sees it and gives
-the dead one's lines back at once, where others would wait for its leases to end.
+A job stays in the store until admission has granted it room on an engine, and then goes straight there. Any number of
+pullers may work on one store. If one dies, its unfinished jobs are reclaimed and run again.
 """
 
 import asyncio
@@ -27,12 +27,25 @@ from emberline.jobs.queue.reader import QueueDepth
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
 
-FOLDER = "pullers"
+MAX_CLAIM = 256  # jobs at once
+POLL_S = 1.0  # for jobs without a notification
+CAPACITY_POLL_S = 0.25  # for capacity without a notification: an engine's load has changed
+HEARTBEAT_S = 5.0  # or a quarter of a lease; also how soon a cancellation without a notification is noticed
+MONITOR_S = 5.0  # between two updates of the metrics, and looks for quarantined jobs
+DRAIN_S = 5.0  # for running jobs to finish on close; the others return to the queue
+
+log = logging.getLogger("emberline.jobs")
 
 
 class LeaseOwner:
+    """The name under which a process holds leases, and a lock on a file as proof that it lives.
+
+    The kernel releases the lock of a killed process. The next process on the same data folder notices it and reclaims
+    the dead one's jobs without waiting for the leases to end.
+    """
+
     def __init__(self, data_dir: Path) -> None:
-        folder = data_dir / FOLDER
+        folder = data_dir / "pullers"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(6)}"
         self._path = folder / self.name
@@ -40,9 +53,9 @@ class LeaseOwner:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def dead(self) -> list[str]:
-        """Names that processes on this data folder had which are no more; `forget` each once it is dealt with."""
+        """Names of dead processes on this data folder; `forget` each once its jobs are reclaimed."""
         others = [path for path in self._path.parent.iterdir() if path != self._path]
-        return [path.name for path in others if _unlocked(path)]
+        return [path.name for path in others if _is_unlocked(path)]
 
     def forget(self, name: str) -> None:
         (self._path.parent / name).unlink(missing_ok=True)
@@ -54,7 +67,7 @@ class LeaseOwner:
             self._file = None
 
 
-def _unlocked(path: Path) -> bool:
+def _is_unlocked(path: Path) -> bool:
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -69,27 +82,27 @@ def _unlocked(path: Path) -> bool:
 
 
 class QueueMetrics(Collector):
-    """Counts what this process did. Depth and age are those of the whole queue, when they were last looked at."""
+    """Counts the job events of this process; depth and age are those of the whole queue when last read."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._depths: Sequence[QueueDepth] = ()
-        self._dead = 0
+        self._n_dead = 0
         self._now_us = 0
 
-    def count(self, what: str, model: str, n: int = 1) -> None:
-        self._counts[what, model] += n
+    def count(self, event: str, model: str, n: int = 1) -> None:
+        self._counts[event, model] += n
 
-    def total(self, what: str) -> int:
-        return sum(n for (name, _), n in self._counts.items() if name == what)
+    def total(self, event: str) -> int:
+        return sum(n for (name, _), n in self._counts.items() if name == event)
 
-    def looked(self, depths: Sequence[QueueDepth], dead: int, now_us: int) -> None:
-        self._depths, self._dead, self._now_us = depths, dead, now_us
+    def update(self, depths: Sequence[QueueDepth], n_dead: int, now_us: int) -> None:
+        self._depths, self._n_dead, self._now_us = depths, n_dead, now_us
 
     def collect(self) -> Iterator[Metric]:
-        queued = GaugeMetricFamily("emberline_queue_depth", "Lines that wait.", labels=["model"])
-        leased = GaugeMetricFamily("emberline_queue_leased", "Lines that run.", labels=["model"])
-        oldest = GaugeMetricFamily("emberline_queue_age_seconds", "Age of the line that is next.", labels=["model"])
+        queued = GaugeMetricFamily("emberline_queue_depth", "Queued jobs.", labels=["model"])
+        leased = GaugeMetricFamily("emberline_queue_leased", "Leased (running) jobs.", labels=["model"])
+        oldest = GaugeMetricFamily("emberline_queue_age_seconds", "Age of the next job.", labels=["model"])
         for model in sorted({depth.model for depth in self._depths}):
             depths = [depth for depth in self._depths if depth.model == model]
             queued.add_metric([model], sum(depth.n_queued for depth in depths))
@@ -97,50 +110,39 @@ class QueueMetrics(Collector):
             since_us = min((depth.oldest_us for depth in depths if depth.oldest_us is not None), default=self._now_us)
             oldest.add_metric([model], max(0.0, (self._now_us - since_us) / 1e6))
         yield from (queued, leased, oldest)
-        dead = GaugeMetricFamily("emberline_queue_dead_letters", "Lines under which workers died too often.")
-        dead.add_metric([], self._dead)
-        yield dead
-        lines = CounterMetricFamily("emberline_queue_lines", "What became of lines here.", labels=["event", "model"])
-        for (what, model), n in sorted(self._counts.items()):
-            lines.add_metric([what, model], n)
-        yield lines
-
-
-MOST = 256  # lines claimed at once
-POLL_S = 1.0  # for lines that nobody told us of
-ROOM_S = 0.25  # for room that nobody told us of: an engine's load has changed
-BEAT_S = 5.0  # between signs of life, or a quarter of a lease; also how soon a cancellation is heard without a bell
-LOOK_S = 5.0  # at what waits: figures, and lines that must run alone
-LEAVE_S = 5.0  # for lines to finish once we shall stop; the rest is given back
-
-log = logging.getLogger("emberline.jobs")
+        yield GaugeMetricFamily("emberline_queue_dead_letters", "Jobs in the dead-letter queue.", value=self._n_dead)
+        events = CounterMetricFamily("emberline_queue_lines", "Job events in this process.", labels=["event", "model"])
+        for (event, model), n in sorted(self._counts.items()):
+            events.add_metric([event, model], n)
+        yield events
 
 
 class BatchAdmission(Protocol):
-    """Admission, as far as queued work is concerned."""
+    """Admission, as far as queued jobs are concerned."""
 
     def issue(self, model: str, most: int) -> Sequence[AdmissionGrant]: ...
 
     def issue_alone(self, model: str) -> AdmissionGrant | None:
-        """An engine with no other line on it; None: not yet, one is being emptied."""
+        """A grant for an engine without other jobs; None: not yet, one is being drained."""
 
     def call_off(self, model: str) -> None:
-        """No line is to run alone after all."""
+        """Stop draining an engine for an exclusive grant."""
 
-    def stir(self) -> None: ...
+    def stir(self) -> None:
+        """Wake `stirred`."""
 
     async def stirred(self) -> None:
         """Return when there may be room where there was none."""
 
 
 class Puller:
-    """Owns the attempts that run here. `start`, and `close` before the service and the queue."""
+    """Owns the attempts of this process. `start` it, and `close` it before the service and the queue."""
 
     def __init__(
         self,
         queue: Queue,
         service: GenerationService,
-        grants: BatchAdmission,
+        admission: BatchAdmission,
         models: Sequence[str],
         principal: Callable[[str, str], Principal],
         owner: LeaseOwner,
@@ -148,65 +150,57 @@ class Puller:
         self.metrics = QueueMetrics()
         self._queue = queue
         self._service = service
-        self._grants = grants
+        self._admission = admission
         self._models = models
-        self._principal = principal  # of an account and the key it used
+        self._principal = principal  # of an account and the id of the key it used
         self._owner = owner
         self._attempts: dict[JobKey, JobAttempt] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
-        self._dry: set[str] = set()  # models of which there was nothing left to claim, until something is heard
-        self._emptying: set[str] = set()  # models of which an engine is being emptied, for a line alone
-        self._beat_now = asyncio.Event()
-        self._beating: asyncio.Task[None] | None = None
+        self._empty: set[str] = set()  # models without claimable jobs, until the next notification
+        self._draining: set[str] = set()  # models of which an engine is drained for a quarantined job
+        self._heartbeat_now = asyncio.Event()
+        self._heartbeats: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
 
-    @property
-    def n_running(self) -> int:
-        return len(self._running)
-
     def start(self, stop: asyncio.Event | None = None) -> None:
-        """Once `stop` is set no more is claimed: the server drains, and what runs may finish."""
+        """Once `stop` is set no more jobs are claimed: the server drains, and running ones finish."""
         self._stop = stop or self._stop
-        loops = [self._pull, self._listen, self._hear_cancels, self._look]
+        loops = [self._pull, self._listen_for_jobs, self._listen_for_stops, self._monitor]
         self._loops = [asyncio.create_task(_forever(loop)) for loop in loops]
-        self._beating = asyncio.create_task(_forever(self._beat))
+        self._heartbeats = asyncio.create_task(_forever(self._send_heartbeats))
 
-    async def close(self, leave_s: float = LEAVE_S) -> None:
-        """Claim no more; let lines finish for a moment; give back the rest. The service must still be there."""
-        await _end(self._loops)
+    async def close(self, drain_s: float = DRAIN_S) -> None:
+        """Claim no more, let jobs finish for a moment, and return the others. The service must still run."""
+        await _cancel(self._loops)
         if self._running:
-            await asyncio.wait(self._running, timeout=leave_s)
+            await asyncio.wait(self._running, timeout=drain_s)
         for attempt in self._attempts.values():
             attempt.stop(StopReason.LEAVING)
         await asyncio.gather(*self._running, return_exceptions=True)
-        if self._beating is not None:
-            await _end([self._beating])
+        if self._heartbeats is not None:
+            await _cancel([self._heartbeats])
         try:
             await self._queue.deregister(self._owner.name)
             self._owner.close()
-        except EmberlineError as error:  # its lock will be found open, its leases will end
-            log.warning("lines were not given back: %s", error.message)
+        except EmberlineError as error:  # its leases will end
+            log.warning("jobs were not returned to the queue: %s", error.message)
 
     # --- claiming ----------------------------------------------------------------------------------------------------
 
     async def _pull(self) -> None:
-        await self._bury_dead()
-        while True:
-            for model in self._models:
-                if model not in self._dry and not self._stop.is_set():
-                    await self._fill(model)
-            await _first(self._grants.stirred(), timeout_s=ROOM_S * random.uniform(0.5, 1.5))
-
-    async def _bury_dead(self) -> None:
-        """Give back at once what processes before us on this machine held."""
         for name in self._owner.dead():
             await self._queue.reclaim_from(name)
             self._owner.forget(name)
+        while True:
+            for model in self._models:
+                if model not in self._empty and not self._stop.is_set():
+                    await self._claim(model)
+            await _wait(self._admission.stirred(), CAPACITY_POLL_S * random.uniform(0.5, 1.5))
 
-    async def _fill(self, model: str) -> None:
-        """As many lines as engines have room for now."""
-        grants = self._grants.issue(model, MOST)
+    async def _claim(self, model: str) -> None:
+        """As many jobs as engines have room for."""
+        grants = self._admission.issue(model, MAX_CLAIM)
         if not grants:
             return
         try:
@@ -215,16 +209,16 @@ class Puller:
             _give_back(grants)
             raise
         if len(leases) < len(grants):
-            self._dry.add(model)
+            self._empty.add(model)
         self.metrics.count("claimed", model, len(leases))
         for lease, grant in zip(leases, grants, strict=False):
-            self._begin(lease, grant)
+            self._start_attempt(lease, grant)
         _give_back(grants[len(leases) :])
 
-    def _begin(self, lease: Lease, grant: AdmissionGrant) -> asyncio.Task[None]:
+    def _start_attempt(self, lease: Lease, grant: AdmissionGrant) -> asyncio.Task[None]:
         attempt = JobAttempt(self._queue, lease, grant, self.metrics.count)
-        if (before := self._attempts.get(lease.key)) is not None:  # our lease had ended, and the line came to us again
-            before.stop(StopReason.LOST)
+        if (earlier := self._attempts.get(lease.key)) is not None:  # its lease had ended, and we claimed the job again
+            earlier.stop(StopReason.LOST)
         self._attempts[lease.key] = attempt
         task = asyncio.create_task(self._run(attempt))
         self._running.add(task)
@@ -236,105 +230,106 @@ class Puller:
         try:
             await attempt.run(self._service, self._principal(lease.account, lease.key_id))
         except EmberlineError as error:
-            log.error("a line's end was not written: %s", error.message, extra={"request_id": lease.request_id})
+            log.error("a job's outcome was not written: %s", error.message, extra={"request_id": lease.request_id})
         except Exception:
-            log.exception("a line's attempt failed", extra={"request_id": lease.request_id})
+            log.exception("an attempt failed", extra={"request_id": lease.request_id})
         finally:
             if self._attempts.get(lease.key) is attempt:
                 del self._attempts[lease.key]
 
-    # --- being told --------------------------------------------------------------------------------------------------
+    # --- notifications -----------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        async for _ in self._queue.wait_ready(POLL_S):
-            self._dry.clear()
-            self._grants.stir()
+    async def _listen_for_jobs(self) -> None:
+        async for _ in self._queue.listen("lines", POLL_S):
+            self._empty.clear()
+            self._admission.stir()
 
-    async def _hear_cancels(self) -> None:
-        """The bell rings for every line that ends, too: look before asking for more."""
-        async for batch_id in self._queue.listen("batches", BEAT_S):
+    async def _listen_for_stops(self) -> None:
+        """The channel also announces every job that ends, so check before sending a heartbeat."""
+        async for batch_id in self._queue.listen("batches", HEARTBEAT_S):
             ours = any(batch_id in ("", key[0]) for key in self._attempts)
             if ours and await self._queue.has_stop_requests(self._owner.name):
-                self._beat_now.set()
-                await asyncio.sleep(ROOM_S)
+                self._heartbeat_now.set()
+                await asyncio.sleep(CAPACITY_POLL_S)
 
-    async def _beat(self) -> None:
-        """Keep the leases; stop what is cancelled, late or no longer ours."""
-        beat_s = min(BEAT_S, self._queue.limits.lease_s / 4)
+    async def _send_heartbeats(self) -> None:
+        """Renew the leases; abort jobs that are cancelled, expired or leased to another worker."""
+        interval_s = min(HEARTBEAT_S, self._queue.limits.lease_s / 4)
         while True:
-            await _first(self._beat_now.wait(), timeout_s=beat_s * random.uniform(0.75, 1.0))
-            self._beat_now.clear()
-            asked = dict(self._attempts)  # what is told concerns these, not those that began meanwhile
-            if not asked:
+            await _wait(self._heartbeat_now.wait(), interval_s * random.uniform(0.75, 1.0))
+            self._heartbeat_now.clear()
+            attempts = dict(self._attempts)  # the reply does not concern those that start meanwhile
+            if not attempts:
                 continue
-            told = await self._queue.heartbeat(self._owner.name, [attempt.lease for attempt in asked.values()])
-            for keys, why in ((told.cancelled, StopReason.CANCELLED), (told.lost, StopReason.LOST)):
+            leases = [attempt.lease for attempt in attempts.values()]
+            reply = await self._queue.heartbeat(self._owner.name, leases)
+            for keys, reason in ((reply.stopped, StopReason.CANCELLED), (reply.lost, StopReason.LOST)):
                 for key in keys:
-                    asked[key].stop(why)
+                    attempts[key].stop(reason)
 
-    # --- now and then ------------------------------------------------------------------------------------------------
+    # --- quarantine --------------------------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        """At what waits. Lines under which workers died run alone, one after another, taking turns with the rest."""
+    async def _monitor(self) -> None:
+        """Update the metrics. Run quarantined jobs alone, one after another, taking turns with the others."""
         while True:
             depths = await self._queue.depths()
-            self.metrics.looked(depths, await self._queue.count_dead_letters(), self._queue.now_us())
-            suspects = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
-            for model in self._emptying - suspects:
-                self._emptying.discard(model)
-                self._grants.call_off(model)
+            self.metrics.update(depths, await self._queue.count_dead_letters(), self._queue.now_us())
+            quarantined = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
+            for model in self._draining - quarantined:
+                self._draining.discard(model)
+                self._admission.call_off(model)
             others = {depth.model for depth in depths if depth.n_queued > depth.n_quarantined}
-            soon = [await self._run_alone(model, model in others) for model in suspects if not self._stop.is_set()]
-            await asyncio.sleep((ROOM_S if any(soon) else LOOK_S) * random.uniform(0.75, 1.25))
+            again = [
+                await self._run_quarantined(model, model in others) for model in quarantined if not self._stop.is_set()
+            ]
+            await asyncio.sleep((CAPACITY_POLL_S if any(again) else MONITOR_S) * random.uniform(0.75, 1.25))
 
-    async def _run_alone(self, model: str, others: bool) -> bool:
-        """Whether to look again soon: an engine is being emptied, or there may be another one. `others`: wait too."""
-        grant = self._grants.issue_alone(model)
+    async def _run_quarantined(self, model: str, others_wait: bool) -> bool:
+        """Whether to try again soon: an engine is being drained, or there may be another quarantined job."""
+        grant = self._admission.issue_alone(model)
         if grant is None:
-            self._emptying.add(model)
+            self._draining.add(model)
             return True
-        self._emptying.discard(model)
+        self._draining.discard(model)
         try:
-            leases = await self._queue.claim(self._owner.name, model, 1, alone=True)
+            leases = await self._queue.claim(self._owner.name, model, 1, quarantined=True)
         except BaseException:
             grant.give_back()
             raise
-        if not leases:  # each is in another's hands, or not due yet
+        if not leases:  # claimed by another process, or in backoff
             grant.give_back()
             return False
         self.metrics.count("claimed", model)
         began_s = asyncio.get_running_loop().time()
-        task = self._begin(leases[0], grant)
-        await asyncio.wait([task])
-        if others:
-            await asyncio.sleep(asyncio.get_running_loop().time() - began_s)  # their turn
+        await asyncio.wait([self._start_attempt(leases[0], grant)])
+        if others_wait:
+            await asyncio.sleep(asyncio.get_running_loop().time() - began_s)  # as long as it had the engine alone
         return True
 
 
 async def _forever(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A store that is gone for a minute, or a bug, stops nothing for good."""
+    """Restart the loop after an error of the store, or a bug."""
     while True:
         try:
             await loop()
         except EmberlineError as error:
             log.warning("the puller has to wait: %s", error.message)
         except Exception:
-            log.exception("the puller stumbled")
+            log.exception("the puller failed and is restarted")
         await asyncio.sleep(random.uniform(0.5, 1.5))
 
 
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel until it works: a wait that ends this very moment can take one cancellation for its own."""
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Repeat until it works: a wait that ends at the same moment may swallow a cancellation."""
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()
         await asyncio.wait(left, timeout=0.1)
 
 
-async def _first(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
-    """Wait for it, but not for longer."""
+async def _wait(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):  # unlike wait_for, it never takes our own cancellation for nothing
+        async with asyncio.timeout(timeout_s):  # `wait_for` could swallow our own cancellation
             await waiting
 
 

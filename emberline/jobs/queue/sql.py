@@ -1,18 +1,15 @@
-"""The queue's SQL. One text for both databases; the claim has two, because only PostgreSQL has rows to skip.
+"""The queue's SQL, one text for both databases except where PostgreSQL needs row locks or arrays.
 
-Rows are locked in one order everywhere: lines, bodies, lanes, paces, batches, holdings, events. Literal states in
-conditions are what lets PostgreSQL use the partial indexes.
+The table `lines` holds the jobs. Rows are locked in one order everywhere: lines, bodies, lanes, paces, batches,
+holdings, events. States are literals in conditions, because PostgreSQL uses partial indexes only then.
 """
-
-import re
-from itertools import count
 
 from emberline.jobs.batches.batch import COLUMNS as BATCH_COLUMNS
 from emberline.store import Sql
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
-_ENDED_LINES = "completed + failed + cancelled + expired"
+_N_ENDED = "completed + failed + cancelled + expired"
 _VISIBLE = "status <> 'incoming' AND ended < 2"
 
 INSERT_BATCH = """
@@ -24,100 +21,93 @@ INSERT_BATCH = """
     ON CONFLICT (id) DO NOTHING RETURNING id
 """
 BATCH = f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ? AND ended < 2"
-BATCH_SHOWN = f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ? AND account = ? AND {_VISIBLE}"
-BATCHES = f"""
-    SELECT {BATCH_COLUMNS} FROM batches WHERE account = ? AND kind = ? AND {_VISIBLE}
-    ORDER BY created_us DESC, id DESC LIMIT ?
-"""
-BATCHES_AFTER = f"""
-    SELECT {BATCH_COLUMNS} FROM batches WHERE account = ? AND kind = ? AND {_VISIBLE} AND (created_us, id) < (?, ?)
-    ORDER BY created_us DESC, id DESC LIMIT ?
-"""
-BATCHES_BEFORE = f"""
-    SELECT {BATCH_COLUMNS} FROM batches WHERE account = ? AND kind = ? AND {_VISIBLE} AND (created_us, id) > (?, ?)
-    ORDER BY created_us, id LIMIT ?
-"""
-TAKE_LOAD = Sql(
-    f"""
+VISIBLE_BATCH = f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ? AND account = ? AND {_VISIBLE}"
+
+
+def batches_page(cursor: str, order: str) -> str:
+    """A page of an account's batches of one kind; cursor: a condition on (created_us, id), or nothing."""
+    return f"""
+    SELECT {BATCH_COLUMNS} FROM batches WHERE account = ? AND kind = ? AND {_VISIBLE} {cursor}
+    ORDER BY created_us {order}, id {order} LIMIT ?
+    """
+
+
+_CLAIM_VALIDATING = f"""
     UPDATE batches SET loader = ?, loader_until_us = ? WHERE id IN (
         SELECT id FROM batches WHERE ended = 0 AND status = 'validating' AND loader_until_us < ?
-        ORDER BY deadline_us LIMIT 1
+        ORDER BY deadline_us LIMIT 1 {{lock}}
     ) RETURNING {BATCH_COLUMNS}
-    """,
-    postgres=f"""
-    UPDATE batches SET loader = ?, loader_until_us = ? WHERE id IN (
-        SELECT id FROM batches WHERE ended = 0 AND status = 'validating' AND loader_until_us < ?
-        ORDER BY deadline_us LIMIT 1 FOR UPDATE SKIP LOCKED
-    ) RETURNING {BATCH_COLUMNS}
-    """,
+"""
+CLAIM_VALIDATING = Sql(
+    _CLAIM_VALIDATING.format(lock=""), postgres=_CLAIM_VALIDATING.format(lock="FOR UPDATE SKIP LOCKED")
 )
-# The loader's fence: it still loads, and the batch has as many lines as it thinks.
-LOADED = """
+# Fenced by the loader's name and the number of jobs it has loaded.
+COUNT_LOADED = """
     UPDATE batches SET total = total + ?, failed = failed + ?, n_bytes = n_bytes + ?, loader_until_us = ?
     WHERE id = ? AND loader = ? AND total = ? AND status IN ('incoming', 'validating') RETURNING id
 """
-START = """
+START_BATCH = """
     UPDATE batches SET status = 'in_progress', in_progress_us = ?, loader = ''
     WHERE id = ? AND loader = ? AND status IN ('incoming', 'validating') RETURNING id
 """
-RELEASED = "UPDATE batches SET n_released = ? WHERE id = ? AND n_released = ? RETURNING id"
-REJECT = """
+SET_RELEASED = "UPDATE batches SET n_released = ? WHERE id = ? AND n_released = ? RETURNING id"
+REJECT_BATCH = """
     UPDATE batches SET status = ?, ended = 1, errors = ?, failed_us = ?, expired_us = ?, cancelled_us = ?,
     expires_us = ?, loader = '', input_blob = NULL, total = 0, failed = 0
     WHERE id = ? AND status = 'validating' RETURNING id
 """
-COUNT = f"""
+COUNT_ENDED = f"""
     UPDATE batches SET completed = completed + ?, failed = failed + ?, cancelled = cancelled + ?,
     expired = expired + ?, n_bytes = n_bytes + ?, input_tokens = input_tokens + ?, output_tokens = output_tokens + ?,
     cached_tokens = cached_tokens + ?, reasoning_tokens = reasoning_tokens + ?
-    WHERE id = ? RETURNING total - ({_ENDED_LINES}), ended
+    WHERE id = ? RETURNING total - ({_N_ENDED}), ended
 """
-FINISH = """
+FINALIZE_BATCH = """
     UPDATE batches SET status = ?, ended = 1, finalizing_us = ?, completed_us = ?, failed_us = ?, expired_us = ?,
     cancelled_us = ?, expires_us = ? WHERE id = ? AND ended = 0 AND status IN ('in_progress', 'cancelling')
     RETURNING id
 """
-CANCELLING = """
+SET_CANCELLING = """
     UPDATE batches SET status = 'cancelling', cancelling_us = ? WHERE id = ? AND status = 'in_progress' RETURNING id
 """
-GONE = "UPDATE batches SET ended = 2 WHERE id = ? AND ended = ? AND status = ? RETURNING n_bytes, account"
-UNRELEASED = """
+HIDE_BATCH = "UPDATE batches SET ended = 2 WHERE id = ? AND ended = ? AND status = ? RETURNING n_bytes, account"
+UNRELEASED_BATCHES = """
     SELECT id FROM batches WHERE ended = 0 AND status IN ('in_progress', 'cancelling') AND n_released < total
 """
-ABANDONED = "SELECT id FROM batches WHERE ended = 0 AND status = 'incoming' AND loader_until_us < ?"
-CANCELLING_NOW = "SELECT id FROM batches WHERE ended = 0 AND status = 'cancelling'"
-OVERDUE = "SELECT id, status FROM batches WHERE ended = 0 AND deadline_us <= ? AND status <> 'incoming'"
-OUTDATED = "SELECT id, status FROM batches WHERE expires_us <= ? AND ended = 1 LIMIT 100"
-DELETED = "SELECT id FROM batches WHERE ended = 2 LIMIT 100"
+ABANDONED_BATCHES = "SELECT id FROM batches WHERE ended = 0 AND status = 'incoming' AND loader_until_us < ?"
+CANCELLING_BATCHES = "SELECT id FROM batches WHERE ended = 0 AND status = 'cancelling'"
+OVERDUE_BATCHES = "SELECT id, status FROM batches WHERE ended = 0 AND deadline_us <= ? AND status <> 'incoming'"
+EXPIRED_BATCHES = "SELECT id, status FROM batches WHERE expires_us <= ? AND ended = 1 LIMIT 100"
+HIDDEN_BATCHES = "SELECT id FROM batches WHERE ended = 2 LIMIT 100"
 DELETE_BATCH = "DELETE FROM batches WHERE id = ? AND ended = 2"
 
-# --- lines -----------------------------------------------------------------------------------------------------------
+# --- jobs ------------------------------------------------------------------------------------------------------------
 
-_LINE_COLUMNS_IN = (
+_INSERT_COLUMNS = (
     "batch_id, number, account, custom_id, model, state, deadline_us, prefix, cost, created_us, ended_us, "
     "epoch, owner, attempts, kills, stopping, ready_us"
 )
-INSERT_LINE = Sql(
-    f"INSERT INTO lines ({_LINE_COLUMNS_IN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0, 0)",
+INSERT_JOB = Sql(
+    f"INSERT INTO lines ({_INSERT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0, 0)",
     bulk=f"""
-    INSERT INTO lines ({_LINE_COLUMNS_IN}) SELECT *, 0, '', 0, 0, 0, 0 FROM unnest(
+    INSERT INTO lines ({_INSERT_COLUMNS}) SELECT *, 0, '', 0, 0, 0, 0 FROM unnest(
         ?::text[], ?::bigint[], ?::text[], ?::text[], ?::text[], ?::text[], ?::bigint[], ?::bigint[], ?::bigint[],
         ?::bigint[], ?::bigint[]
     )
     """,
 )
 _BODY_COLUMNS = "(batch_id, number, kind, data, blob)"
-_BODY_AGAIN = "ON CONFLICT (batch_id, number, kind) DO UPDATE SET data = excluded.data, blob = excluded.blob"
+_ON_CONFLICT = "ON CONFLICT (batch_id, number, kind) DO UPDATE SET data = excluded.data, blob = excluded.blob"
 INSERT_BODY = Sql(
-    f"INSERT INTO bodies {_BODY_COLUMNS} VALUES (?, ?, ?, ?, ?) {_BODY_AGAIN}",
+    f"INSERT INTO bodies {_BODY_COLUMNS} VALUES (?, ?, ?, ?, ?) {_ON_CONFLICT}",
     bulk=f"""
     INSERT INTO bodies {_BODY_COLUMNS}
-    SELECT * FROM unnest(?::text[], ?::bigint[], ?::bigint[], ?::bytea[], ?::text[]) {_BODY_AGAIN}
+    SELECT * FROM unnest(?::text[], ?::bigint[], ?::bigint[], ?::bytea[], ?::text[]) {_ON_CONFLICT}
     """,
 )
-DROP_BODY = "DELETE FROM bodies WHERE batch_id = ? AND number = ? AND kind = 1"
+DELETE_RESULT = "DELETE FROM bodies WHERE batch_id = ? AND number = ? AND kind = 1"
 _REQUEST = "bodies.batch_id, bodies.number, bodies.data, bodies.blob, batches.key_id, batches.kind"
-REQUEST_OF = Sql(
+REQUESTS = Sql(
     f"""
     SELECT {_REQUEST} FROM bodies JOIN batches ON batches.id = bodies.batch_id
     WHERE bodies.batch_id = ? AND bodies.number = ? AND bodies.kind = 0
@@ -128,62 +118,55 @@ REQUEST_OF = Sql(
     JOIN batches ON batches.id = bodies.batch_id
     """,
 )
-RELEASE_LINES = """
+RELEASE_JOBS = """
     UPDATE lines SET state = 'queued' WHERE batch_id = ? AND number >= ? AND number < ? AND state = 'held'
     RETURNING model, cost
 """
-LINE_COLUMNS = (
+JOB_COLUMNS = (
     "lines.batch_id, lines.number, custom_id, model, state, epoch, owner, attempts, kills, created_us, started_us, "
     "ended_us"
 )
-LINES = f"SELECT {LINE_COLUMNS} FROM lines WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"
-LINES_WITH_BODIES = f"""
-    SELECT {LINE_COLUMNS}, data, blob FROM lines LEFT JOIN bodies
+_JOBS_WITH_RESULTS = f"""
+    SELECT {JOB_COLUMNS}, data, blob FROM lines LEFT JOIN bodies
     ON bodies.batch_id = lines.batch_id AND bodies.number = lines.number AND bodies.kind = 1
-    WHERE lines.batch_id = ? AND lines.number > ? ORDER BY lines.number LIMIT ?
 """
-DEAD = f"""
-    SELECT {LINE_COLUMNS}, data, blob FROM lines LEFT JOIN bodies
-    ON bodies.batch_id = lines.batch_id AND bodies.number = lines.number AND bodies.kind = 1
-    WHERE lines.state = 'dead' AND (lines.batch_id, lines.number) > (?, ?)
+DEAD_LETTERS = f"""
+    {_JOBS_WITH_RESULTS} WHERE lines.state = 'dead' AND (lines.batch_id, lines.number) > (?, ?)
     ORDER BY lines.batch_id, lines.number LIMIT ?
 """
 
 
-def lines_in(states: int, bodies: bool) -> str:
-    """The page of lines that are in one of so many states."""
-    base = LINES_WITH_BODIES if bodies else LINES
-    condition = f"number > ? AND state IN ({', '.join('?' * states)}) ORDER"
-    return base.replace("number > ? ORDER", condition)
+def jobs_page(n_states: int) -> str:
+    """A page of a batch's jobs in one of so many states; 0: in any."""
+    in_states = f"AND state IN ({', '.join('?' * n_states)})" if n_states else ""
+    return f"""
+    {_JOBS_WITH_RESULTS} WHERE lines.batch_id = ? AND lines.number > ? {in_states} ORDER BY lines.number LIMIT ?
+    """
 
 
 # --- the claim -------------------------------------------------------------------------------------------------------
 
 _CLAIMED = "lines.batch_id, lines.number, epoch, account, model, deadline_us, attempts, kills, prefix, cost"
-_TAKE = (
-    "state = 'leased', owner = ?, epoch = epoch + 1, attempts = attempts + 1, started_us = ?, stopping = 0, "
+_LEASE = (
+    "state = 'leased', owner = ?1, epoch = epoch + 1, attempts = attempts + 1, started_us = ?2, stopping = 0, "
     "ended_us = NULL"
 )
 _READY = """
-    FROM lines WHERE state = 'queued' AND model = ? AND account = ? AND deadline_us > ? AND deadline_us < ?
-    AND ready_us <= ? AND kills < ? ORDER BY deadline_us, prefix, batch_id, number LIMIT ?
+    FROM lines WHERE state = 'queued' AND model = ?3 AND account = ?4 AND deadline_us > ?5 AND deadline_us < ?6
+    AND ready_us <= ?7 AND kills < ?8 ORDER BY deadline_us, prefix, batch_id, number LIMIT ?9
 """
-_SUSPECT = """
-    FROM lines WHERE state = 'queued' AND kills > 0 AND model = ? AND deadline_us > ? AND ready_us <= ?
-    AND kills >= ?
-    ORDER BY deadline_us LIMIT 1
+_QUARANTINED = """
+    FROM lines WHERE state = 'queued' AND kills > 0 AND model = ?3 AND deadline_us > ?4 AND ready_us <= ?5
+    AND kills >= ?6 ORDER BY deadline_us LIMIT 1
 """
 
 
 def _claim(which: str) -> Sql:
-    later = count(3)
-    which_numbered = re.sub(r"\?", lambda _: f"?{next(later)}", which)
-    take_numbered = _TAKE.replace("?", "?1", 1).replace("= ?,", "= ?2,", 1)
     return Sql(
-        f"UPDATE lines SET {_TAKE} WHERE rowid IN (SELECT rowid {which}) RETURNING {_CLAIMED}".replace("lines.b", "b"),
+        f"UPDATE lines SET {_LEASE} WHERE rowid IN (SELECT rowid {which}) RETURNING {_CLAIMED}",
         postgres=f"""
-        WITH taken AS MATERIALIZED (SELECT batch_id, number {which_numbered} FOR UPDATE SKIP LOCKED)
-        UPDATE lines SET {take_numbered} FROM taken
+        WITH taken AS MATERIALIZED (SELECT batch_id, number {which} FOR UPDATE SKIP LOCKED)
+        UPDATE lines SET {_LEASE} FROM taken
         WHERE lines.batch_id = taken.batch_id AND lines.number = taken.number
         RETURNING {_CLAIMED}
         """,
@@ -191,11 +174,11 @@ def _claim(which: str) -> Sql:
 
 
 CLAIM = _claim(_READY)
-CLAIM_ALONE = _claim(_SUSPECT)
+CLAIM_QUARANTINED = _claim(_QUARANTINED)
 LANES = """
     SELECT account, served, n_queued, queued_cost FROM lanes WHERE model = ? AND n_queued > 0 ORDER BY served LIMIT 256
 """
-URGENT = """
+URGENT_ACCOUNTS = """
     SELECT account, MIN(deadline_us) FROM batches WHERE ended = 0 AND deadline_us < ?
     AND status IN ('in_progress', 'cancelling') GROUP BY account ORDER BY MIN(deadline_us) LIMIT 64
 """
@@ -207,14 +190,13 @@ _DEPTHS = """
             AND lines.account = lanes.account AND kills >= ?)
     FROM lanes WHERE n_queued > 0 OR n_leased > 0 ORDER BY model, account
 """
-# SQLite would count the suspects among all that waits.
+# Without the hint SQLite scans all queued jobs.
 DEPTHS = Sql(_DEPTHS.format(hint=" INDEXED BY lines_suspect"), postgres=_DEPTHS.format(hint=""))
 
-# --- what becomes of a line ------------------------------------------------------------------------------------------
+# --- the end of a job ----------------------------------------------------------------------------------------------
 
-# A line that was told to stop does not go back to the queue. `owner` and `epoch` are the fence.
-_SETTLED = "lines.batch_id, lines.number, lines.state, lines.model, lines.account, lines.cost, lines.started_us"
-SETTLE = Sql(
+# A job that was asked to stop does not return to the queue. `owner` and `epoch` fence stale workers off.
+FINISH_JOB = Sql(
     """
     UPDATE lines SET
         state = CASE WHEN ?1 <> 'queued' OR stopping = 0 THEN ?1 WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
@@ -223,40 +205,40 @@ SETTLE = Sql(
     WHERE batch_id = ?6 AND number = ?7 AND epoch = ?8 AND owner = ?9 AND state = 'leased'
     RETURNING batch_id, number, state, model, account, cost, started_us
     """,
-    # NOT DISTINCT is equality that no partial index answers: a line is found by its key, not among all that run.
-    bulk=f"""
+    # IS NOT DISTINCT FROM is an equality without the partial index on leased jobs: rows are found by their key.
+    bulk="""
     UPDATE lines SET
-        state = CASE WHEN told.state <> 'queued' OR stopping = 0 THEN told.state
+        state = CASE WHEN outcome.state <> 'queued' OR stopping = 0 THEN outcome.state
             WHEN stopping = 1 THEN 'cancelled' ELSE 'expired' END,
-        owner = '', ready_us = told.ready_us, attempts = lines.attempts + told.attempts,
-        kills = lines.kills + told.kills,
-        ended_us = CASE WHEN told.state = 'queued' AND stopping = 0 THEN NULL ELSE told.now_us END
+        owner = '', ready_us = outcome.ready_us, attempts = lines.attempts + outcome.attempts,
+        kills = lines.kills + outcome.kills,
+        ended_us = CASE WHEN outcome.state = 'queued' AND stopping = 0 THEN NULL ELSE outcome.now_us END
     FROM unnest(
         ?::text[], ?::bigint[], ?::bigint[], ?::bigint[], ?::bigint[], ?::text[], ?::bigint[], ?::bigint[], ?::text[]
-    ) AS told (state, ready_us, attempts, kills, now_us, batch_id, number, epoch, owner)
-    WHERE lines.batch_id = told.batch_id AND lines.number = told.number AND lines.epoch = told.epoch
-    AND lines.owner = told.owner AND lines.state IS NOT DISTINCT FROM 'leased'
-    RETURNING {_SETTLED}
+    ) AS outcome (state, ready_us, attempts, kills, now_us, batch_id, number, epoch, owner)
+    WHERE lines.batch_id = outcome.batch_id AND lines.number = outcome.number AND lines.epoch = outcome.epoch
+    AND lines.owner = outcome.owner AND lines.state IS NOT DISTINCT FROM 'leased'
+    RETURNING lines.batch_id, lines.number, lines.state, lines.model, lines.account, lines.cost, lines.started_us
     """,
 )
-_SOME = "batch_id = ? AND number >= ? AND number < ?"
-_OPEN = f"SELECT 1 FROM lines WHERE {_SOME} AND state IN ('held', 'queued', 'leased')"
-LOCK_OPEN = Sql(_OPEN, postgres=f"{_OPEN} ORDER BY number FOR UPDATE")
-STOP_LINES = f"UPDATE lines SET state = ?, ended_us = ? WHERE {_SOME} AND state = ? RETURNING model, account, cost"
-MARK_STOPPING = f"UPDATE lines SET stopping = ? WHERE {_SOME} AND state = 'leased' AND stopping = 0"
-REPLAY_LINE = """
+_RANGE = "batch_id = ? AND number >= ? AND number < ?"
+_OPEN = f"SELECT 1 FROM lines WHERE {_RANGE} AND state IN ('held', 'queued', 'leased')"
+LOCK_OPEN_JOBS = Sql(_OPEN, postgres=f"{_OPEN} ORDER BY number FOR UPDATE")
+STOP_JOBS = f"UPDATE lines SET state = ?, ended_us = ? WHERE {_RANGE} AND state = ? RETURNING model, account, cost"
+REQUEST_STOP = f"UPDATE lines SET stopping = ? WHERE {_RANGE} AND state = 'leased' AND stopping = 0"
+REPLAY_JOB = """
     UPDATE lines SET state = 'queued', kills = 0, attempts = 0, ready_us = 0, deadline_us = ?, ended_us = NULL
     WHERE batch_id = ? AND number = ? AND state = 'dead' RETURNING model, account, cost
 """
 LEASED_BY = "SELECT batch_id, number, epoch, stopping, started_us FROM lines WHERE state = 'leased' AND owner = ?"
-STOPPING_OF = "SELECT 1 FROM lines WHERE state = 'leased' AND owner = ? AND stopping <> 0 LIMIT 1"
-COUNT_DEAD = "SELECT COUNT(*) FROM lines WHERE state = 'dead'"
-HELD_BY = "SELECT batch_id, number, epoch, kills FROM lines WHERE state = 'leased' AND owner = ? LIMIT ?"
+STOP_REQUESTS = "SELECT 1 FROM lines WHERE state = 'leased' AND owner = ? AND stopping <> 0 LIMIT 1"
+COUNT_DEAD_LETTERS = "SELECT COUNT(*) FROM lines WHERE state = 'dead'"
+LEASES_OF = "SELECT batch_id, number, epoch, kills FROM lines WHERE state = 'leased' AND owner = ? LIMIT ?"
 
 # --- counters --------------------------------------------------------------------------------------------------------
 
-# Who was idle begins where the others are, not with credit for the time it asked for nothing.
-ENTER_LANE = """
+# An account that was idle starts at the level of the others, without credit for that time.
+ADD_TO_LANE = """
     INSERT INTO lanes (model, account, n_queued, n_leased, queued_cost, served) VALUES (?, ?, ?, 0, ?, (
         SELECT COALESCE(MIN(served), 0) FROM lanes WHERE model = ? AND n_queued > 0
     ))
@@ -266,46 +248,42 @@ ENTER_LANE = """
         n_queued = lanes.n_queued + excluded.n_queued,
         queued_cost = lanes.queued_cost + excluded.queued_cost
 """
-MOVE_LANE = """
+UPDATE_LANE = """
     UPDATE lanes SET n_queued = n_queued + ?, n_leased = n_leased + ?, queued_cost = queued_cost + ?,
     served = served + ? WHERE model = ? AND account = ?
 """
-PACE = """
+COUNT_COMPLETIONS = """
     INSERT INTO paces (model, minute, n, busy_us) VALUES (?, ?, ?, ?)
     ON CONFLICT (model, minute) DO UPDATE SET n = paces.n + excluded.n, busy_us = paces.busy_us + excluded.busy_us
-"""
-HOLD = """
-    INSERT INTO holdings (account, n_bytes) VALUES (?, ?)
-    ON CONFLICT (account) DO UPDATE SET n_bytes = holdings.n_bytes + excluded.n_bytes
 """
 
 # --- workers ---------------------------------------------------------------------------------------------------------
 
-ALIVE = """
+HEARTBEAT = """
     INSERT INTO workers (owner, until_us, started_us) VALUES (?, ?, ?)
     ON CONFLICT (owner) DO UPDATE SET until_us = excluded.until_us
 """
-OWNERS_GONE = """
+EXPIRED_OWNERS = """
     SELECT DISTINCT owner FROM lines WHERE state = 'leased'
     AND owner NOT IN (SELECT owner FROM workers WHERE until_us >= ?)
 """
-BURY = "DELETE FROM workers WHERE owner = ? AND until_us < ?"
-FORGET_WORKER = "DELETE FROM workers WHERE owner = ?"
-LIVES = "SELECT owner FROM workers WHERE owner = ?"
-# A lease that ends later than any can was given before the clock was set back: it has one whole term from now.
-CUT_LEASES = "UPDATE workers SET until_us = ? WHERE until_us > ?"
-FORGET_WORKERS = """
+DELETE_EXPIRED_WORKER = "DELETE FROM workers WHERE owner = ? AND until_us < ?"
+DELETE_WORKER = "DELETE FROM workers WHERE owner = ?"
+WORKER = "SELECT owner FROM workers WHERE owner = ?"
+# A lease that ends later than is possible was granted before the clock was set back: it gets one full term.
+SHORTEN_LEASES = "UPDATE workers SET until_us = ? WHERE until_us > ?"
+DELETE_OLD_WORKERS = """
     DELETE FROM workers WHERE until_us < ? AND owner NOT IN (SELECT owner FROM lines WHERE state = 'leased')
 """
 
-# --- the end of what is no longer needed -----------------------------------------------------------------------------
+# --- retention -----------------------------------------------------------------------------------------------------
 
 LAST_NUMBER = "SELECT MAX(number) FROM lines WHERE batch_id = ?"
-DELETE_BODIES = "DELETE FROM bodies WHERE batch_id = ? AND number >= ? AND number < ?"
-DELETE_LINES = "DELETE FROM lines WHERE batch_id = ? AND number >= ? AND number < ?"
-FORGET_PACES = "DELETE FROM paces WHERE minute < ?"
-FORGET_KEYS = "DELETE FROM idempotency WHERE expires_us <= ?"
-BLOB_USED = """
+DELETE_BODIES = f"DELETE FROM bodies WHERE {_RANGE}"
+DELETE_JOBS = f"DELETE FROM lines WHERE {_RANGE}"
+DELETE_OLD_PACES = "DELETE FROM paces WHERE minute < ?"
+DELETE_OLD_KEYS = "DELETE FROM idempotency WHERE expires_us <= ?"
+BLOB_REFERENCES = """
     SELECT 1 FROM files WHERE blob = ? UNION ALL SELECT 1 FROM batches WHERE input_blob = ?
     UNION ALL SELECT 1 FROM bodies WHERE blob = ? LIMIT 1
 """

@@ -1,7 +1,7 @@
-"""Which addresses a webhook may reach: the public ones, and what the operator lists.
+"""SSRF protection: webhooks may reach public addresses and the private ranges that the operator allows.
 
-A tenant chooses the URL, so a name that leads inside the network would make this server its messenger there. A name is
-resolved, every address it has is checked, and the connection goes to a checked address: nobody resolves a second time.
+A tenant chooses the URL, so a name that resolves to a private address would give the tenant access to the operator's
+network. The name is resolved once, every address is checked, and the connection is made to a checked address.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from emberline.protocol.errors import BadInput
 
 MAX_URL_CHARS = 2048
 _PORTS = {"http": 80, "https": 443}
-_PLAIN = re.compile(r"[^\s\\\x00-\x20\x7f]+")
+_PRINTABLE = re.compile(r"[^\s\\\x00-\x20\x7f]+")
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 
 
 class Target(NamedTuple):
     secure: bool
-    host: str  # a name in ASCII or an address without brackets; what the certificate must say
+    host: str  # an ASCII name or an address without brackets; the certificate is checked against it
     port: int
     path: str  # with the query; begins with /
 
@@ -34,10 +34,10 @@ class Target(NamedTuple):
 
 
 def parse_target(url: str, param: str = "url") -> Target:
-    """BadInput says what is wrong with the URL."""
+    """The parts of a webhook URL; BadInput where it is not valid."""
     if len(url) > MAX_URL_CHARS:
         raise BadInput(f"the URL is longer than {MAX_URL_CHARS} characters", param=param)
-    if not _PLAIN.fullmatch(url):
+    if not _PRINTABLE.fullmatch(url):
         raise BadInput("the URL holds spaces, backslashes or control characters; percent-encode them", param=param)
     try:
         parts = urlsplit(url)
@@ -63,40 +63,40 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 RESOLVE_S = 5.0
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# Beside what `ipaddress` calls private. Tunnels carry an IPv4 address inside, and no receiver lives behind one.
-_CLOSED = tuple(
+# Blocked in addition to what `ipaddress` calls private. Tunnel prefixes embed an IPv4 address.
+_BLOCKED = tuple(
     ipaddress.ip_network(text)
     for text in (
         "0.0.0.0/8",
         "100.64.0.0/10",  # carrier-grade NAT
-        "168.63.129.16/32",  # a cloud's metadata, in public space
+        "168.63.129.16/32",  # a cloud provider's metadata service
         "192.0.0.0/24",
         "192.88.99.0/24",  # 6to4 relays
         "198.18.0.0/15",
         "224.0.0.0/3",  # multicast, reserved, broadcast
         "::/96",  # IPv4-compatible
-        "64:ff9b:1::/48",  # NAT64 of one's own network
+        "64:ff9b:1::/48",  # local-use NAT64
         "100::/64",
-        "2001::/23",  # Teredo and other protocols' own
+        "2001::/23",  # Teredo and other protocol assignments
         "2002::/16",  # 6to4
         "3fff::/20",
         "5f00::/16",
         "fc00::/7",
-        "fe80::/9",  # link-local, and site-local before it was given up
+        "fe80::/9",  # link-local, and the deprecated site-local
         "ff00::/8",
     )
 )
 
 
 class EgressPolicy:
-    """The operator's decision, and the resolver it is asked with."""
+    """Resolves a target and checks its addresses against the operator's allow list."""
 
     def __init__(self, allow: Iterable[str] = (), resolve: Resolve | None = None) -> None:
         self._allowed = [parse_network(text) for text in allow]
         self._resolve = resolve or _system_resolve
 
     async def addresses(self, target: Target) -> list[str]:
-        """Addresses of the target to connect to; BadInput where it may not be reached, or does not exist."""
+        """The addresses to connect to; BadInput where the target is not allowed or does not resolve."""
         try:
             async with asyncio.timeout(RESOLVE_S):
                 found = await self._resolve(target.host, target.port)
@@ -104,7 +104,7 @@ class EgressPolicy:
             raise BadInput(f"{target.host} cannot be resolved", param="url") from None
         except TimeoutError:
             raise BadInput(f"{target.host} was not resolved within {RESOLVE_S:g} s", param="url") from None
-        addresses = [_plain(ipaddress.ip_address(text)) for text in found]
+        addresses = [_unmapped(ipaddress.ip_address(text)) for text in found]
         if not addresses:
             raise BadInput(f"{target.host} has no address", param="url")
         for address in addresses:
@@ -115,7 +115,7 @@ class EgressPolicy:
         if any(address in network for network in self._allowed):
             return
         if not is_public(address):
-            # Which address it was is not for the tenant: it would map the network.
+            # The address is not named, since that would let a tenant map the network.
             raise BadInput(
                 f"{target.host} is inside the network; deliveries there are off unless the operator lists the range "
                 "in [webhooks] allowed_networks",
@@ -126,10 +126,10 @@ class EgressPolicy:
 
 
 def is_public(address: Address) -> bool:
-    address = _plain(address)
+    address = _unmapped(address)
     if address in _NAT64:
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return address.is_global and not any(address in network for network in _CLOSED)
+    return address.is_global and not any(address in network for network in _BLOCKED)
 
 
 def parse_network(text: str) -> Network:
@@ -139,8 +139,8 @@ def parse_network(text: str) -> Network:
         raise BadInput(f"{text!r} is not a range of addresses such as 10.0.0.0/8: {bad}") from None
 
 
-def _plain(address: Address) -> Address:
-    """An IPv4 address written as IPv6 is that IPv4 address."""
+def _unmapped(address: Address) -> Address:
+    """The IPv4 address of an IPv4-mapped IPv6 address."""
     mapped = getattr(address, "ipv4_mapped", None)
     return address if mapped is None else ipaddress.IPv4Address(mapped)
 

@@ -1,4 +1,4 @@
-"""One HTTP POST to a checked address: no redirects, no pool, no more read of the answer than its head needs."""
+"""One HTTP POST to a checked address: no redirects, no connection pool; of the response only the head is used."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from emberline.jobs.webhooks.egress_policy import Target
 
 CONNECT_S = 5.0  # for each of the target's addresses
 MAX_HEAD_BYTES = 32 << 10
-MAX_BODY_BYTES = 64 << 10  # read and thrown away, so that a polite receiver can finish its sentence
+MAX_BODY_BYTES = 64 << 10  # read and discarded, so that the receiver can finish its response
 BODY_S = 1.0
 _MAX_INTERIM = 8
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9][0-9])(?: [^\r\n]*)?")
 
 
 class PostFailed(Exception):
-    """No answer came; the text says why, for the delivery's log."""
+    """There was no response; the text says why, for the delivery's log."""
 
 
 class PostResponse(NamedTuple):
@@ -31,13 +31,13 @@ class PostResponse(NamedTuple):
 
 
 async def post(target: Target, addresses: Sequence[str], headers: Mapping[str, str], body: bytes) -> PostResponse:
-    """Send and return the final status. The caller bounds the time; cancelling closes the connection."""
+    """Send and return the final response. The caller sets the timeout; cancelling closes the connection."""
     reader, writer = await _connect(target, addresses)
     try:
         writer.write(_head(target, headers, len(body)) + body)
         await writer.drain()
         answer = await _read_head(reader)
-        await _let_finish(reader)
+        await _drain_body(reader)
         return answer
     except asyncio.IncompleteReadError:
         raise PostFailed("the connection closed before an answer came") from None
@@ -49,15 +49,15 @@ async def post(target: Target, addresses: Sequence[str], headers: Mapping[str, s
         writer.close()
 
 
-async def _let_finish(reader: asyncio.StreamReader) -> None:
-    """The status is the receiver's word, whatever becomes of the body after it."""
+async def _drain_body(reader: asyncio.StreamReader) -> None:
+    """The status counts, even if the body after it is cut off."""
     with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(BODY_S):
             await reader.readexactly(MAX_BODY_BYTES)
 
 
 async def _connect(target: Target, addresses: Sequence[str]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To the first address that takes the connection; the certificate is checked against the target's host."""
+    """To the first address that accepts; the certificate is checked against the target's host."""
     problem = "no address"
     for address in addresses:
         try:
@@ -79,7 +79,7 @@ async def _connect(target: Target, addresses: Sequence[str]) -> tuple[asyncio.St
 def _head(target: Target, headers: Mapping[str, str], n_bytes: int) -> bytes:
     fields = {"host": target.authority, **headers, "content-length": str(n_bytes), "connection": "close"}
     lines = [f"POST {target.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
-    assert not any("\r" in line or "\n" in line for line in lines), "headers are ours"
+    assert not any("\r" in line or "\n" in line for line in lines), "header injection"
     return "\r\n".join(lines).encode("ascii") + b"\r\n\r\n"
 
 
@@ -96,7 +96,7 @@ async def _read_head(reader: asyncio.StreamReader) -> PostResponse:
 
 
 def _retry_after_s(fields: Sequence[bytes]) -> float | None:
-    """Seconds, however they were written; None where nothing usable is said."""
+    """The Retry-After header, seconds or a date, in seconds; None where there is no valid one."""
     for field in fields:
         name, _, value = field.partition(b":")
         if name.lower() != b"retry-after":

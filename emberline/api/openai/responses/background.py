@@ -213,7 +213,7 @@ class Account:
         if self._n_told < _BEGUN and (found.line.started_us is not None or found.parts or found.ended):
             events.append({"type": "response.in_progress", "response": self.whole | {"status": "in_progress"}})
         for part in found.parts[self._n_parts :]:
-            for piece in part.pieces:
+            for piece in part.events:
                 self._done = self._done or isinstance(piece, ChoiceDone)
                 events += self._draft.take(piece)
         self._n_parts = len(found.parts)
