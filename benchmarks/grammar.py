@@ -80,11 +80,11 @@ class Engine:
         flags += ["--threads", str(threads)] if threads else []
         self.loop, self.info, _ = worker.build(worker._parse(flags))
         self.text = TextModel.load(gguf)
-        self.scheduler: Scheduler = self.loop._scheduler
+        self.scheduler: Scheduler = self.loop.scheduler
         grammars = self.scheduler._grammars
         assert isinstance(grammars, Grammars)
         self.grammars = grammars
-        self.loop.learn(self.text.vocabulary)
+        self.scheduler.set_vocabulary(self.text.vocabulary)
 
     def submit(self, id: str, ask: str, grammar: bytes, max_tokens: int, temperature: float) -> None:
         ids = self.text.encode(self.text.render([Message("user", ask)]), special=True)

@@ -42,10 +42,10 @@ def main() -> int:
 def receive() -> int:
     """The other process: exports a pool, then says what came into the blocks it is asked for."""
     from emberline.engine.gpu.transfer import exported_pools
-    from emberline.kv.transfer.cuda_ipc import CudaInlet
+    from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport
 
     pools, spans = exported_pools([LLAMA_8B], [N_BLOCKS], "cuda")
-    handles, _ = CudaInlet(spans, [pools[0].nbytes]).handles()
+    handles, _ = CudaIpcReceiveTransport(spans, [pools[0].nbytes]).handles()
     print(json.dumps([handle.hex() for handle in handles]), flush=True)
     for line in sys.stdin:
         blocks = json.loads(line)
@@ -65,10 +65,10 @@ def _sums(pool: Any, blocks: list[int]) -> list[int]:
 def bandwidth() -> dict[str, Any]:
     import torch
 
-    from emberline.engine.gpu.transfer import DeviceOutlet, _opened, _words
+    from emberline.engine.gpu.transfer import CudaIpcSendTransport, peer_words, pool_words
     from emberline.kv.transfer.cuda_ipc import opened_pools
-    from emberline.kv.transfer.messages import Opened
-    from emberline.kv.transfer.transport import Move
+    from emberline.kv.transfer.messages import TransportOpened
+    from emberline.kv.transfer.transport import BlockCopy
 
     command = [sys.executable, "-m", "benchmarks.gpu.transfer", "--receive"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -76,21 +76,21 @@ def bandwidth() -> dict[str, Any]:
     assert child.stdin is not None
     handles = [bytes.fromhex(text) for text in json.loads(child.stdout.readline())]
     own = torch.randint(-(2**31), 2**31 - 1, (N_BLOCKS, LLAMA_8B.block_bytes // 4), dtype=torch.int32, device="cuda")
-    words = _words(own, LLAMA_8B)
-    [(pointer, size)] = opened_pools(Opened(handles), 1)
-    target = _opened(pointer, size, words)
-    outlet = DeviceOutlet([words], [target], [])
+    words = pool_words(own, LLAMA_8B)
+    [(pointer, size)] = opened_pools(TransportOpened(handles), 1)
+    target = peer_words(pointer, size, words)
+    transport = CudaIpcSendTransport([words], [target], [])
     rng = random.Random(1)
     sources, targets = (rng.sample(range(1, N_BLOCKS), max(SIZES)) for _ in range(2))
-    moves = [Move((0, j), source, put) for j, (source, put) in enumerate(zip(sources, targets))]
+    copies = [BlockCopy((0, j), source, put) for j, (source, put) in enumerate(zip(sources, targets))]
     figures: dict[str, Any] = {}
     for n in SIZES:
-        some = moves[:n]
-        figures[f"kernel_{n}"] = _rate(partial(outlet.put, 0, some), n)
+        some = copies[:n]
+        figures[f"kernel_{n}"] = _rate(partial(transport.write, 0, some), n)
         figures[f"memcpy_{n}"] = _rate(partial(_memcpy, words, target, some), n)
     target.zero_()
     torch.cuda.synchronize()
-    outlet.put(0, moves)
+    transport.write(0, copies)
     child.stdin.write(json.dumps(targets) + "\n")
     child.stdin.flush()
     figures["identical"] = json.loads(child.stdout.readline()) == _sums(own, sources)
@@ -111,12 +111,12 @@ def _rate(copy: Callable[[], None], n_blocks: int) -> float:
     return round(n_blocks * LLAMA_8B.block_bytes / sorted(times)[len(times) // 2] / 1e9, 1)
 
 
-def _memcpy(source: Any, target: Any, moves: Any) -> None:
+def _memcpy(source: Any, target: Any, copies: Any) -> None:
     """The plain way: a copy per block."""
     import torch
 
-    for move in moves:
-        target[move.target].copy_(source[move.source], non_blocking=True)
+    for each in copies:
+        target[each.target].copy_(source[each.source], non_blocking=True)
     torch.cuda.current_stream().synchronize()
 
 
@@ -140,7 +140,9 @@ def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any
             rounds.append(_hand_over(prefill, decode, ids, f"t{number}"))
         _, [answer] = prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)
     late = [
-        json.loads(line)["ms_after_compute"] for line in logs["prefill"].read_text().splitlines() if "pushed" in line
+        json.loads(line)["ms_after_compute"]
+        for line in logs["prefill"].read_text().splitlines()
+        if "ms_after_compute" in line
     ]
     return {"ttft_s": rounds, "ttft_alone_s": round(answer.ttft_s, 4), "ms_after_compute": late, "tokens": n_tokens}
 

@@ -1,4 +1,4 @@
-"""What an engine process is besides its engine: an address, signals, a parent, and a line that says it is ready."""
+"""What every engine process has: flags, a listening socket, signals, a watched parent, and a ready line on stdout."""
 
 import argparse
 import contextlib
@@ -14,15 +14,14 @@ from typing import Any, get_args
 
 from emberline.engine.socket_server import Server
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.transfer import shared_memory
 from emberline.kv.transfer.manager import TransferManager
-from emberline.kv.transfer.mooncake import Engine
-from emberline.kv.transfer.transport import TransportClosed
+from emberline.kv.transfer.mooncake import MooncakeEngine
+from emberline.kv.transfer.transport import SHARED_MEMORY, TransportUnavailable
 from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
-DRAIN_S = 30.0  # after SIGTERM; a Drain frame names its own limit
+DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
 
 _log = logging.getLogger(__name__)
 
@@ -31,21 +30,19 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """The flags that every engine process has."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
-    parser.add_argument("--name", default="", help="the model's name, as clients call it")
-    parser.add_argument("--id", default="", metavar="NAME", help="this engine's own name, unique in its fleet")
-    parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="prompts, replies or both")
-    parser.add_argument("--cores", type=cores, metavar="N,N", help="the only cores to run on")
-    parser.add_argument(
-        "--nice", type=lambda text: os.nice(int(text)), metavar="N", help="give way to others by so much"
-    )
-    parser.add_argument("--mooncake", metavar="HOW", help="move KV by its Transfer Engine, too: tcp, or rdma:DEVICE")
-    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences computed at once")
-    parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="tokens computed in a step")
+    parser.add_argument("--name", default="", help="the model name that clients use")
+    parser.add_argument("--id", default="", metavar="NAME", help="name of this engine, unique in the fleet")
+    parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="which stage to serve")
+    parser.add_argument("--cores", type=cores, metavar="N,N", help="CPU cores to run on")
+    parser.add_argument("--nice", type=lambda text: os.nice(int(text)), metavar="N", help="niceness to add")
+    parser.add_argument("--mooncake", metavar="PROTOCOL", help="transfer KV by Mooncake, too: tcp, or rdma:DEVICE")
+    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="maximum running sequences")
+    parser.add_argument("--token-budget", type=positive, default=512, metavar="N", help="maximum tokens per step")
     return parser
 
 
 def cores(text: str) -> list[int]:
-    """Binds the process to them as soon as they are read: threads that start later inherit it."""
+    """Pins the process while the flags are parsed: threads that start later inherit it."""
     numbers = [int(word) for word in text.split(",")]
     if hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, numbers)
@@ -53,34 +50,35 @@ def cores(text: str) -> list[int]:
 
 
 def join_token(address: str) -> str:
-    """The secret that clients must know. A Unix socket is guarded by its file mode, a TCP port by nothing else."""
+    """The join token that clients must present. A Unix socket is also protected by its file mode, a TCP port is not."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and address.startswith("tcp:"):
-        raise BadInput(f"an engine on a TCP port needs a token to join in {TOKEN_VARIABLE}")
+        raise BadInput(f"an engine on a TCP port needs a join token in {TOKEN_VARIABLE}")
     return token
 
 
-def transfers(hub: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
-    """Ways in which other engines may push KV to this one. Who prefills pushes to others."""
-    if hub is None or args.role == "prefill":
+def receive_transports(transfers: TransferManager | None, args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of the transports by which this engine receives KV; a prefill worker only sends."""
+    if transfers is None or args.role == "prefill":
         return ()
-    return tuple(way for way in hub.takes_by if way != shared_memory.NAME or not args.socket.startswith("tcp:"))
+    tcp = args.socket.startswith("tcp:")
+    return tuple(name for name in transfers.receives_by if name != SHARED_MEMORY or not tcp)
 
 
-def mooncake(memory: HostMemory, args: argparse.Namespace) -> Engine | None:
-    """Mooncake's Transfer Engine over our pools, where it was asked for."""
+def mooncake_engine(memory: HostMemory, args: argparse.Namespace) -> MooncakeEngine | None:
+    """Mooncake's Transfer Engine over our pools, if --mooncake is given."""
     if not args.mooncake:
         return None
     host = args.socket.removeprefix("tcp:").rpartition(":")[0] if args.socket.startswith("tcp:") else "127.0.0.1"
     try:
-        return Engine(memory, host, args.mooncake)
-    except TransportClosed as error:
+        return MooncakeEngine(memory, host, args.mooncake)
+    except TransportUnavailable as error:
         raise BadInput(str(error), param="mooncake") from None
 
 
 @contextlib.contextmanager
 def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """A listening socket, and its address with the port that was found for port 0."""
+    """A listening socket, and its address with the actual port."""
     if address.startswith("tcp:"):
         host, _, port = address.removeprefix("tcp:").rpartition(":")
         if not host or not port.isdigit():
@@ -92,7 +90,7 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
     path = Path(address.removeprefix("unix:"))
     with socket.socket(socket.AF_UNIX) as listener:
         _remove_stale(path)
-        before = os.umask(0o177)  # the socket is its owner's alone from the moment it exists
+        before = os.umask(0o177)  # the socket is private to its owner from the moment it exists
         try:
             listener.bind(str(path))
         finally:
@@ -105,7 +103,7 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _remove_stale(path: Path) -> None:
-    """A socket file whose engine died is in the way; one that answers is somebody's."""
+    """Remove the socket file of an engine that died; refuse one that answers."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
@@ -115,7 +113,7 @@ def _remove_stale(path: Path) -> None:
 
 
 class Parent:
-    """Notices the death of the process that started us, however it died; no orphan engine keeps the memory."""
+    """Ends this process when the one that started it dies, however it died: no orphan keeps the memory."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
@@ -138,26 +136,22 @@ class Parent:
 
 
 def serve(server: Server, parent: Parent, ready: dict[str, Any]) -> None:
-    """Serve until drained; one JSON line on stdout says when clients may come."""
+    """Serve until drained. A JSON line on stdout tells that clients may connect."""
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        server.watch(reader, lambda: _swallow(reader))
+        server.watch(reader, lambda: reader.recv(4096))  # the handler has run; this only woke the selector
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _Signalled(server))
+            signal.signal(number, _DrainOnSignal(server))
         parent.watch(server)
         print(json.dumps({"ready": True, "pid": os.getpid(), **ready}), flush=True)
         server.run()
         signal.set_wakeup_fd(-1)
 
 
-def _swallow(reader: socket.socket) -> None:
-    reader.recv(4096)  # the handler has run; this only woke the selector
-
-
-class _Signalled:
-    """The first signal drains, the second ends it now."""
+class _DrainOnSignal:
+    """The first signal drains, the second ends the process at once."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -169,7 +163,7 @@ class _Signalled:
 
 
 def fail(error: Exception) -> int:
-    """Start-up went wrong: say so, to the log and to whoever reads stdout for the ready line."""
+    """Report a failed start, in the log and instead of the ready line."""
     expected = isinstance(error, EmberlineError | ValueError | OSError)
     _log.error("%s", error, exc_info=None if expected else error)
     print(json.dumps({"ready": False, "error": str(error)}), flush=True)

@@ -1,4 +1,4 @@
-"""The engine's socket: clients in, frames out, one thread. It polls between steps and sleeps when there is no work."""
+"""The engine's socket server: frames in and out, one thread. It polls between steps and sleeps without work."""
 
 import hmac
 import logging
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.engine.client_connection import Connection, ConnectionLost
 from emberline.engine.step_loop import StepLoop
+from emberline.kv.cache import KVEventFeed
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
@@ -20,6 +20,8 @@ from emberline.protocol.frames import (
     Abort,
     Drain,
     EngineInfo,
+    EngineLoad,
+    FrameBuffer,
     Hello,
     Refused,
     Step,
@@ -30,41 +32,111 @@ from emberline.protocol.frames import (
 )
 from emberline.protocol.request import EngineRequest
 
-HELLO_LIMIT_S = 5.0
-HEARTBEAT_S = 1.0  # a client whose requests wait for longer hears that the engine computes
-REPORT_S = 0.2  # after which whoever watches the cache hears of another load, too, whoever it is of
-QUIET_S = 0.5  # without work; then the engine sees to its chores, for which a request may have to wait a little
-HELD_UP_S = 0.001  # between looks at a grammar that is being compiled
+HELLO_TIMEOUT_S = 5.0
+HEARTBEAT_S = 1.0  # after which a client with open requests gets a frame that shows that steps are made
+REPORT_S = 0.2  # after which a subscriber of KV events gets a changed load, too
+IDLE_S = 0.5  # without work; then idle tasks run, for which a request may have to wait a little
+COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
+MAX_BACKLOG_BYTES = 64 << 20
+MAX_UNGREETED_BYTES = 64 << 10  # before Hello was accepted
+_RECV_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
 
 
-class Server:
-    """Owns the listening socket, the connections, and which of them asked for which request."""
+class ClientLost(Exception):
+    """The client is gone or is to be disconnected; the text says why."""
 
-    def __init__(self, listener: socket.socket, engine: StepLoop, info: EngineInfo, token: str) -> None:
+
+class ClientConnection:
+    """Bytes in and out of a non-blocking socket, in bounded amounts. The server decides what frames mean."""
+
+    def __init__(self, sock: socket.socket, opened_s: float) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.opened_s = opened_s
+        self.greeted = False
+        self.closing = False  # once the backlog is sent
+        self.subscribed = False  # to KV events
+        self.request_ids: set[str] = set()
+        self.deltas: list[TokenDelta] = []  # for the next Step frame
+        self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
+        self.reported_load: EngineLoad | None = None
+        self._frames = FrameBuffer()
+        self._n_received = 0
+        self._backlog = bytearray()
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    @property
+    def has_unread(self) -> bool:
+        return self._frames.has_rest
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a frame without deltas is to be sent, if there is something to report."""
+        heartbeat = bool(self.request_ids) and now_s - self.reported_s > HEARTBEAT_S
+        return heartbeat or (self.subscribed and now_s >= self.reported_s + REPORT_S)
+
+    def receive(self) -> list[bytes]:
+        """Payloads that are complete now. One read per call, so that a flood cannot delay the steps."""
+        try:
+            data = self.sock.recv(_RECV_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ClientLost(str(error)) from None
+        if not data:
+            raise ClientLost("closed by the client")
+        self._n_received += len(data)
+        if not self.greeted and self._n_received > MAX_UNGREETED_BYTES:
+            raise ClientLost("too much data before Hello")
+        try:
+            return self._frames.feed(data)
+        except ValueError as error:
+            raise ClientLost(str(error)) from None
+
+    def send(self, frame: bytes = b"") -> None:
+        """Send what the socket takes and keep the rest; without a frame, continue with what was kept."""
+        self._backlog += frame
+        try:
+            del self._backlog[: self.sock.send(self._backlog)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ClientLost(str(error)) from None
+        if len(self._backlog) > MAX_BACKLOG_BYTES:
+            raise ClientLost("the client reads too slowly")
+
+
+class Server:
+    """Owns the listening socket, the connections, and which connection submitted which request."""
+
+    def __init__(self, listener: socket.socket, loop: StepLoop, info: EngineInfo, token: str) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._engine = engine
+        self._loop = loop
         self._info = info
         self._token = token.encode()
+        self._kv_events = KVEventFeed(loop.scheduler.cache)
         self._selector = selectors.DefaultSelector()
-        self._connections: set[Connection] = set()
-        self._owners: dict[str, Connection] = {}  # of the requests that the engine has accepted
-        self._ended: list[TokenDelta] = []  # to be logged, once their clients were told
+        self._connections: set[ClientConnection] = set()
+        self._owners: dict[str, ClientConnection] = {}  # of accepted requests
+        self._ended: list[TokenDelta] = []  # to be logged after their frames were sent
         self._drain_until_s: float | None = None
         self._busy_s = time.monotonic()  # the last time there was work
         self.watch(listener, self._accept)
-        if engine.hub is not None:
-            self.watch(engine.hub.wake, engine.hub.swallow)  # the next step hears what there is
+        if loop.transfers is not None:
+            self.watch(loop.transfers.wakeup, loop.transfers.clear_wakeup)  # the next step handles the notices
 
-    def watch(self, source: Any, when_readable: Callable[[], None]) -> None:
-        """Wake up for something beside the sockets of clients: a signal, the parent's death."""
+    def watch(self, source: Any, when_readable: Callable[[], object]) -> None:
+        """Wake up for something besides the sockets of clients: a signal, the death of the parent."""
         self._selector.register(source, selectors.EVENT_READ, when_readable)
 
     def drain(self, limit_s: float) -> None:
-        """Take no new work; `run` returns when all is done, or after limit_s. A second call can only shorten that."""
+        """Accept no new work; `run` returns when all is done, or after limit_s. A second call can only shorten it."""
         until_s = time.monotonic() + max(0.0, min(limit_s, MAX_DRAIN_S))
         if self._drain_until_s is None:
             _log.info("draining", extra={"limit_s": limit_s, "requests": len(self._owners)})
@@ -73,68 +145,67 @@ class Server:
     def run(self) -> None:
         """Serve until drained."""
         while not self._drained():
-            self.turn()
+            self.run_once()
         self._selector.close()
         for connection in self._connections:
             connection.sock.close()
         self._listener.close()
-        if self._engine.hub is not None:
-            self._engine.hub.close()
+        if self._loop.transfers is not None:
+            self._loop.transfers.close()
 
-    def turn(self) -> None:
-        """A look at the sockets, a step, and what came of it; without work, a sleep until a client brings some."""
+    def run_once(self) -> None:
+        """Poll the sockets, make a step, send its deltas; without work, sleep until a client brings some."""
         self._poll()
-        if self._engine.busy:
-            self._route(self._engine.step(time.monotonic()))
+        if self._loop.busy:
+            self._route(self._loop.step(time.monotonic()))
             self._busy_s = time.monotonic()
-        elif self._engine.has_chores and time.monotonic() >= self._busy_s + QUIET_S:
-            self._engine.do_chore()
+        elif self._loop.has_idle_task and time.monotonic() >= self._busy_s + IDLE_S:
+            self._loop.run_idle_task()
         self._flush()
 
-    def drop(self, request_id: str) -> None:
-        """Hang up on whoever asked for this request. (Faults of the stand-in.)"""
+    def disconnect(self, request_id: str) -> None:
+        """Close the connection that submitted this request. (Faults of the stand-in engine.)"""
         if (connection := self._owners.get(request_id)) is not None:
-            self._close(connection, "told to hang up")
+            self._close(connection, "disconnected by the stand-in script")
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        for key, events in self._selector.select(self._patience_s()):
-            if not isinstance(key.data, Connection):
+        for key, events in self._selector.select(self._timeout_s()):
+            if not isinstance(key.data, ClientConnection):
                 key.data()
             elif key.data in self._connections:  # not closed by an earlier event
                 self._serve(key.data, events)
-        self._forget_strangers()
+        for connection in [c for c in self._connections if not c.greeted]:
+            if time.monotonic() > connection.opened_s + HELLO_TIMEOUT_S:
+                self._close(connection, "no Hello in time")
 
-    def _patience_s(self) -> float | None:
-        """How long to sleep at most: not at all with work to do, for ever when only clients can bring some."""
-        if self._engine.busy and not self._engine.held_up:
+    def _timeout_s(self) -> float | None:
+        """How long to sleep: not at all with work to do, without limit when only clients can bring some."""
+        if self._loop.busy and not self._loop.blocked:
             return 0
-        limits = [c.opened_s + HELLO_LIMIT_S for c in self._connections if not c.greeted]
-        if self._engine.busy:
-            limits.append(max(self._engine.next_s, time.monotonic() + HELD_UP_S))
-        elif self._engine.has_chores:
-            limits.append(self._busy_s + QUIET_S)
+        limits = [c.opened_s + HELLO_TIMEOUT_S for c in self._connections if not c.greeted]
+        if self._loop.busy:
+            limits.append(max(self._loop.wake_s, time.monotonic() + COMPILE_POLL_S))
+        elif self._loop.has_idle_task:
+            limits.append(self._busy_s + IDLE_S)
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
-        limits += [c.told_s + REPORT_S for c in self._uninformed()]
-        soonest_s = min(limits, default=inf)
-        return None if soonest_s == inf else max(0.0, soonest_s - time.monotonic())
-
-    def _forget_strangers(self) -> None:
-        strangers = [c for c in self._connections if not c.greeted]
-        for connection in strangers:
-            if time.monotonic() > connection.opened_s + HELLO_LIMIT_S:
-                self._close(connection, "no Hello in time")
+        if subscribers := self._subscribers():
+            load = self._loop.load
+            limits += [c.reported_s + REPORT_S for c in subscribers if c.reported_load != load]
+        next_s = min(limits, default=inf)
+        return None if next_s == inf else max(0.0, next_s - time.monotonic())
 
     def _drained(self) -> bool:
         if self._drain_until_s is None:
             return False
         if time.monotonic() >= self._drain_until_s:
-            self._route(self._engine.abort_all(Unavailable("the engine was shut down before the request finished")))
+            error = Unavailable("the engine was shut down before the request finished")
+            self._route(self._loop.scheduler.abort_all(error))
             self._flush()
             return True
-        return not self._engine.busy and not any(c.has_backlog for c in self._connections)
+        return not self._loop.busy and not any(c.has_backlog for c in self._connections)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -146,61 +217,60 @@ class Server:
             return
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(sock, time.monotonic())
+        connection = ClientConnection(sock, time.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: Connection, events: int) -> None:
+    def _serve(self, connection: ClientConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(connection)
             if events & selectors.EVENT_READ and not connection.closing:
                 for payload in connection.receive():
-                    if connection in self._connections:  # else it was handed over, or closed by what came before
+                    if connection in self._connections:  # else an earlier frame closed it or handed it over
                         self._handle(connection, frames.to_engine_decoder.decode(payload))
-        except (ConnectionLost, msgspec.DecodeError) as error:
+        except (ClientLost, msgspec.DecodeError) as error:
             self._close(connection, str(error))
 
-    def _handle(self, connection: Connection, message: frames.ToEngine) -> None:
+    def _handle(self, connection: ClientConnection, message: frames.ToEngine) -> None:
         if isinstance(message, Hello):
             self._greet(connection, message)
         elif not connection.greeted:
-            raise ConnectionLost(f"{type(message).__name__} before Hello")
+            raise ClientLost(f"{type(message).__name__} before Hello")
         elif isinstance(message, Submit):
             for request in message.requests:
                 self._submit(connection, request)
         elif isinstance(message, Abort):
             for request_id in connection.request_ids.intersection(message.ids):
-                if (delta := self._engine.abort(request_id)) is not None:
+                if (delta := self._loop.scheduler.abort(request_id)) is not None:
                     self._route([delta])
         elif isinstance(message, Vocabulary):
-            self._learn(connection, message)
+            try:
+                self._loop.scheduler.set_vocabulary(message)
+            except EmberlineError as error:  # its requests would be bound to grammars of other tokens
+                raise ClientLost(error.message) from None
         elif isinstance(message, WatchKV):
-            self._watch_cache(connection)
+            self._send_kv_events()  # earlier subscribers get the changes; the snapshot contains them
+            for event in self._kv_events.subscribe():
+                self._send(connection, frames.encode(event))
+            connection.subscribed = True
         else:
             assert isinstance(message, Drain)
             self.drain(message.limit_s)
 
-    def _watch_cache(self, connection: Connection) -> None:
-        """The others hear what is new first: a snapshot has it all."""
-        self._tell_watchers()
-        for message in self._engine.watch_cache():
-            self._send(connection, frames.encode(message))
-        connection.watches = True
-
-    def _greet(self, connection: Connection, hello: Hello) -> None:
+    def _greet(self, connection: ClientConnection, hello: Hello) -> None:
         if connection.greeted:
-            raise ConnectionLost("a second Hello")
+            raise ClientLost("a second Hello")
         refusal: EmberlineError | None = None
         if not hmac.compare_digest(hello.token.encode(), self._token):
-            refusal = Unauthorized("this engine does not know that token")
+            refusal = Unauthorized("wrong join token for this engine")
         elif hello.version != frames.VERSION:
             refusal = BadInput(f"this engine speaks version {frames.VERSION} of the protocol, not {hello.version}")
-        elif hello.peer and (self._engine.hub is None or not self._info.transfers):
-            refusal = BadInput("this engine takes no KV from others")
+        elif hello.peer and (self._loop.transfers is None or not self._info.transfers):
+            refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
             connection.greeted = True
-            self._send(connection, frames.encode(Welcome(self._info, self._engine.load)))
+            self._send(connection, frames.encode(Welcome(self._info, self._loop.load)))
             if hello.peer:
                 self._hand_over(connection, hello.peer)
         else:
@@ -208,41 +278,35 @@ class Server:
             connection.closing = True
             self._send(connection, frames.encode(Refused(refusal.info())))
 
-    def _hand_over(self, connection: Connection, peer: str) -> None:
-        """What follows on this connection is KV: the transfers' threads read it."""
+    def _hand_over(self, connection: ClientConnection, peer: str) -> None:
+        """The client is an engine that sends KV: a receiver thread takes the connection over."""
         if connection.has_backlog or connection.has_unread:
-            raise ConnectionLost("an engine that pushes KV is to wait for its welcome")
-        assert self._engine.hub is not None
+            raise ClientLost("an engine that sends KV must wait for Welcome")
+        assert self._loop.transfers is not None
         self._connections.remove(connection)
         self._selector.unregister(connection.sock)
-        self._engine.hub.adopt(connection.sock, peer)
+        self._loop.transfers.accept(connection.sock, peer)
 
-    def _submit(self, connection: Connection, request: EngineRequest) -> None:
+    def _submit(self, connection: ClientConnection, request: EngineRequest) -> None:
         try:
             if self._drain_until_s is not None:
                 raise Unavailable("the engine is shutting down", retry_after_s=1)
-            self._engine.submit(request, time.monotonic())
+            self._loop.submit(request, time.monotonic())
         except EmberlineError as error:
             self._refuse(connection, request.id, error.info())
         except Exception:
-            _log.exception("a request could not be taken", extra={"request_id": request.id})
-            self._refuse(connection, request.id, Internal("the engine could not take this request").info())
+            _log.exception("a request could not be accepted", extra={"request_id": request.id})
+            self._refuse(connection, request.id, Internal("the engine could not accept this request").info())
         else:
             self._owners[request.id] = connection
             connection.request_ids.add(request.id)
 
-    def _learn(self, connection: Connection, vocabulary: Vocabulary) -> None:
-        try:
-            self._engine.learn(vocabulary)
-        except EmberlineError as error:  # its requests would be bound to grammars of other tokens
-            raise ConnectionLost(error.message) from None
-
-    def _refuse(self, connection: Connection, request_id: str, error: ErrorInfo) -> None:
+    def _refuse(self, connection: ClientConnection, request_id: str, error: ErrorInfo) -> None:
         _log.info("refused: %s", error.message, extra={"request_id": request_id, "kind": error.kind})
         connection.deltas.append(TokenDelta(request_id, finish="error", error=error))
 
-    def _close(self, connection: Connection, why: str) -> None:
-        """Nobody listens any more: everything it asked for ends here."""
+    def _close(self, connection: ClientConnection, why: str) -> None:
+        """The client is gone: everything it submitted ends here."""
         if connection not in self._connections:
             return
         self._connections.remove(connection)
@@ -250,11 +314,11 @@ class Server:
         connection.sock.close()
         for request_id in connection.request_ids:
             del self._owners[request_id]
-            self._engine.abort(request_id)
+            self._loop.scheduler.abort(request_id)
         _log.info("connection closed: %s", why, extra={"aborted": len(connection.request_ids)})
         connection.request_ids.clear()
-        if connection.watches and not any(c.watches for c in self._connections):
-            self._engine.unwatch_cache()
+        if connection.subscribed and not self._subscribers():
+            self._kv_events.unsubscribe()
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -269,58 +333,50 @@ class Server:
                 connection.request_ids.remove(delta.id)
                 self._ended.append(delta)
 
-    def _tell_watchers(self) -> None:
-        watchers = [c for c in self._connections if c.watches]
-        if not watchers or not (events := self._engine.cache_events()):
+    def _subscribers(self) -> list[ClientConnection]:
+        return [c for c in self._connections if c.subscribed]
+
+    def _send_kv_events(self) -> None:
+        subscribers = self._subscribers()
+        if not subscribers or not (events := self._kv_events.take()):
             return
-        told = b"".join(frames.encode(message) for message in events)
-        for connection in watchers:
-            try:
-                self._send(connection, told)
-            except ConnectionLost as error:
-                self._close(connection, str(error))
-
-    def _uninformed(self) -> list[Connection]:
-        """Watchers that know of another load than there is."""
-        watchers = [c for c in self._connections if c.watches]
-        if not watchers:
-            return []
-        load = self._engine.load
-        return [c for c in watchers if c.told_load != load]
-
-    def _overdue(self, connection: Connection, now_s: float) -> bool:
-        return connection.waits(now_s, HEARTBEAT_S) or (connection.watches and now_s >= connection.told_s + REPORT_S)
+        encoded = b"".join(frames.encode(message) for message in events)
+        for connection in subscribers:
+            self._send_or_close(connection, encoded)
 
     def _flush(self) -> None:
-        """One Step frame per connection with news. An empty one says that steps were made, if not for that client."""
-        self._tell_watchers()
+        """One Step frame per connection that has deltas or is due; an empty one only if steps or the load changed."""
+        self._send_kv_events()
         now_s = time.monotonic()
-        owed = [c for c in self._connections if c.deltas or self._overdue(c, now_s)]
-        load = self._engine.load if owed else None
-        for connection in owed:
+        due = [c for c in self._connections if c.deltas or c.is_due(now_s)]
+        load = self._loop.load if due else None
+        for connection in due:
             assert load is not None
-            news = connection.watches and load != connection.told_load
-            if not connection.deltas and not news and load.steps == connection.told_steps:
-                continue  # nothing moves: no sign of life
+            before = connection.reported_load
+            changed = connection.subscribed and load != before
+            if not connection.deltas and not changed and load.steps == (before.steps if before is not None else 0):
+                continue  # nothing advances: no heartbeat
             frame = frames.encode(Step(connection.deltas, load))
-            connection.deltas, connection.told_s, connection.told_steps = [], now_s, load.steps
-            connection.told_load = load
-            try:
-                self._send(connection, frame)
-            except ConnectionLost as error:
-                self._close(connection, str(error))
+            connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
+            self._send_or_close(connection, frame)
         ended, self._ended = self._ended, []
         for delta in ended:
             _log_end(delta)
 
-    def _send(self, connection: Connection, frame: bytes = b"") -> None:
-        waited = connection.has_backlog
+    def _send_or_close(self, connection: ClientConnection, frame: bytes) -> None:
+        try:
+            self._send(connection, frame)
+        except ClientLost as error:
+            self._close(connection, str(error))
+
+    def _send(self, connection: ClientConnection, frame: bytes = b"") -> None:
+        had_backlog = connection.has_backlog
         connection.send(frame)
-        if connection.has_backlog != waited:
+        if connection.has_backlog != had_backlog:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
             self._selector.modify(connection.sock, events, connection)
         if connection.closing and not connection.has_backlog:
-            raise ConnectionLost("refused")
+            raise ClientLost("refused")
 
 
 def _log_end(delta: TokenDelta) -> None:

@@ -1,26 +1,53 @@
-"""The step loop: plan, launch, absorb the previous result."""
+"""The step loop: schedule, launch, absorb the previous result."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
 from emberline.engine.scheduler.plan import DeviceLost, Handle, Runner, StepPlan
-from emberline.engine.scheduler.prefill_budget import PrefillRate
 from emberline.engine.scheduler.scheduler import Scheduler
-from emberline.kv.events import EventLog, snapshot, watched_group
 from emberline.kv.transfer.manager import TransferManager
-from emberline.protocol.errors import EmberlineError, Internal
+from emberline.protocol.errors import Internal
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
+from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import EngineRequest
+
+MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
+_RATE_GAIN = 0.2
 
 _log = logging.getLogger(__name__)
 
 
-class StepLoop:
-    """A scheduler and a runner. Whoever owns it calls `step` while it is busy.
+class PrefillRate:
+    """Prompt tokens per second, a moving average over steps; part of the load report."""
 
-    With two steps in flight the next one is planned and queued while the device is busy with the one before.
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0  # 0: not known yet
+        self._launched_s: dict[int, float] = {}  # by plan in flight
+        self._done_s = 0.0
+
+    def launched(self, plan: StepPlan) -> None:
+        self._launched_s[id(plan)] = time.perf_counter()
+
+    def done(self, plan: StepPlan) -> None:
+        """The device computes one plan after the other: a plan begins when the previous one is done."""
+        now_s = time.perf_counter()
+        began_s = max(self._launched_s.pop(id(plan), now_s), self._done_s)
+        self._done_s = now_s
+        if plan.n_tokens == len(plan.rows) or now_s <= began_s:
+            return  # it only decodes
+        n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
+        if n_tokens >= MIN_RATED_TOKENS:
+            measured = n_tokens / (now_s - began_s)
+            known = self.tokens_per_s or measured
+            self.tokens_per_s = known + _RATE_GAIN * (measured - known)
+
+
+class StepLoop:
+    """A scheduler and a runner. Its owner calls `step` while it is busy.
+
+    With two steps in flight the next one is planned and queued while the device computes the previous one.
     """
 
     def __init__(
@@ -28,106 +55,88 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         steps_in_flight: int = 1,
-        chore: Callable[[], bool] | None = None,
-        hub: TransferManager | None = None,
+        idle_task: Callable[[], bool] | None = None,
+        transfers: TransferManager | None = None,
     ) -> None:
-        self.hub = hub  # of the transfers to and from other engines
-        self._rate = PrefillRate()
-        self._stuck_at = -1  # requests that had come when a step found nothing that it could compute
-        self._chore = chore  # something to do while there is no work; False: it is all done
-        self._steps_in_flight = steps_in_flight
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        self.transfers = transfers
         self._runner = runner
+        self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
-        self._events: EventLog | None = None  # once somebody watches the cache
+        self._idle_task = idle_task  # something to do while there is no work; returns False when all is done
+        self._prefill_rate = PrefillRate()
+        self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
 
     @property
     def busy(self) -> bool:
-        return self._scheduler.busy or bool(self._in_flight) or (self.hub is not None and self.hub.has_notices)
+        return self.scheduler.busy or bool(self._in_flight) or self._has_notices
 
     @property
-    def held_up(self) -> bool:
-        """Busy, but a step would compute nothing before a grammar is compiled, or KV has come or gone."""
-        if self.hub is not None and self.hub.has_notices:
+    def blocked(self) -> bool:
+        """Busy, but a step would compute nothing before a grammar is compiled or a transfer advances."""
+        if self._has_notices or self._in_flight:
             return False
-        return not self._in_flight and (self._scheduler.held_up or self._stuck_at == self._scheduler.n_arrived)
+        return self.scheduler.blocked or self._stuck_at == self.scheduler.n_submitted
 
     @property
-    def next_s(self) -> float:
-        """While held up: when a step is due even if nobody brings news."""
-        return self._scheduler.next_s if self._scheduler.held_up else 0.0
+    def wake_s(self) -> float:
+        """While blocked: when a step is due even if nothing happens."""
+        return self.scheduler.wake_s if self.scheduler.blocked else 0.0
 
     @property
-    def has_chores(self) -> bool:
-        return self._chore is not None
+    def _has_notices(self) -> bool:
+        return self.transfers is not None and self.transfers.has_notices
 
-    def do_chore(self) -> None:
-        """What can be done ahead of requests, a little of it."""
-        if self._chore is not None and not self._chore():
-            self._chore = None
+    @property
+    def has_idle_task(self) -> bool:
+        return self._idle_task is not None
+
+    def run_idle_task(self) -> None:
+        """A part of what can be prepared ahead of requests."""
+        if self._idle_task is not None and not self._idle_task():
+            self._idle_task = None
 
     @property
     def load(self) -> EngineLoad:
-        load = self._scheduler.load()
-        load.prefill_rate = self._rate.tokens_per_s
+        load = self.scheduler.load()
+        load.prefill_rate = self._prefill_rate.tokens_per_s
         return load
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
-        self._scheduler.submit(request, now_s)
-
-    def abort(self, request_id: str) -> TokenDelta | None:
-        return self._scheduler.abort(request_id)
-
-    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
-        return self._scheduler.abort_all(error)
-
-    def learn(self, vocabulary: Vocabulary) -> None:
-        """What tokens stand for, which grammars need to know."""
-        self._scheduler.learn(vocabulary)
-
-    def watch_cache(self) -> list[KVEvents]:
-        """What the cache holds; from now on `cache_events` tells what changes."""
-        cache = self._scheduler.cache
-        group = watched_group(group.layout for group in cache.groups)
-        if self._events is None:
-            self._events = EventLog(group)
-            cache.listen(self._events)
-        return snapshot(next(each.index for each in cache.groups if each.layout is group))
-
-    def cache_events(self) -> list[KVEvents]:
-        """What changed since the last call."""
-        return [] if self._events is None else self._events.take()
-
-    def unwatch_cache(self) -> None:
-        if self._events is not None:
-            self._scheduler.cache.unlisten(self._events)
-            self._events = None
+        self.scheduler.submit(request, now_s)
 
     def step(self, now_s: float) -> list[TokenDelta]:
-        deltas = self._scheduler.expire(now_s) + self._scheduler.hear(now_s) + self._scheduler.settle()
-        plan = self._scheduler.plan()
+        deltas = self.scheduler.advance(now_s)
+        plan = self.scheduler.plan()
         if plan.rows:
-            self._rate.launched(plan)
-            handle = self._runner.launch(plan)
-            guided = self._scheduler.guides(plan)
-            if guided:  # what they allow now depends on what steps before drew
-                while self._in_flight:
-                    deltas += self._absorb(*self._in_flight.popleft())
-            handle.sample(self._scheduler.masks(plan) if guided else None)
-            self._scheduler.launched(plan)
-            self._in_flight.append((plan, handle))
+            deltas += self._launch(plan)
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
-            deltas += self._absorb(*self._in_flight.popleft())
-        self._stuck_at = -1 if plan.rows or self._in_flight else self._scheduler.n_arrived
+            deltas += self._absorb_oldest()
+        self._stuck_at = -1 if plan.rows or self._in_flight else self.scheduler.n_submitted
         return deltas
 
-    def _absorb(self, plan: StepPlan, handle: Handle) -> list[TokenDelta]:
+    def _launch(self, plan: StepPlan) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        self._prefill_rate.launched(plan)
+        handle = self._runner.launch(plan)
+        masks = None
+        if self.scheduler.needs_masks(plan):  # what a grammar allows depends on the tokens of previous steps
+            while self._in_flight:
+                deltas += self._absorb_oldest()
+            masks = self.scheduler.masks(plan)
+        handle.sample(masks)
+        self.scheduler.launched(plan)
+        self._in_flight.append((plan, handle))
+        return deltas
+
+    def _absorb_oldest(self) -> list[TokenDelta]:
+        plan, handle = self._in_flight.popleft()
         try:
             sampled = handle.result()
-            self._rate.done(plan)
+            self._prefill_rate.done(plan)
         except DeviceLost:
-            raise  # nothing can be computed here any more
+            raise  # only a new process can go on
         except Exception:
             _log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
-            return self._scheduler.fail(plan, Internal("the engine could not compute this request"))
-        return self._scheduler.absorb(plan, sampled)
+            return self.scheduler.fail(plan, Internal("the engine could not compute this request"))
+        return self.scheduler.absorb(plan, sampled)

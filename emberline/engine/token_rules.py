@@ -1,4 +1,4 @@
-"""What a drawn token does to its reply: grammars, the limit of thinking, and whether it is the last."""
+"""What a sampled token does to its sequence: grammars, the thinking limit, and whether the output ends with it."""
 
 from collections.abc import Iterable
 
@@ -11,59 +11,66 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import FinishReason, TokenLogprobs
 from emberline.protocol.token_ids import unpack
 
-Drawn = tuple[list[TokenLogprobs], FinishReason | None]  # what the reply gains at once; why it ends, if it does
+Taken = tuple[list[TokenLogprobs], FinishReason | None]  # the tokens that the output gains; why it ends, if it does
 
 
-def draw(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Drawn:
-    """Take in the token that was drawn, or what takes its place, and what must follow it. Raises what a guide does."""
+def take(seq: Sequence, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Taken:
+    """Take in a sampled token, or what replaces it, and tokens that must follow it. Raises what a guide raises."""
     if seq.guide is not None:
-        return _draw_guided(seq, seq.guide, entry, eos_ids)
+        return _take_guided(seq, seq.guide, entry, eos_ids)
     if entry.token_id in seq.stop_ids:
         return [entry], "stop"
-    entries = [entry, *_thought(seq, entry.token_id)] if seq.thinks else [entry]
-    return entries, "length" if len(entries) >= seq.room else None
+    entries = [entry, *_end_of_thinking(seq, entry.token_id)] if seq.limits_thinking else [entry]
+    return entries, "length" if len(entries) >= seq.n_output_left else None
 
 
-def _draw_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Drawn:
-    token_id, room = entry.token_id, seq.room
+def _take_guided(seq: Sequence, guide: Guide, entry: TokenLogprobs, eos_ids: tuple[int, ...]) -> Taken:
+    token_id, n_left = entry.token_id, seq.n_output_left
     ends = token_id in seq.stop_ids or (guide.finished and token_id in eos_ids)
     if ends and guide.complete:
         return [entry], "stop"
     if not guide.accept(token_id):
-        raise ValueError(f"token {token_id} was allowed, and is not accepted")
-    if seq.closes and not guide.fits(room - 1):
+        raise ValueError(f"the grammar allowed token {token_id} and does not accept it")
+    if seq.can_close and not guide.fits(n_left - 1):
         guide.rollback(1)
         path = guide.closing()
         return _forced(path), "stop" if path or guide.finished else "length"
-    entries = [entry, *_thought(seq, token_id)]
+    entries = [entry, *_end_of_thinking(seq, token_id)]
     if guide.finished:
         return entries, "stop"
-    return entries, "length" if len(entries) >= room else None
+    return entries, "length" if len(entries) >= n_left else None
 
 
-def _thought(seq: Sequence, token_id: int) -> list[TokenLogprobs]:
-    """What ends the thinking when its limit is reached with this token; mostly nothing."""
+def _end_of_thinking(seq: Sequence, token_id: int) -> list[TokenLogprobs]:
+    """The tokens that end the thinking when its limit is reached with this token; mostly none."""
     limit = seq.request.thinking_limit
-    if not seq.thinks or limit is None:
+    if not seq.limits_thinking or limit is None:
         return []
     n_output = seq.n_output + 1
     if token_id in limit.end_ids:
-        seq.thinks = False
-    if not seq.thinks or n_output < limit.most:
+        seq.limits_thinking = False
+    if not seq.limits_thinking or n_output < limit.most:
         return []
     ids = unpack(limit.ids)
-    room = seq.max_tokens - n_output - len(ids)
-    if room < 0:
-        seq.thinks = False
+    n_left = seq.max_tokens - n_output - len(ids)
+    if n_left < 0:
+        seq.limits_thinking = False
         return []
-    if seq.guide is not None and not _accepts(seq.guide, ids, room if seq.closes else None):
-        return []  # within a character, say: it is tried again behind the next token
-    seq.thinks = False
+    if seq.guide is not None and not _accept_all(seq.guide, ids, n_left if seq.can_close else None):
+        return []  # inside a multi-byte character, for instance: tried again after the next token
+    seq.limits_thinking = False
     return _forced(ids)
 
 
+def banned(seq: Sequence) -> tuple[int, ...]:
+    """Stop tokens, until the output has its minimum length; the mask of a guide says that by itself."""
+    if seq.guide is not None or seq.n_output + seq.n_sampling >= seq.request.sampling.min_tokens:
+        return ()
+    return tuple(seq.stop_ids)
+
+
 def allow(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> None:
-    """Set the bits of what the sequence's grammar allows next, its ends included. Raises what the guide does."""
+    """Set the bits of the tokens that the grammar allows next, end tokens included. Raises what the guide raises."""
     guide = seq.guide
     assert guide is not None
     guide.fill(bits[: guide.n_words])
@@ -77,16 +84,16 @@ def allow(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> 
 
 
 def bind(seq: Sequence, guide: Guide) -> None:
-    """From here on the grammar has its say; what the reply already holds was drawn under it, elsewhere."""
-    closes = guide.fits(seq.max_tokens)
+    """From here on the grammar restricts the sequence; output that it resumes must match."""
+    can_close = guide.fits(seq.max_tokens)
     for token_id in unpack(seq.request.output_ids):
         if not guide.accept(token_id):
-            raise BadInput(f"the reply so far does not match its grammar, from token {token_id} on", param="output_ids")
-    seq.guide, seq.closes = guide, closes
+            raise BadInput(f"the output to resume does not match its grammar at token {token_id}", param="output_ids")
+    seq.guide, seq.can_close = guide, can_close
 
 
-def still_thinks(seq: Sequence) -> bool:
-    """Whether a limit of thinking is still to come for a reply that has begun elsewhere."""
+def limits_thinking(seq: Sequence) -> bool:
+    """Whether a thinking limit may still apply, given the output that the sequence resumes."""
     limit = seq.request.thinking_limit
     if limit is None:
         return False
@@ -96,22 +103,22 @@ def still_thinks(seq: Sequence) -> bool:
     if len(output) < max(1, limit.most):
         return True
     if not seq.request.grammar:
-        return False  # the limit was reached, and acted upon at once if there was room
-    ids = unpack(limit.ids)  # a grammar may have put it off: is it there?
+        return False  # the limit was reached, and applied at once if there was room
+    ids = unpack(limit.ids)  # a grammar may have postponed it
     return not any(output[at : at + len(ids)] == ids for at in range(max(1, limit.most), len(output)))
 
 
 def _forced(ids: list[int]) -> list[TokenLogprobs]:
-    """Tokens that were not drawn: nothing else could have come."""
+    """Tokens that were not sampled: their probability is 1."""
     return [TokenLogprobs(token_id, 0.0) for token_id in ids]
 
 
-def _accepts(guide: Guide, ids: list[int], room: int | None) -> bool:
-    """Let a guide accept tokens that were not drawn, and leave it able to close; or change nothing."""
+def _accept_all(guide: Guide, ids: list[int], n_left: int | None) -> bool:
+    """Let a guide accept tokens that were not sampled, and leave it able to close; or change nothing."""
     n = 0
     while n < len(ids) and guide.accept(ids[n]):
         n += 1
-    if n == len(ids) and (room is None or guide.fits(room)):
+    if n == len(ids) and (n_left is None or guide.fits(n_left)):
         return True
     guide.rollback(n)
     return False

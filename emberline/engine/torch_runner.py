@@ -1,4 +1,4 @@
-"""Carries out a step's plan with torch: the plan becomes tensors, the model computes, the sampler draws."""
+"""The reference runner, for CPUs: a step's plan becomes tensors, the model computes, the sampler samples."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
-from emberline.engine.scheduler.prefill_budget import PrefillBudget, Work
+from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork, TokenBudget
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
@@ -26,8 +26,8 @@ class Model(Protocol):
     def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor: ...
 
 
-class Computed:
-    """A step whose forward pass has run: here a launch returns when it is over."""
+class ComputedStep:
+    """A step whose forward pass is done: here a launch is synchronous."""
 
     def __init__(self, logits: Tensor | None, rows: list[SamplerRow], error: Exception | None = None) -> None:
         self._logits = logits
@@ -39,8 +39,8 @@ class Computed:
         if self._logits is None or not self._rows:
             return
         try:
-            for place, bits in zip(masks.rows, masks.bits) if masks is not None else ():
-                self._rows[place].allowed = bits
+            for index, bits in zip(masks.rows, masks.bits) if masks is not None else ():
+                self._rows[index].allowed = bits
             self._sampled = sample(self._logits, self._rows)
         except Exception as error:
             self._error = error
@@ -53,12 +53,12 @@ class Computed:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a runner knows of the sequence in a slot."""
+    """What the runner knows of the sequence in a slot."""
 
     sampler: SamplerRow
     n_prompt: int
     passed: list[int]
-    ids: bytearray | None  # prompt and output, kept only where a penalty looks back at them
+    ids: bytearray | None  # prompt and output, kept only for penalties
 
 
 class TorchRunner:
@@ -70,15 +70,13 @@ class TorchRunner:
         n_blocks: Sequence[int],
         limits: Limits,
         device: str = "cpu",
-        pace: PrefillBudget | None = None,
+        prefill: PrefillPolicy | None = None,
         shared: bool = False,
     ) -> None:
         self._model = model
-        self._pace = pace
+        self._prefill = prefill or TokenBudget()
         self._device = torch.device(device)
-        self.memory: HostMemory | None = (
-            None  # the pools' bytes, where they are the host's; `shared`: others write them
-        )
+        self.memory: HostMemory | None = None  # of the pools on a CPU; `shared`: other processes may write it
         if self._device.type == "cpu":
             pages = [host_pages(layout, n, shared) for layout, n in zip(model.kv_groups, n_blocks)]
             self._kv = [pool_in(each, layout, n) for each, layout, n in zip(pages, model.kv_groups, n_blocks)]
@@ -97,43 +95,25 @@ class TorchRunner:
         self._token_ids, self._positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
         self._query_starts, self._context_lens = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
 
-    def launch(self, plan: StepPlan) -> Computed:
+    def launch(self, plan: StepPlan) -> ComputedStep:
         try:
             for admission in plan.admissions:
                 self._admit(admission)
             inputs, samplers = self._inputs(plan)
             began_s = time.perf_counter()
             logits = self._model.forward(inputs, self._kv)
-            if self._pace is not None:
-                self._pace.observe(_work(plan), time.perf_counter() - began_s)
-            return Computed(logits, samplers)
+            self._prefill.observe(_work(plan), time.perf_counter() - began_s)
+            return ComputedStep(logits, samplers)
         except Exception as error:
-            return Computed(None, [], error)
+            return ComputedStep(None, [], error)
 
     def _admit(self, admission: Admission) -> None:
-        request, sampling = admission.request, admission.request.sampling
-        looks_back = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
-        sampler = SamplerRow(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            logit_bias=sampling.logit_bias,
-            seed=admission.seed,
-            position=0,
-            prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if looks_back else None,
-            output_ids=None,
-            banned=(),
-            logprobs=sampling.logprobs,
-        )
+        request, row = admission.request, sampler_row(admission)
         self._slots[admission.slot] = _Slot(
-            sampler,
+            row,
             n_prompt=len(request.prompt_ids) // 4,
             passed=[0] * len(self._tables),
-            ids=bytearray(request.prompt_ids + admission.output_ids) if looks_back else None,
+            ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
         )
         for table, blocks in zip(self._tables, admission.blocks):
             table[admission.slot] = NULL_BLOCK
@@ -159,12 +139,12 @@ class TorchRunner:
                 samplers.append(self._sampler(row, slot, end))
         n_rows, width = len(plan.rows), blocks_of(longest)
         inputs = StepInputs(
-            token_ids=self._ship(self._token_ids[:n]),
-            positions=self._ship(self._positions[:n]),
-            query_starts=self._ship(self._query_starts[: n_rows + 1]),
-            context_lens=self._ship(self._context_lens[:n_rows]),
+            token_ids=self._to_device(self._token_ids[:n]),
+            positions=self._to_device(self._positions[:n]),
+            query_starts=self._to_device(self._query_starts[: n_rows + 1]),
+            context_lens=self._to_device(self._context_lens[:n_rows]),
             block_tables=self._block_tables([row.slot for row in plan.rows], width),
-            sample_tokens=self._ship(np.array(sample_tokens, np.int64)),
+            sample_tokens=self._to_device(np.array(sample_tokens, np.int64)),
         )
         return inputs, samplers
 
@@ -194,24 +174,41 @@ class TorchRunner:
         for table, buffer in zip(self._tables, self._step_tables):
             rows = buffer[: len(slots) * width].reshape(len(slots), width)
             table[:, :width].take(slots, axis=0, out=rows, mode="clip")
-            tables.append(self._ship(rows))
+            tables.append(self._to_device(rows))
         return tables
 
-    def _ship(self, array: "np.ndarray[Any, Any]") -> Tensor:
+    def _to_device(self, array: "np.ndarray[Any, Any]") -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
 
-def _work(plan: StepPlan) -> Work:
+def sampler_row(admission: Admission) -> SamplerRow:
+    """Sampling parameters of a sequence; its tokens only where a penalty needs them."""
+    request, sampling = admission.request, admission.request.sampling
+    penalized = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+    return SamplerRow(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=admission.seed,
+        prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if penalized else None,
+        output_ids=np.frombuffer(admission.output_ids, "<u4") if penalized else None,
+        logprobs=sampling.logprobs,
+    )
+
+
+def _work(plan: StepPlan) -> StepWork:
     chunks = [row for row in plan.rows if row.end - row.start > 1]
-    work = Work(len(plan.rows) - len(chunks))
-    for row in chunks:
-        work.add(row.end - row.start, row.end)
-    return work
+    return StepWork.of(len(plan.rows) - len(chunks), chunks)
 
 
 def allocate_pool(layout: KVGroup, n_blocks: int, device: torch.device) -> Tensor:
-    """Zeroed blocks, one contiguous after the other. On the CPU a block costs memory once it is written."""
+    """Zeroed blocks, each contiguous over layers. On the CPU a block takes memory once it is written."""
     if device.type == "cpu":
         return pool_in(host_pages(layout, n_blocks, shared=False), layout, n_blocks)
     return torch.zeros(pool_shape(layout, n_blocks), dtype=getattr(torch, layout.dtype), device=device)

@@ -3,7 +3,6 @@
 import argparse
 import gc
 import logging
-import math
 import os
 import time
 from pathlib import Path
@@ -14,14 +13,14 @@ from emberline.engine import process
 from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.prefill_budget import PrefillBudget
+from emberline.engine.scheduler.prefill_policy import BatchTimeLimit
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.socket_server import Server
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels.cpu.build import cache_dir
 from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.manager import host_hub
+from emberline.kv.transfer.manager import host_transfers
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
@@ -29,7 +28,7 @@ from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
-GPU_STEPS_IN_FLIGHT = 2  # one computes while the next is planned
+GPU_STEPS_IN_FLIGHT = 2  # one is computed while the next is planned
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
@@ -38,12 +37,12 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     log.setup("engine")
-    parent = process.Parent()  # before the model is loaded: that takes seconds
+    parent = process.Parent()  # before the model is loaded, which takes seconds
     began_s = time.monotonic()
     try:
         token = process.join_token(args.socket)
         loop, info, facts = build(args)
-        gc.freeze()  # it is there to stay: collections between steps need not look at it
+        gc.freeze()  # permanent objects: collections between steps need not scan them
         with process.listening(args.socket) as (listener, address):
             server = Server(listener, loop, info, token)
             facts |= {"address": address, "load_s": round(time.monotonic() - began_s, 3)}
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any]]:
-    """The model loaded, scheduler and runner around it. The facts are for the log and the ready line."""
+    """Load the model and build its step loop. The facts are for the log and the ready line."""
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
     ahead = _read_ahead(args)
@@ -63,7 +62,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    import torch  # takes a second or more: not for a start that fails
+    import torch  # takes a second or more: not before a start that fails
 
     from emberline.models.registry import begin_loading
 
@@ -75,13 +74,13 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         load_attention(device)
     model, weights = begin_loading(checkpoint, device, args.deterministic, args.threads, ahead)
     if model.backend == "native":
-        torch.set_num_threads(1)  # the kernels have threads of their own; torch's would only take their cores
+        torch.set_num_threads(1)  # the kernels have their own threads; torch's would compete for the cores
     elif args.threads is not None:
         torch.set_num_threads(args.threads)
     fingerprint = checkpoint.fingerprint
-    loop, cache, limits = _engine(model, fingerprint, device, args)
+    loop, cache, limits = _step_loop(model, fingerprint, device, args)
     if weights is not None:
-        loop.do_chore()  # what the first request will need, beside the reading; more would only slow that down
+        loop.run_idle_task()  # prepare the first request while weights are read; more would slow that down
         weights.finish()
     checkpoint.close()
 
@@ -97,7 +96,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         backend=model.backend,
         max_running=limits.max_running,
         role=args.role,
-        transfers=process.transfers(loop.hub, args),
+        transfers=process.receive_transports(loop.transfers, args),
     )
     facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
@@ -105,7 +104,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
-    """For an accelerator the whole file is read once: begin before torch is there to ask for it."""
+    """For an accelerator the whole checkpoint is read once: begin before torch is imported."""
     if args.device == "cpu" or not Path("/dev/nvidiactl").exists():
         return None
     return ReadAhead(model_files(args.model), free_host_bytes() // 2)
@@ -116,10 +115,10 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.max_running > args.token_budget:
-        raise BadInput("--token-budget must be at least --max-running: each sequence takes a token a step")
+        raise BadInput("--token-budget must be at least --max-running: each sequence takes one token per step")
 
 
-def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> tuple[StepLoop, KVCache, Limits]:
+def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> tuple[StepLoop, KVCache, Limits]:
     from emberline.engine.torch_runner import TorchRunner
 
     def caches(kv_bytes: int) -> tuple[list[int], KVCache, Limits]:
@@ -129,25 +128,25 @@ def _engine(model: Any, fingerprint: str, device: str, args: argparse.Namespace)
 
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
-        pace = PrefillBudget(target_s=math.inf)  # only queued work is held to one here
-        runner = TorchRunner(model, n_blocks, limits, device, pace, shared=args.role == "decode")
-        hub = None
+        prefill = BatchTimeLimit()
+        runner = TorchRunner(model, n_blocks, limits, device, prefill, shared=args.role == "decode")
+        transfers = None
         if runner.memory is not None:
-            mooncake = process.mooncake(runner.memory, args)
-            hub = host_hub(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
-        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), pace, hub)
-        return StepLoop(scheduler, runner, hub=hub), cache, limits
+            mooncake = process.mooncake_engine(runner.memory, args)
+            transfers = host_transfers(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
+        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), prefill, transfers)
+        return StepLoop(scheduler, runner, transfers=transfers), cache, limits
     from emberline.engine.gpu.engine import GpuEngine
+    from emberline.engine.gpu.transfer import device_transfers, exported_pools
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
     n_blocks, cache, limits = caches(engine.memory.kv)
-    from emberline.engine.gpu.transfer import exported_pools, gpu_hub
-
     pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
-    on_gpu = engine.runner(n_blocks, limits, pools=pools)
-    hub = gpu_hub(args.id or args.socket, fingerprint, model.kv_groups, on_gpu.pools, spans)
-    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.pace, hub)
-    return StepLoop(scheduler, on_gpu, GPU_STEPS_IN_FLIGHT, engine.chores(on_gpu), hub), cache, limits
+    gpu_runner = engine.runner(n_blocks, limits, pools=pools)
+    transfers = device_transfers(args.id or args.socket, fingerprint, model.kv_groups, gpu_runner.pools, spans)
+    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.prefill, transfers)
+    idle_task = engine.idle_task(gpu_runner)
+    return StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, idle_task, transfers), cache, limits
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:
@@ -165,10 +164,12 @@ def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = process.arguments("emberline.engine.worker", "Serve one model on one socket.")
-    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a model folder")
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a GGUF file or a checkpoint folder")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.set_defaults(max_running=None, token_budget=None)  # by device
-    parser.add_argument("--kv-bytes", type=process.positive, metavar="N", help="default: by the device's free memory")
+    parser.set_defaults(max_running=None, token_budget=None)  # depend on the device
+    parser.add_argument(
+        "--kv-bytes", type=process.positive, metavar="N", help="size of the KV cache; default: from the free memory"
+    )
     parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
     parser.add_argument("--deterministic", action="store_true", help="the same tokens whatever else is in the batch")
     return parser.parse_args(argv)

@@ -1,1 +1,1 @@
-"""Paged KV: who owns which block, and which content is still in one. Bookkeeping only; the bytes are the runner's."""
+"""Paged KV: which sequence references which block, and which content is cached. The bytes belong to the runner."""

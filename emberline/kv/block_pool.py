@@ -1,42 +1,37 @@
-"""The blocks of one KV group: reference counts, and the order in which free ones are handed out again."""
+"""The block pool of one KV group: reference counts, eviction order, and how many blocks memory allows."""
 
 from collections.abc import Iterable, Sequence
 
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.errors import BadInput
 
-NULL_BLOCK = 0  # never handed out: padding, and table entries whose block fell out of the window, point here
+NULL_BLOCK = 0  # never allocated: padding, and table entries whose block left the window, refer to it
 
 
 class BlockPool:
-    """Blocks 1 .. n_blocks - 1. Those nobody references form a doubly-linked list, next to be reused first.
+    """Blocks 1 .. n_blocks - 1. Free ones form a doubly-linked list in order of reuse.
 
-        head ⇄ worthless ⇄ oldest cached ⇄ ... ⇄ newest cached ⇄ head
+        head ⇄ without content ⇄ oldest cached ⇄ ... ⇄ newest cached ⇄ head
 
-    A free block keeps its content until it is handed out, so cached content is evicted only when room is needed.
-    The links live in two flat lists; index NULL_BLOCK is the list's head.
+    A free block keeps its content until it is allocated, so cached content is evicted only when room is needed.
+    The links are two flat lists; index NULL_BLOCK is the head.
     """
 
     def __init__(self, n_blocks: int) -> None:
         assert n_blocks >= 2, "a pool needs a block besides the null block"
         self.n_total = n_blocks - 1
         self.n_free = self.n_total
-        self.n_releases = 0  # how often a block became free; unchanged means no new room
+        self.n_releases = 0  # how often a block became free; unchanged: no new room
         self.refs = [0] * n_blocks
         self._next: list[int] = [*range(1, n_blocks), 0]
         self._prev: list[int] = [n_blocks - 1, *range(n_blocks - 1)]
 
     def n_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks nobody references."""
+        """How many of the blocks are free."""
         return list(map(self.refs.__getitem__, blocks)).count(0)
 
-    def take(self) -> int:
-        """The free block that is missed least, referenced once. Its old content is the caller's to forget."""
-        (block,) = self.take_all(1)
-        return block
-
     def take_all(self, n: int) -> list[int]:
-        """So many of them, from the head of the list on."""
+        """The first n free blocks, with one reference each. The caller removes their old content from the index."""
         assert 0 <= n <= self.n_free, f"{n} of {self.n_free} free blocks: check n_free first"
         refs, following = self.refs, self._next
         blocks, block = [], following[NULL_BLOCK]
@@ -49,11 +44,11 @@ class BlockPool:
         return blocks
 
     def hold(self, block: int) -> None:
-        """One more reference; a free block comes back to life with its content."""
+        """One more reference; a free block is revived with its content."""
         self.hold_all((block,))
 
     def hold_all(self, blocks: Iterable[int]) -> None:
-        """A long prompt's at once: a step waits for it."""
+        """Hold many blocks at once: a long prompt has thousands, and the step loop waits for it."""
         refs, following, preceding = self.refs, self._next, self._prev
         n_revived = 0
         for block in blocks:
@@ -65,19 +60,19 @@ class BlockPool:
             refs[block] += 1
         self.n_free -= n_revived
 
-    def drop(self, block: int, worth_keeping: bool) -> None:
-        """One reference less. Without any, the block is free: last in line if its content may be asked for again."""
-        self.drop_all((block,), (worth_keeping,))
+    def drop(self, block: int, keep: bool) -> None:
+        """One reference less. At zero the block is free: reused last if `keep`, for its content is cached."""
+        self.drop_all((block,), (keep,))
 
-    def drop_all(self, blocks: Iterable[int], worth_keeping: Iterable[bool]) -> None:
+    def drop_all(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
         refs, following, preceding = self.refs, self._next, self._prev
         n_freed = 0
-        for block, worth in zip(blocks, worth_keeping):
+        for block, cached in zip(blocks, keep):
             assert refs[block] > 0, f"block {block} dropped more often than held"
             refs[block] -= 1
             if refs[block]:
                 continue
-            before = preceding[NULL_BLOCK] if worth else NULL_BLOCK
+            before = preceding[NULL_BLOCK] if cached else NULL_BLOCK
             after = following[before]
             following[before] = preceding[after] = block
             preceding[block], following[block] = before, after
@@ -86,7 +81,7 @@ class BlockPool:
         self.n_releases += n_freed
 
     def free_blocks(self) -> list[int]:
-        """In the order of reuse. For tests and reports: O(free)."""
+        """In order of reuse. For tests: O(free)."""
         blocks, block = [], self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
             blocks.append(block)
@@ -94,7 +89,7 @@ class BlockPool:
         return blocks
 
 
-UNBOUNDED = 1 << 40  # tokens; a pool that holds a whole window holds sequences of any length
+UNBOUNDED = 1 << 40  # tokens: a pool that holds a whole window holds sequences of any length
 
 
 def blocks_of(n_tokens: int) -> int:
@@ -102,14 +97,14 @@ def blocks_of(n_tokens: int) -> int:
 
 
 def peak_blocks(layout: KVGroup, n_tokens: int, chunk: int) -> int:
-    """The most blocks a sequence of n_tokens holds at once when it gains at most `chunk` tokens a step."""
+    """Maximum blocks that a sequence of n_tokens holds at once when it gains up to `chunk` tokens per step."""
     if layout.window is None:
         return blocks_of(n_tokens)
     return min(blocks_of(n_tokens), blocks_of(layout.window - 1 + chunk) + 1)
 
 
 def capacity(layout: KVGroup, n_usable: int, chunk: int) -> int:
-    """Tokens of the longest sequence that n_usable blocks of this group hold."""
+    """Tokens of the longest sequence that n_usable blocks of this group can hold."""
     bounded = layout.window is None or n_usable < peak_blocks(layout, UNBOUNDED, chunk)
     return n_usable * BLOCK_TOKENS if bounded else UNBOUNDED
 
@@ -117,7 +112,7 @@ def capacity(layout: KVGroup, n_usable: int, chunk: int) -> int:
 def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_running: int) -> list[int]:
     """Blocks for each group, the null block included.
 
-    Groups that see everything get as many blocks each as they can. A window group gets a quarter of that, enough to
+    Groups without a window get as many blocks each as possible. A window group gets a quarter of that, enough to
     find sessions again by their last window, or what all running sequences can need if that is more; never more than
     the others.
     """
@@ -129,10 +124,10 @@ def split_bytes(layouts: Sequence[KVGroup], kv_bytes: int, chunk: int, max_runni
     def cost(n_full: int) -> int:
         return sum((n + 1) * layout.block_bytes for n, layout in zip(blocks(n_full), layouts))
 
-    least = cost(2)
-    if kv_bytes < least:
+    min_bytes = cost(2)
+    if kv_bytes < min_bytes:
         raise BadInput(
-            f"{kv_bytes} bytes of KV hold no sequence of this model; give at least {least}", param="kv_bytes"
+            f"{kv_bytes} bytes of KV cache hold no sequence of this model; give at least {min_bytes}", param="kv_bytes"
         )
     low, high = 2, kv_bytes  # cost(low) fits, cost(high) does not: a block has more than one byte
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""Which block holds which content: the prefix index of one KV group."""
+"""The prefix index of one KV group: which block holds which content."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
@@ -12,7 +12,7 @@ def first_visible(position: int, window: int | None) -> int:
 
 
 class PrefixIndex:
-    """Content key (protocol/blockhash) to block, and back. One block per key: the first to be published stays."""
+    """Content key (protocol/block_hash) to block, and back. One block per key: the first one published stays."""
 
     def __init__(self, n_blocks: int) -> None:
         self._blocks: dict[bytes, int] = {}
@@ -31,21 +31,21 @@ class PrefixIndex:
         return self._blocks[key]
 
     def blocks(self, keys: Iterable[bytes]) -> list[int]:
-        """Of keys that are all here."""
+        """Of keys that are all indexed."""
         return list(map(self._blocks.__getitem__, keys))
 
     def key(self, block: int) -> bytes | None:
         return self._keys[block]
 
-    def known(self, blocks: Iterable[int]) -> list[bool]:
-        """Whether each block's content can be found."""
+    def indexed(self, blocks: Iterable[int]) -> list[bool]:
+        """Whether the content of each block is indexed."""
         keys = self._keys
         return [keys[block] is not None for block in blocks]
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[int], places: range) -> list[int]:
-        """Let blocks[j] be found by keys[j], for these places j; those whose content no block was known to have."""
+    def put(self, keys: Sequence[bytes], blocks: Sequence[int], indices: range) -> list[int]:
+        """Index blocks[j] under keys[j] for these j; those j whose key was not indexed before."""
         index, keys_of, new = self._blocks, self._keys, []
-        for j in places:
+        for j in indices:
             key, block = keys[j], blocks[j]
             assert keys_of[block] is None or keys_of[block] == key, "an indexed block's content does not change"
             if key not in index:
@@ -53,23 +53,23 @@ class PrefixIndex:
                 new.append(j)
         return new
 
-    def forget(self, blocks: Iterable[int]) -> list[tuple[bytes, int]]:
-        """Those whose content was known."""
-        index, keys_of, known = self._blocks, self._keys, []
+    def remove(self, blocks: Iterable[int]) -> list[tuple[bytes, int]]:
+        """The (key, block) pairs that were indexed."""
+        index, keys_of, removed = self._blocks, self._keys, []
         for block in blocks:
             if (key := keys_of[block]) is not None:
                 del index[key]
                 keys_of[block] = None
-                known.append((key, block))
-        return known
+                removed.append((key, block))
+        return removed
 
-    def leading(self, keys: Sequence[bytes], limit: int) -> int:
-        """How many of the first `limit` keys are here, up to the first that is not."""
+    def n_leading(self, keys: Sequence[bytes], limit: int) -> int:
+        """How many of the first `limit` keys are indexed, up to the first that is not."""
         return len(list(takewhile(self._blocks.__contains__, islice(keys, limit))))
 
-    def last_run(self, keys: Sequence[bytes], limit: int, window: int) -> int:
-        """The largest n <= limit for which the blocks that a token after n blocks can see are all here."""
-        end = start = limit  # keys[start:end] are here
+    def n_windowed(self, keys: Sequence[bytes], limit: int, window: int) -> int:
+        """The largest n <= limit for which all blocks that a token after n blocks can see are indexed."""
+        end = start = limit  # keys[start:end] are indexed
         while start > first_visible(end * BLOCK_TOKENS, window):
             start -= 1
             if keys[start] not in self._blocks:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.engine.scheduler.prefill_budget import SHARE, TARGET_S
+from emberline.engine.scheduler.latency_target import DECODE_SHARE, TARGET_S
 from emberline.protocol.errors import BadInput
 
 FOLDER = "fitted"  # JSON files beside this module
@@ -125,10 +125,10 @@ class FixedTokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargetBudget:
-    """Prefill up to the inter-token latency target while sequences decode, as the engine's PrefillBudget does."""
+    """Prefill up to the inter-token latency target while sequences decode, as the engine's LatencyTarget does."""
 
     target_s: float = TARGET_S
-    share: float = SHARE
+    share: float = DECODE_SHARE
 
     def budget(self, model: Coefficients, n_decoding: int, context: int) -> StepBudget:
         if not n_decoding:

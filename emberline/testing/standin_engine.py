@@ -24,7 +24,7 @@ from emberline.engine.step_loop import StepLoop
 from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.kv.host_memory import HostMemory, shared_pages
-from emberline.kv.transfer.manager import TransferManager, host_hub
+from emberline.kv.transfer.manager import TransferManager, host_transfers
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
@@ -216,9 +216,9 @@ class StandinLoop(StepLoop):
         runner: ScriptedRunner,
         base: Script,
         journal: TextIO | None = None,
-        hub: TransferManager | None = None,
+        transfers: TransferManager | None = None,
     ) -> None:
-        super().__init__(scheduler, runner, hub=hub)
+        super().__init__(scheduler, runner, transfers=transfers)
         self._base = base
         self._journal = journal
 
@@ -242,12 +242,12 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
         max_running=min(args.max_running, args.token_budget),
         token_budget=args.token_budget,
     )
-    hub, stamps = None, None
+    transfers, stamps = None, None
     if args.role != "both":
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
-        engine = process.mooncake(memory, args)
-        hub = host_hub(args.id or args.socket, args.fingerprint, [layout], memory, engine)
+        engine = process.mooncake_engine(memory, args)
+        transfers = host_transfers(args.id or args.socket, args.fingerprint, [layout], memory, engine)
         stamps = Stamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",
@@ -260,13 +260,13 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
         backend="standin",
         max_running=limits.max_running,
         role=args.role,
-        transfers=process.transfers(hub, args),
+        transfers=process.receive_transports(transfers, args),
     )
     base = script.parse(args.script)
     runner = ScriptedRunner(limits, base, hang_up, stamps)
     journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115 as long as we live
-    scheduler = Scheduler(cache, limits, info.fingerprint, transfers=hub)
-    return StandinLoop(scheduler, runner, base, journal, hub), info
+    scheduler = Scheduler(cache, limits, info.fingerprint, transfers=transfers)
+    return StandinLoop(scheduler, runner, base, journal, transfers), info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     parent = process.Parent()
     try:
         token = process.join_token(args.socket)
-        loop, info = build(args, lambda request_id: server.drop(request_id))
+        loop, info = build(args, lambda request_id: server.disconnect(request_id))
         with process.listening(args.socket) as (listener, address):
             server = Server(listener, loop, info, token)
             _log.info("serving %s", info.model, extra={"address": address, "kv_tokens": info.kv_tokens})

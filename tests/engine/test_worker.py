@@ -8,9 +8,8 @@ import pytest
 
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
-
-from .client import Client, engine, start
-from .fakes import request
+from tests.engine.client import Client, engine, start
+from tests.engine.fakes import request
 
 WORKER = "emberline.engine.worker"
 TEXTS = (

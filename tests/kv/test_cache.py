@@ -104,7 +104,7 @@ def test_a_window_group_needs_only_the_last_blocks_of_a_hit():
     cache.release(fill(cache, range(128)))
     keys = keys_of([*range(128), 1])
     window = cache.groups[1].index
-    assert window.leading(keys, 8) == 0, "the first blocks are evicted in the window group"
+    assert window.n_leading(keys, 8) == 0, "the first blocks are evicted in the window group"
     assert cache.match(keys, 8) == 8
     table = cache.table()
     cache.take_hit(table, keys, 8)

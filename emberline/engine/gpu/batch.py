@@ -1,4 +1,4 @@
-"""A plan's rows in the order the device wants, and the buffers that carry them there."""
+"""The rows of a plan in device order, the buffers that upload them, and prefixes that decode rows share."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,42 +10,83 @@ from torch import Tensor
 
 from emberline.engine.gpu.shapes import (
     CHUNK_ROWS,
-    MAX_CAPTURED_TOKENS,
+    MAX_GRAPH_TOKENS,
     TILE,
-    all_rows_beside_chunks,
-    rows_beside_chunks,
+    all_mixed_decode_rows,
+    mixed_decode_rows,
+    mixed_tokens,
     table_width,
-    tokens,
 )
 from emberline.engine.gpu.slots import Slots
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Row, StepPlan
-from emberline.engine.scheduler.shared_prefix import SharedPrefix
 from emberline.kernels.decode_inputs import HEADER_ROWS, LAST_SAMPLED, NO_BLOCK, PADDING, DecodeInputs, SlotState
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape
 from emberline.models.decoder import StepInputs
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that several decode rows share: cascade attention reads it once."""
+
+    row: int  # one that has it
+    n_blocks: int
+    rows: NDArray[np.bool_]  # which have it
+
+    def saved_blocks(self) -> int:
+        return (int(self.rows.sum()) - 1) * self.n_blocks
+
+
+def find_shared_prefix(tables: NDArray[np.int32], n_full: NDArray[np.int32]) -> SharedPrefix | None:
+    """The prefix that saves the most reads. tables: [rows, width]; n_full: blocks before the last one of each row."""
+    full = np.flatnonzero(n_full > 0)
+    if len(full) < 2:
+        return None
+    firsts, counts = np.unique(tables[full, 0], return_counts=True)
+    most = int(counts.argmax())
+    if counts[most] < 2:
+        return None
+    members = full[tables[full, 0] == firsts[most]]
+    found = [_best_prefix_of(tables, n_full, members, int(row)) for row in {members[0], members[len(members) // 2]}]
+    return max(found, key=SharedPrefix.saved_blocks)
+
+
+def _best_prefix_of(
+    tables: NDArray[np.int32], n_full: NDArray[np.int32], members: NDArray[np.intp], row: int
+) -> SharedPrefix:
+    """The best prefix of one row: the longer it is, the fewer rows share it."""
+    width = int(n_full[row])
+    same = tables[members, :width] == tables[row, :width]
+    lengths = np.where(same.all(1), width, same.argmin(1))
+    lengths = np.minimum(lengths, n_full[members])
+    longest_first = np.sort(lengths)[::-1]
+    n_blocks = int(longest_first[(np.arange(len(members)) * longest_first).argmax()])
+    rows = np.zeros(len(tables), np.bool_)
+    rows[members[lengths >= n_blocks]] = True
+    return SharedPrefix(row, n_blocks, rows)
+
+
 ALIGNED = 4  # int32 numbers
 
 
 @dataclass(slots=True)
-class Batch:
-    """Rows that decode one token first, then chunks of prompts. A drawing row's place among those that draw is kept."""
+class StepBatch:
+    """Decode rows first, then prefill chunks. Keeps where each sampling row of the plan went."""
 
     decodes: list[Row] = field(default_factory=list)
     chunks: list[Row] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)  # of the rows that draw, in the plan's order
-    order: list[int] = field(default_factory=list)  # their places among the step's draws, if nothing is filled up
-    logprobs: list[int | None] | None = None  # what each of them wants; None: nobody wants any
-    masked: bool = False  # some draw waits for a grammar
+    slots: list[int] = field(default_factory=list)  # of the rows that sample, in the order of the plan
+    order: list[int] = field(default_factory=list)  # their indices among the samples of the step, without padding
+    logprobs: list[int | None] | None = None  # what each of them wants; None: none wants any
+    masked: bool = False  # some row has a grammar, and waits for its mask
 
     @property
-    def n_draws(self) -> int:
+    def n_samples(self) -> int:
         return len(self.order)
 
-    def places(self, n_decodes: int) -> list[int]:
-        """`order`, with the decoding rows filled up to so many."""
+    def sample_indices(self, n_decodes: int) -> list[int]:
+        """`order`, with the decode rows padded to n_decodes."""
         d = len(self.decodes)
         return self.order if n_decodes == d else [n if n < d else n - d + n_decodes for n in self.order]
 
@@ -54,20 +95,20 @@ class Batch:
         return len(self.decodes) + sum(row.end - row.start for row in self.chunks)
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Slots) -> "Batch":
+    def of(cls, plan: StepPlan, slots: Slots) -> "StepBatch":
         batch = cls()
-        drawing = [row for row in plan.rows if row.samples]
-        batch.decodes = [row for row in drawing if row.follows or row.end - row.start == 1]
+        sampling = [row for row in plan.rows if row.samples]
+        batch.decodes = [row for row in sampling if row.follows or row.end - row.start == 1]
         if len(batch.decodes) == len(plan.rows):
-            batch.order = list(range(len(drawing)))
+            batch.order = list(range(len(sampling)))
         else:
             decodes = {id(row) for row in batch.decodes}
             batch.chunks = [row for row in plan.rows if id(row) not in decodes]
             ordered = [*batch.decodes, *(row for row in batch.chunks if row.samples)]
-            places = {id(row): n for n, row in enumerate(ordered)}
-            batch.order = [places[id(row)] for row in drawing]
-        batch.slots = [row.slot for row in drawing]
-        known = slots.of(drawing)
+            indices = {id(row): n for n, row in enumerate(ordered)}
+            batch.order = [indices[id(row)] for row in sampling]
+        batch.slots = [row.slot for row in sampling]
+        known = slots.of(sampling)
         batch.masked = True in [slot.masked for slot in known]
         logprobs = [slot.logprobs for slot in known]
         batch.logprobs = logprobs if logprobs.count(None) < len(logprobs) else None
@@ -75,7 +116,7 @@ class Batch:
 
 
 class DecodeBuffers:
-    """The fixed places that captured decode steps read from and write to."""
+    """The fixed buffers that captured decode steps read and write."""
 
     def __init__(self, max_rows: int, n_groups: int, width: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -96,7 +137,7 @@ class DecodeBuffers:
         return self._packet[: (HEADER_ROWS + 2 * self._n_groups) * n_rows].view(-1, n_rows)
 
     def send(self, rows: list[Row], n_rows: int) -> None:
-        """Queue the packet of these rows, filled up to n_rows."""
+        """Queue the packet of these rows, padded to n_rows."""
         n, n_words = len(rows), (HEADER_ROWS + 2 * self._n_groups) * n_rows
         columns = self._upload.array()[:n_words].reshape(-1, n_rows)
         columns[0, :n] = [row.slot for row in rows]
@@ -136,25 +177,25 @@ class DecodeBuffers:
 
 
 class MixedShape(NamedTuple):
-    """How a step with chunks is laid out: all that a captured one depends on.
+    """The layout of a step with chunks: the key of its CUDA graph.
 
-    Rows that decode come first, in places of which the last may be nobody's and then have no token; chunks follow.
+    Decode rows come first, the last of them perhaps padding without a token; chunks follow.
     """
 
-    n_decodes: int  # places
+    n_decodes: int  # rows, padding included
     n_tokens: int
-    n_chunks: int  # rows behind them
-    padded: bool  # chunks and tokens are filled up too: the last row is nobody's and has the tokens that are left over
+    n_chunks: int  # rows after them
+    padded: bool  # chunks and tokens are padded too: the last row is padding and has the remaining tokens
 
     @property
     def n_rows(self) -> int:
         return self.n_decodes + self.n_chunks
 
     @property
-    def places(self) -> list[slice]:
-        """Of token ids, positions, query starts, context lengths, slots; and of the draws' tokens, slots, positions.
+    def slices(self) -> list[slice]:
+        """Of token ids, positions, query starts, context lengths, slots; and of the samples' tokens, slots, positions.
 
-        Each begins at a whole 16 bytes: Triton compiles kernels anew for pointers that do not.
+        Each is aligned to 16 bytes: Triton recompiles kernels for other pointers.
         """
         found, first = [], 0
         for size in (self.n_tokens, self.n_tokens, self.n_rows + 1, *[self.n_rows] * 5):
@@ -163,65 +204,65 @@ class MixedShape(NamedTuple):
         return found
 
     @classmethod
-    def exact(cls, batch: Batch) -> "MixedShape":
+    def exact(cls, batch: StepBatch) -> "MixedShape":
         return cls(len(batch.decodes), batch.n_tokens, len(batch.chunks), False)
 
     @classmethod
-    def of(cls, batch: Batch, max_rows: int) -> "MixedShape":
-        """A shape that many batches share, so that it is worth capturing; the batch's own where it is large or odd."""
-        n_tokens = tokens(batch.n_tokens)
-        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > MAX_CAPTURED_TOKENS:
+    def of(cls, batch: StepBatch, max_rows: int) -> "MixedShape":
+        """A shape that many batches share, worth capturing; the exact one for large or unusual batches."""
+        n_tokens = mixed_tokens(batch.n_tokens)
+        if len(batch.chunks) >= CHUNK_ROWS or n_tokens > MAX_GRAPH_TOKENS:
             return cls.exact(batch)
-        return cls(rows_beside_chunks(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
+        return cls(mixed_decode_rows(len(batch.decodes), max_rows), n_tokens, CHUNK_ROWS, True)
 
     @classmethod
     def all_padded(cls, max_rows: int) -> list["MixedShape"]:
-        """Those that `of` has in common."""
-        found, fewest = [], 0  # a place is taken from the size below on
-        for places in all_rows_beside_chunks(max_rows):
-            sizes = range(TILE, MAX_CAPTURED_TOKENS + 1, TILE)
-            found += [cls(places, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
-            fewest = places
+        """All shapes that `of` shares."""
+        found, fewest = [], 0  # a size is used for more rows than the next smaller one has
+        for n_decodes in all_mixed_decode_rows(max_rows):
+            sizes = range(TILE, MAX_GRAPH_TOKENS + 1, TILE)
+            found += [cls(n_decodes, n_tokens, CHUNK_ROWS, True) for n_tokens in sizes if n_tokens > fewest]
+            fewest = n_decodes
         return found
 
 
-class Draws(NamedTuple):
-    """Who draws."""
+class SampledRows(NamedTuple):
+    """The rows that sample."""
 
-    slots: Tensor  # int32 [rows]; PADDING where a row does not
-    positions: Tensor  # int32 [rows], of the tokens to be drawn
+    slots: Tensor  # int32 [rows]; PADDING where a row does not sample
+    positions: Tensor  # int32 [rows], of the tokens to be sampled
 
 
 class MixedBuffers:
-    """Steps with chunks in them: made on the host, shipped in one copy."""
+    """Inputs of steps with chunks: assembled on the host, uploaded in one copy."""
 
     def __init__(self, max_tokens: int, max_rows: int, width: int, device: torch.device) -> None:
-        n_words = 2 * max(max_tokens, MAX_CAPTURED_TOKENS) + 6 * (max_rows + CHUNK_ROWS) + 1 + 8 * ALIGNED
+        n_words = 2 * max(max_tokens, MAX_GRAPH_TOKENS) + 6 * (max_rows + CHUNK_ROWS) + 1 + 8 * ALIGNED
         self._width = width
         self._upload = Upload(n_words, device)
         self._buffer = torch.zeros(n_words, dtype=torch.int32, device=device)
         self._counting = np.arange(max(width * BLOCK_TOKENS, n_words) + 1, dtype=np.int32)
 
-    def send(self, batch: Batch, shape: MixedShape, spare_slot: int) -> int:
-        """Queue the copy; the longest context."""
-        array, places = self._upload.array(), shape.places
-        longest = self._fill([array[place] for place in places], batch, shape, spare_slot)
-        self._upload.send(places[-1].stop, self._buffer)
+    def send(self, batch: StepBatch, shape: MixedShape, spare_slot: int) -> int:
+        """Queue the upload; returns the longest context."""
+        array, slices = self._upload.array(), shape.slices
+        longest = self._fill([array[each] for each in slices], batch, shape, spare_slot)
+        self._upload.send(slices[-1].stop, self._buffer)
         return longest
 
     def inputs(
         self,
         shape: MixedShape,
         state: SlotState,
-        batch: Batch | None,
+        batch: StepBatch | None,
         longest: int = 0,
         shared: tuple[Tensor, Tensor] | None = None,
     ) -> StepInputs:
-        """From what was sent. A captured step knows no batch, and nothing but its shape."""
-        views = [self._buffer[place] for place in shape.places[:6]]
+        """Views of what was sent. A captured step has no batch: it depends on its shape alone."""
+        views = [self._buffer[each] for each in shape.slices[:6]]
         token_ids, positions, starts, contexts, row_slots, samples = views
         d = min(shape.n_decodes, shape.n_tokens)
-        if d:  # a chunk's tokens in their places are never negative
+        if d:  # token ids of chunks are never negative
             last = state.last_tokens.index_select(0, row_slots[:d])
             token_ids[:d] = torch.where(token_ids[:d] < 0, last, token_ids[:d])
         width = self._width if batch is None else min(self._width, table_width(longest))
@@ -230,43 +271,43 @@ class MixedBuffers:
         longest_query = shape.n_tokens if chunks is None else max(chunk.n for chunk in chunks)
         prefix, shares = shared or (None, None)
         step_shape = StepShape(shape.n_decodes, longest_query, prefix, shares, chunks)
-        n_draws = shape.n_rows if batch is None else batch.n_draws
-        return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_draws].long(), step_shape)
+        n_samples = shape.n_rows if batch is None else batch.n_samples
+        return StepInputs(token_ids, positions, starts, contexts, tables, samples[:n_samples].long(), step_shape)
 
-    def draws(self, shape: MixedShape, batch: Batch | None) -> Draws:
-        slots, positions = (self._buffer[place] for place in shape.places[-2:])
-        n_draws = shape.n_rows if batch is None else batch.n_draws
-        return Draws(slots[:n_draws], positions[:n_draws])
+    def sampled_rows(self, shape: MixedShape, batch: StepBatch | None) -> SampledRows:
+        slots, positions = (self._buffer[each] for each in shape.slices[-2:])
+        n_samples = shape.n_rows if batch is None else batch.n_samples
+        return SampledRows(slots[:n_samples], positions[:n_samples])
 
-    def _fill(self, parts: list[NDArray[np.int32]], batch: Batch, shape: MixedShape, spare_slot: int) -> int:
-        token_ids, positions, starts, contexts, row_slots, samples, draw_slots, draw_positions = parts
-        d, places = len(batch.decodes), shape.n_decodes
-        contexts[d:] = samples[d:] = draw_positions[d:] = 0
-        row_slots[d:], draw_slots[d:] = spare_slot, PADDING
+    def _fill(self, parts: list[NDArray[np.int32]], batch: StepBatch, shape: MixedShape, spare_slot: int) -> int:
+        token_ids, positions, starts, contexts, row_slots, samples, sample_slots, sample_positions = parts
+        d, n_decodes = len(batch.decodes), shape.n_decodes
+        contexts[d:] = samples[d:] = sample_positions[d:] = 0
+        row_slots[d:], sample_slots[d:] = spare_slot, PADDING
         begins = np.array([row.start for row in batch.decodes], np.int32)
         token_ids[:d] = [token_of(row) for row in batch.decodes]
-        positions[:d], contexts[:d], draw_positions[:d] = begins, begins + 1, begins + 1
-        row_slots[:d] = draw_slots[:d] = [row.slot for row in batch.decodes]
-        starts[:d], starts[d : places + 1], samples[:d] = self._counting[:d], d, self._counting[:d]
-        n, drawn, longest = d, places, int(begins.max(initial=-1)) + 1
-        for r, row in enumerate(batch.chunks, places):
+        positions[:d], contexts[:d], sample_positions[:d] = begins, begins + 1, begins + 1
+        row_slots[:d] = sample_slots[:d] = [row.slot for row in batch.decodes]
+        starts[:d], starts[d : n_decodes + 1], samples[:d] = self._counting[:d], d, self._counting[:d]
+        n, sampled, longest = d, n_decodes, int(begins.max(initial=-1)) + 1
+        for r, row in enumerate(batch.chunks, n_decodes):
             end = row.end
             stop = n + end - row.start
             token_ids[n:stop] = np.frombuffer(row.token_ids, "<u4")
             positions[n:stop] = self._counting[row.start : end]
             starts[r + 1], contexts[r], row_slots[r] = stop, end, row.slot
             if row.samples:
-                samples[drawn], draw_slots[drawn], draw_positions[drawn] = stop - 1, row.slot, end
-                drawn += 1
+                samples[sampled], sample_slots[sampled], sample_positions[sampled] = stop - 1, row.slot, end
+                sampled += 1
             n, longest = stop, max(longest, end)
         if shape.padded:
-            starts[places + len(batch.chunks) + 1 :] = n
+            starts[n_decodes + len(batch.chunks) + 1 :] = n
             starts[-1], contexts[-1] = shape.n_tokens, shape.n_tokens - n
             token_ids[n:], positions[n:] = 0, self._counting[: shape.n_tokens - n]
         return longest
 
 
-def _chunks(batch: Batch) -> list[PrefillChunk]:
+def _chunks(batch: StepBatch) -> list[PrefillChunk]:
     first, chunks = len(batch.decodes), []
     for n, row in enumerate(batch.chunks, first):
         chunks.append(PrefillChunk(n, first, row.end - row.start, row.end))

@@ -1,4 +1,4 @@
-"""A model on a CUDA device and everything around it: kernels, sampler, runner, and how the memory is split."""
+"""A model on a CUDA device with what it needs: kernels, sampler, runner, and the memory budget."""
 
 import logging
 import threading
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from emberline.engine.gpu.memory import MemoryBudget, budget, state_bytes
 from emberline.engine.gpu.runner import GpuRunner
-from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS
-from emberline.engine.gpu.slots import SamplerTable
+from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
+from emberline.engine.gpu.slots import SlotSampler
+from emberline.engine.memory import DeviceMemoryBudget, device_memory_budget, runner_state_bytes
+from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.prefill_budget import PrefillBudget
 from emberline.kernels.gpu import decode_inputs as inputs
 from emberline.kernels.gpu import sampler as sampling
 from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix
-from emberline.kernels.gpu.sampler_table import SamplerTable as DeviceTable
+from emberline.kernels.gpu.sampler_table import SamplerTable
 from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.models.decoder import Decoder
 
@@ -25,49 +25,53 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GpuEngine:
-    """What has its memory before the KV cache takes the rest."""
+    """What is allocated before the KV cache takes the rest of the memory."""
 
     model: Decoder
     device: str
-    sampler: SamplerTable
-    memory: MemoryBudget
-    pace: PrefillBudget
+    sampler: SlotSampler
+    memory: DeviceMemoryBudget
+    prefill: LatencyTarget
 
     @classmethod
     def open(cls, model: Decoder, limits: Limits, device: str, kv_bytes: int | None) -> "GpuEngine":
-        """`limits` of the model; the cache may bound its context further."""
+        """`limits` of the model; the KV cache may reduce its context further."""
         weights = torch.cuda.memory_allocated(device)
         n_rows = limits.max_running + CHUNK_ROWS
-        quantised = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
-        n_tokens = max(limits.token_budget, MAX_CAPTURED_TOKENS)
-        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantised)
+        quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
+        n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
+        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantized)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
-        sampler = DeviceTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
-        state = state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
+        sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
+        state = runner_state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
         free, total = torch.cuda.mem_get_info(device)
-        memory = budget(total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes)
+        memory = device_memory_budget(
+            total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes
+        )
         _log.info("%s", memory.table())
-        return cls(model, device, sampler, memory, PrefillBudget())
+        return cls(model, device, sampler, memory, LatencyTarget(GPU_SHAPES))
 
     def runner(
         self, n_blocks: Sequence[int], limits: Limits, graphs: bool = True, pools: Sequence[torch.Tensor] | None = None
     ) -> GpuRunner:
-        return GpuRunner(self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.pace, graphs, pools)
+        return GpuRunner(
+            self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.prefill, graphs, pools
+        )
 
-    def chores(self, runner: GpuRunner) -> Callable[[], bool]:
-        """What can be done ahead of requests, a little with every call: captures, libraries' plans. False: no more."""
+    def idle_task(self, runner: GpuRunner) -> Callable[[], bool]:
+        """Prepares steps ahead of requests, one per call: CUDA graphs, attention plans. It returns False at the end."""
         plans = self.model.kernels.rehearse(self.model.attentions, runner.pools)
 
-        def chore() -> bool:
+        def prepare_next() -> bool:
             with torch.inference_mode():
-                more = runner.prepare() or next(plans, False)
+                more = runner.capture_next() or next(plans, False)
             if not more:
                 _log.info("every common step is prepared", extra={"graphs": runner.n_graphs})
             return more
 
-        return chore
+        return prepare_next
 
 
 class _Kernels:
@@ -75,11 +79,11 @@ class _Kernels:
 
     prepare = staticmethod(inputs.prepare)
     keep = staticmethod(inputs.keep)
-    draw = staticmethod(sampling.sample_batch)
+    sample = staticmethod(sampling.sample_batch)
 
 
 def load_attention(device: str) -> threading.Thread:
-    """cuDNN's attention takes a second, once: better now than when the first long prompt comes."""
+    """Load cuDNN's attention, which takes a second, before the first long prompt needs it."""
 
     def load() -> None:
         try:
@@ -88,7 +92,7 @@ def load_attention(device: str) -> threading.Thread:
                 small = torch.zeros(1, 8, 64, 64, dtype=torch.bfloat16, device=device)
                 torch.ops.aten._scaled_dot_product_cudnn_attention(small, small, small, None, True, 0.0, True, False)
                 stream.synchronize()
-        except RuntimeError as error:  # whoever needs it will say so again
+        except RuntimeError as error:  # its first use will fail again
             _log.warning("cuDNN's attention could not be loaded: %s", error)
 
     thread = threading.Thread(target=load, daemon=True)

@@ -1,4 +1,4 @@
-"""Captured steps: what has run once with a shape is replayed from then on as one launch."""
+"""CUDA graphs: a step shape that has run once is captured, and from then on replayed as one launch."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -13,20 +13,20 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    result: Tensor  # where every replay leaves it
+    result: Tensor  # the output tensor of every replay
 
 
-MAX_GRAPHS = 160  # beyond these, shapes run uncaptured: a graph takes some memory of the device
+MAX_GRAPHS = 160  # further shapes run eagerly: a graph takes some device memory
 
 
-class Graphs:
-    """By key. All share one memory pool: they run one after the other, and what they compute is copied out at once."""
+class CudaGraphs:
+    """Graphs by key. All share one memory pool: they run one after the other, and results are copied out at once."""
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self._enabled = enabled and device.type == "cuda"
         self._captured: dict[Hashable, _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
-        self.replayed = False  # whether the last run was one; else its time says little of the next
+        self.replayed = False  # whether the last run was a replay; the duration of another says little about the next
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -35,18 +35,18 @@ class Graphs:
         return key in self._captured
 
     @property
-    def wants_more(self) -> bool:
+    def has_room(self) -> bool:
         return self._enabled and len(self._captured) < MAX_GRAPHS
 
     def run(self, key: Hashable, body: Callable[[], Tensor]) -> Tensor:
-        """Do what body does. The first time it runs as it is, and is captured while the device is busy with it."""
+        """Run body. The first time it runs eagerly, and is captured while the device is busy with it."""
         captured = self._captured.get(key)
         self.replayed = captured is not None
         if captured is not None:
             captured.graph.replay()
             return captured.result
         result = body()
-        if self.wants_more and key not in self._captured:
+        if self.has_room and key not in self._captured:
             self._captured[key] = self._capture(key, body)
         return result
 
@@ -58,7 +58,7 @@ class Graphs:
                 result = body()
             finally:
                 graph.capture_end()
-        except RuntimeError as error:  # it has run, and goes on running uncaptured
+        except RuntimeError as error:  # it has run, and will run eagerly
             _log.warning("a step of shape %s could not be captured: %s", key, error)
             return None
         return _Captured(graph, result)

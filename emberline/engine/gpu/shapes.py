@@ -1,50 +1,53 @@
-"""The sizes that steps are rounded up to, so that few shapes are captured. No torch: the scheduler plans by them."""
+"""The sizes to which steps are rounded up, so that few CUDA graphs are needed. No torch."""
 
 from bisect import bisect_left
 
-TILE = 128  # matrix products compute whole tiles of tokens
-MAX_CAPTURED_TOKENS = 1024  # as efficient as larger ones, which must have thousands to be worth their launching
-ROUND = 8192  # prompts are cut at multiples of this where it can be: attention over such lengths is planned already
-CHUNK_ROWS = 32  # prompts in a captured step; one of them is nobody's
+from emberline.engine.scheduler.latency_target import ShapePolicy
+
+TILE = 128  # tokens; matrix products compute whole tiles
+MAX_GRAPH_TOKENS = 1024  # as efficient as larger steps; those need thousands of tokens to be worth an eager launch
+PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: attention plans for them exist
+GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, PROMPT_MULTIPLE)  # as the prefill policy sees it
+CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
 
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_ROWS_BESIDE_CHUNKS = (16, 64, 128, 256, 512)
+_MIXED_ROWS = (16, 64, 128, 256, 512)
 
 
-def decode_rows(rows: int, most: int) -> int:
-    """Of a step that only decodes: each of them costs."""
-    return min(_up(rows, _ROWS), most)
+def decode_rows(rows: int, max_rows: int) -> int:
+    """Rows of a step that only decodes: each row costs."""
+    return min(_round_up(rows, _ROWS), max_rows)
 
 
-def rows_beside_chunks(rows: int, most: int) -> int:
-    """Places for those that decode in a step with chunks: one that nobody takes costs next to nothing."""
-    return min(_up(rows, _ROWS_BESIDE_CHUNKS), most)
+def mixed_decode_rows(rows: int, max_rows: int) -> int:
+    """Decode rows of a step with chunks: an unused one costs next to nothing."""
+    return min(_round_up(rows, _MIXED_ROWS), max_rows)
 
 
-def tokens(n: int) -> int:
-    """Of a step with chunks."""
+def mixed_tokens(n: int) -> int:
+    """Tokens of a step with chunks."""
     return -(-n // TILE) * TILE
 
 
 def table_width(context_len: int) -> int:
-    """Blocks of a row's table, in whole sixteens: Triton compiles kernels anew for strides that are not."""
-    return -(-max(context_len, MAX_CAPTURED_TOKENS) // 256) * 16  # tokens that fill a step up have a context, too
+    """Blocks of a row's table, a multiple of 16: Triton recompiles kernels for other strides."""
+    return -(-max(context_len, MAX_GRAPH_TOKENS) // 256) * 16  # padding tokens have a context, too
 
 
-def all_decode_rows(most: int) -> list[int]:
-    """What `decode_rows` may say."""
-    return _all(_ROWS, most)
+def all_decode_rows(max_rows: int) -> list[int]:
+    """All results of `decode_rows`."""
+    return _all_sizes(_ROWS, max_rows)
 
 
-def all_rows_beside_chunks(most: int) -> list[int]:
-    return _all(_ROWS_BESIDE_CHUNKS, most)
+def all_mixed_decode_rows(max_rows: int) -> list[int]:
+    return _all_sizes(_MIXED_ROWS, max_rows)
 
 
-def _up(n: int, sizes: tuple[int, ...]) -> int:
-    place = bisect_left(sizes, n)
-    return sizes[place] if place < len(sizes) else -(-n // TILE) * TILE
+def _round_up(n: int, sizes: tuple[int, ...]) -> int:
+    index = bisect_left(sizes, n)
+    return sizes[index] if index < len(sizes) else -(-n // TILE) * TILE
 
 
-def _all(sizes: tuple[int, ...], most: int) -> list[int]:
-    beyond = range(sizes[-1] + TILE, most + TILE, TILE)
-    return sorted({min(size, most) for size in (*sizes, *beyond)})
+def _all_sizes(sizes: tuple[int, ...], max_rows: int) -> list[int]:
+    beyond = range(sizes[-1] + TILE, max_rows + TILE, TILE)
+    return sorted({min(size, max_rows) for size in (*sizes, *beyond)})

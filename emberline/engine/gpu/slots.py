@@ -1,4 +1,4 @@
-"""What a GPU runner knows of the sequence in each slot, here and on the device, and what it must still tell there."""
+"""Per-slot state of the GPU runner: on the host, on the device, and the changes still to be uploaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from emberline.engine.gpu.stream import Upload
 from emberline.engine.scheduler.plan import Admission, Masks, Row
+from emberline.engine.torch_runner import sampler_row
 from emberline.kernels.decode_inputs import SlotState
 from emberline.kernels.sampling import SamplerRow
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 
-_CHANGES = 1 << 15  # table entries told at once
+_CHANGES = 1 << 15  # table entries per upload
 
 
-class SamplerTable(Protocol):
-    """Sampling parameters by slot, on the device. `upload` queues what was set since the last one."""
+class SlotSampler(Protocol):
+    """Sampling parameters by slot, on the device. `upload` queues the changes since the last one."""
 
     def set(self, slot: int, row: SamplerRow) -> None: ...
     def ban(self, slot: int, ids: tuple[int, ...]) -> None: ...
@@ -29,16 +30,16 @@ class SamplerTable(Protocol):
 @dataclass(slots=True)
 class Slot:
     n_prompt: int
-    masked: bool  # a grammar decides what it may draw
+    masked: bool  # a grammar restricts what is sampled
     logprobs: int | None
     passed: list[int]
     sampler: SamplerRow
-    ids: bytearray | None  # prompt and output as far as the host was told, kept where a penalty looks back at them
+    ids: bytearray | None  # prompt and output as far as the host knows them, kept only for penalties
     banned: tuple[int, ...] = ()
 
 
 class Slots:
-    """Tables are kept twice: here to be looked at, there to be read by kernels."""
+    """Block tables are kept twice: on the host for inspection, on the device for kernels."""
 
     def __init__(self, n_slots: int, n_groups: int, width: int, sampler: Any, device: torch.device) -> None:
         self.tables = np.zeros((n_groups, n_slots + 1, width), np.int32)
@@ -46,11 +47,11 @@ class Slots:
             torch.zeros(n_slots + 1, dtype=torch.int32, device=device),
             torch.zeros(n_groups, n_slots + 1, width, dtype=torch.int32, device=device),
         )
-        self.spare = n_slots  # nobody's: its table holds null blocks alone
+        self.spare = n_slots  # for padding: its table has null blocks only
         self.n_admitted = 0
-        self.sampler: SamplerTable = sampler
+        self.sampler: SlotSampler = sampler
         self._slots: dict[int, Slot] = {}
-        self._changed: list[NDArray[np.int32]] = []  # places in the flat tables
+        self._changed: list[NDArray[np.int32]] = []  # indices into the flat tables
         self._upload = Upload(2 * _CHANGES, device)
         self._changes = torch.zeros(2 * _CHANGES, dtype=torch.int32, device=device)
 
@@ -59,57 +60,42 @@ class Slots:
         return [slots[row.slot] for row in rows]
 
     def admit(self, admission: Admission) -> None:
-        request, sampling = admission.request, admission.request.sampling
-        looks_back = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
-        row = SamplerRow(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            logit_bias=sampling.logit_bias,
-            seed=admission.seed,
-            prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if looks_back else None,
-            output_ids=np.frombuffer(admission.output_ids, "<u4") if looks_back else None,
-            logprobs=sampling.logprobs,
-        )
+        request, row = admission.request, sampler_row(admission)
         self.sampler.set(admission.slot, row)
         self._slots[admission.slot] = Slot(
             n_prompt=len(request.prompt_ids) // 4,
             masked=bool(request.grammar),
-            logprobs=sampling.logprobs,
+            logprobs=request.sampling.logprobs,
             passed=[0] * len(self.tables),
             sampler=row,
-            ids=bytearray(request.prompt_ids + admission.output_ids) if looks_back else None,
+            ids=None if row.prompt_ids is None else bytearray(request.prompt_ids + admission.output_ids),
         )
         for g, blocks in enumerate(admission.blocks):
             self.tables[g, admission.slot, : len(blocks)] = blocks
-            self._note(g, admission.slot, 0, len(blocks))
+            self._mark_changed(g, admission.slot, 0, len(blocks))
         self.n_admitted += 1
 
-    def grow(self, row: Row, blocks: list[list[int]], *, tell: bool) -> None:
-        """Append to a row's table; tell the device too, unless the step's packet does."""
+    def grow(self, row: Row, blocks: list[list[int]], *, upload: bool) -> None:
+        """Append to a row's block table; upload it too, unless the step's packet contains it."""
         first = blocks_of(row.start)
         for g, added in enumerate(blocks):
-            if len(added) == 1:  # of a stream: many have one in the same step, and a slice takes much longer
+            if len(added) == 1:  # decoding: many rows gain one block in the same step, and a slice takes much longer
                 self.tables[g, row.slot, first] = added[0]
             else:
                 self.tables[g, row.slot, first : first + len(added)] = added
-            if tell:
-                self._note(g, row.slot, first, first + len(added))
+            if upload:
+                self._mark_changed(g, row.slot, first, first + len(added))
 
-    def leave(self, row: Row, slot: Slot, *, tell: bool) -> None:
-        """Take in what has fallen out of a row's windows."""
+    def leave_window(self, row: Row, slot: Slot, *, upload: bool) -> None:
+        """Clear the table entries that left a row's attention windows."""
         for g, (old, new) in enumerate(zip(slot.passed, row.passed)):
             self.tables[g, row.slot, old:new] = NULL_BLOCK
-            if tell or new - old > 1:
-                self._note(g, row.slot, old, new)
+            if upload or new - old > 1:
+                self._mark_changed(g, row.slot, old, new)
         slot.passed = row.passed
 
     def recount(self, row: Row, slot: Slot) -> None:
-        """The device counts what it draws; tokens that were put into a reply it must be told of."""
+        """The device counts the tokens it samples; forced tokens must be uploaded."""
         if slot.ids is None or row.follows:
             return
         del slot.ids[4 * row.start :]
@@ -125,26 +111,26 @@ class Slots:
             self.sampler.ban(row.slot, row.banned)
 
     def allow(self, slots: list[int], masks: Masks | None) -> None:
-        """What the grammars' slots may draw in this step."""
+        """Set the masks of the slots that have a grammar, for this step."""
         if masks is not None:
-            self.sampler.allow([slots[place] for place in masks.rows], masks.bits)
+            self.sampler.allow([slots[index] for index in masks.rows], masks.bits)
 
-    def ship(self) -> None:
-        """Queue everything that changed."""
+    def upload(self) -> None:
+        """Queue the upload of all changes."""
         self.sampler.upload()
         if not self._changed:
             return
-        places = np.concatenate(self._changed)
+        indices = np.concatenate(self._changed)
         self._changed.clear()
-        values = self.tables.reshape(-1)[places]  # of now: a place noted twice gets one value
-        for first in range(0, len(places), _CHANGES):
-            some = places[first : first + _CHANGES]
+        values = self.tables.reshape(-1)[indices]  # current values: an index noted twice gets one value
+        for first in range(0, len(indices), _CHANGES):
+            some = indices[first : first + _CHANGES]
             array, n = self._upload.array(), len(some)
             array[:n], array[n : 2 * n] = some, values[first : first + n]
             sent = self._upload.send(2 * n, self._changes)
             self.state.tables.view(-1).index_put_((sent[:n].long(),), sent[n:])
 
-    def _note(self, group: int, slot: int, start: int, stop: int) -> None:
+    def _mark_changed(self, group: int, slot: int, start: int, stop: int) -> None:
         if start < stop:
             _, n_slots, width = self.tables.shape
             first = (group * n_slots + slot) * width

@@ -1,4 +1,4 @@
-"""What an engine takes on, and what it refuses before it takes it."""
+"""The limits of one engine, and the validation of requests against them."""
 
 import math
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLi
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    context_len: int  # most tokens of a sequence, prompt and reply; no more than the KV pool holds
+    context_len: int  # maximum tokens of a sequence, prompt and reply; no more than the KV pool holds
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_running: int
-    token_budget: int  # tokens computed in a step
+    token_budget: int  # maximum tokens computed in a step
 
     def __post_init__(self) -> None:
-        assert 1 <= self.max_running <= self.token_budget, "every running sequence must get a token a step"
+        assert 1 <= self.max_running <= self.token_budget, "every running sequence must get one token per step"
 
     def check(self, request: EngineRequest) -> None:
-        """Raise what is wrong with a request; one that passes can run to its end."""
+        """Raise BadInput or ContextExceeded for a request that could not run to its end."""
         n_prompt, ragged = divmod(len(request.prompt_ids), 4)
         if ragged or not n_prompt:
             raise BadInput("the prompt must be at least one token id of 4 bytes", param="prompt")
@@ -34,44 +34,47 @@ class Limits:
         if (largest := int(np.frombuffer(request.prompt_ids, "<u4").max())) >= self.vocab_size:
             raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="prompt")
         self._check_sampling(request.sampling)
-        self._check_reply(request)
+        self._check_resumed(request)
         if request.keys and len(request.keys) != n_prompt // BLOCK_TOKENS * DIGEST_BYTES:
             raise BadInput(
-                f"{n_prompt // BLOCK_TOKENS} keys of {DIGEST_BYTES} bytes belong to a prompt of {n_prompt} tokens,"
-                f" not {len(request.keys)} bytes",
+                f"a prompt of {n_prompt} tokens has {n_prompt // BLOCK_TOKENS} block keys of {DIGEST_BYTES} bytes,"
+                f" not {len(request.keys)} bytes of keys",
                 param="keys",
             )
         if (limit := request.thinking_limit) is not None:
             self._check_thinking(limit)
 
-    def room(self, request: EngineRequest) -> int:
-        """Most tokens of the reply, those that it begins with included."""
+    def max_output(self, request: EngineRequest) -> int:
+        """Maximum tokens of the reply, resumed ones included."""
         room = self.context_len - len(request.prompt_ids) // 4
-        most = request.sampling.max_tokens
-        return room if most is None else min(room, most)
+        max_tokens = request.sampling.max_tokens
+        return room if max_tokens is None else min(room, max_tokens)
 
-    def _check_reply(self, request: EngineRequest) -> None:
-        n_given, ragged = divmod(len(request.output_ids), 4)
-        if not n_given and not ragged:
+    def _check_resumed(self, request: EngineRequest) -> None:
+        n_resumed, ragged = divmod(len(request.output_ids), 4)
+        if not n_resumed and not ragged:
             return
         if ragged:
-            raise BadInput("a reply that goes on must be whole token ids of 4 bytes", param="output_ids")
+            raise BadInput("the output to resume must be whole token ids of 4 bytes", param="output_ids")
         if (largest := int(np.frombuffer(request.output_ids, "<u4").max())) >= self.vocab_size:
             raise BadInput(f"token id {largest} is not in the vocabulary of {self.vocab_size}", param="output_ids")
-        if n_given >= self.room(request):
-            raise BadInput(f"a reply of {n_given} tokens has no room left to go on", param="output_ids")
+        if n_resumed >= self.max_output(request):
+            raise BadInput(f"a reply of {n_resumed} tokens has no room left to resume", param="output_ids")
 
     def _check_thinking(self, limit: ThinkingLimit) -> None:
         if limit.most < 0 or not limit.ids or len(limit.ids) % 4:
-            raise BadInput("a thinking limit needs a number of tokens and what then ends it", param="thinking_limit")
+            raise BadInput(
+                "a thinking limit needs a number of tokens and the token ids that end the thinking",
+                param="thinking_limit",
+            )
         if int(np.frombuffer(limit.ids, "<u4").max()) >= self.vocab_size:
-            raise BadInput("a thinking limit has token ids outside of the vocabulary", param="thinking_limit")
+            raise BadInput("a thinking limit has token ids outside the vocabulary", param="thinking_limit")
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         for name, low, high in _RANGES:
             value = getattr(sampling, name)
             if value is not None and not low <= value <= high:  # false for NaN too
-                raise BadInput(f"{name} must lie between {low:g} and {high:g}, not {value}", param=name)
+                raise BadInput(f"{name} must be between {low:g} and {high:g}, not {value}", param=name)
         for token_id in (*sampling.stop_ids, *sampling.logit_bias):
             if not 0 <= token_id < self.vocab_size:
                 param = "stop_ids" if token_id in sampling.stop_ids else "logit_bias"
@@ -80,7 +83,7 @@ class Limits:
             raise BadInput("a logit bias must be a finite number", param="logit_bias")
 
 
-# Wider than what the doors allow: here only what would break the sampler is refused.
+# Wider than what the HTTP APIs allow: here only what would break the sampler is refused.
 _RANGES = (
     ("max_tokens", 1, math.inf),
     ("min_tokens", 0, math.inf),

@@ -1,6 +1,6 @@
-"""One step as plain data: what the scheduler decides and a runner carries out, on one device or on many ranks.
+"""One step as plain data: the scheduler decides it, a runner executes it, on one device or on many ranks.
 
-A runner keeps a row of state per slot. A plan says who takes a slot, then only what is new: tokens and blocks.
+A runner keeps state per slot. A plan says which sequence takes a slot, then only what is new: tokens and blocks.
 """
 
 from collections.abc import Sequence
@@ -17,31 +17,31 @@ from emberline.protocol.request import EngineRequest
 
 @dataclass(slots=True)
 class Admission:
-    """A sequence takes a slot, and with it everything that stays the same from step to step."""
+    """A sequence takes a slot: everything about it that stays the same from step to step."""
 
     slot: int
     request: EngineRequest
     seed: int  # u64
-    output_ids: bytes  # u32 LE; what it had produced before a preemption
-    blocks: list[list[int]]  # per group: the table it starts with, from the prefix cache
+    output_ids: bytes  # u32 LE; its output before a preemption, or that it resumes
+    blocks: list[list[int]]  # per group: the block table it starts with, from the prefix cache
 
 
 class Row(msgspec.Struct, gc=False):
-    """New tokens of one sequence: they are the last of its context, and their KV goes into its blocks.
+    """New tokens of one sequence: the last of its context, whose KV goes into its blocks.
 
-    Hundreds are made in a step, so they are made in C and cost the garbage collector nothing.
+    Hundreds are created per step: a msgspec struct without gc is created in C and ignored by the garbage collector.
     """
 
-    number: int  # of the sequence; unique in this engine's life, where a slot and a request's id are not
+    number: int  # of the sequence; unique in this engine's life, unlike slots and request ids
     slot: int
     start: int  # position of the first new token
     token_ids: bytes  # u32 LE; empty when it follows
-    blocks: list[list[int]] | None  # per group: appended to the slot's table; None: nothing is
-    passed: list[int]  # per group: so many leading table entries hold nothing any more
-    samples: bool  # draw the token that follows
-    banned: tuple[int, ...] = ()  # ids not to be drawn
+    blocks: list[list[int]] | None  # per group: appended to the slot's block table; None: nothing
+    passed: list[int]  # per group: leading table entries that have left the attention window
+    samples: bool  # sample the token that follows
+    banned: tuple[int, ...] = ()  # token ids that must not be sampled
     admission: int = 0  # serial number of the admission that gave it the slot
-    follows: bool = False  # its one new token is what the slot drew last, which only the device may know yet
+    follows: bool = False  # its one new token is the one the slot sampled last, which may be known to the device alone
 
     @property
     def end(self) -> int:
@@ -53,49 +53,49 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     n_tokens: int = 0
-    n_preempted: int = 0  # running sequences that lost their blocks to these rows
+    n_preempted: int = 0  # running sequences whose blocks were taken for these rows
 
 
 @dataclass(slots=True)
 class Masks:
-    """Which tokens may be drawn, for the sampling rows that a grammar binds."""
+    """Which tokens may be sampled, for the sampling rows that have a grammar."""
 
-    rows: list[int]  # their places among the plan's rows that sample
+    rows: list[int]  # their indices among the rows of the plan that sample
     bits: NDArray[np.uint32]  # [rows, words]; bit i % 32 of word i // 32: token i is allowed
 
 
 class Guide(Protocol):
-    """What binds one sequence to its grammar. It has accepted exactly the tokens of the reply so far."""
+    """The grammar state of one sequence. It has accepted exactly the tokens of its output."""
 
     @property
     def n_words(self) -> int:
-        """Of a row that `fill` fills."""
+        """u32 words of a mask."""
 
     @property
     def digest(self) -> str:
-        """Names the grammar in the log."""
+        """Identifies the grammar in the log."""
 
     @property
     def complete(self) -> bool:
-        """The reply may end here."""
+        """The output may end here."""
 
     @property
     def finished(self) -> bool:
-        """The reply can only end here."""
+        """The output can only end here."""
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        """Which tokens may follow, the ends of a reply left out."""
+        """Set the bits of the tokens that may follow, end tokens excluded."""
 
     def accept(self, token_id: int) -> bool: ...
 
     def rollback(self, n: int) -> None:
-        """Take back the last n accepted tokens."""
+        """Undo the last n accepted tokens."""
 
     def fits(self, room: int) -> bool:
-        """Whether so many tokens more can end the reply validly."""
+        """Whether the output can be completed with `room` tokens more."""
 
     def closing(self) -> list[int]:
-        """The tokens that do so, once `fits` has said so."""
+        """The tokens that complete it, after `fits` returned True."""
 
 
 class PendingGuide(Protocol):
@@ -105,7 +105,7 @@ class PendingGuide(Protocol):
     def ready(self) -> bool: ...
 
     def guide(self) -> Guide:
-        """Once ready; raises the EmberlineError why there is none."""
+        """Once ready; raises an EmberlineError if the grammar could not be compiled."""
 
 
 class Guides(Protocol):
@@ -115,11 +115,11 @@ class Guides(Protocol):
 
 
 class DeviceLost(Exception):
-    """The device reported an error that it does not recover from: only a new process can."""
+    """The device reported an error from which only a new process recovers."""
 
 
 class Sampled(Protocol):
-    """The token drawn for a row that samples. A negative id: the model produced invalid numbers."""
+    """The token sampled for a row. A negative id: the model produced invalid numbers."""
 
     @property
     def token_id(self) -> int: ...
@@ -132,13 +132,13 @@ class Sampled(Protocol):
 
 
 class Handle(Protocol):
-    """A step whose forward pass is under way."""
+    """A step whose forward pass was launched."""
 
     def sample(self, masks: Masks | None = None) -> None:
-        """Once, after the launch: draw the tokens. Masks are made while the forward pass runs."""
+        """Once, after the launch: sample. Masks are computed while the forward pass runs."""
 
     def result(self) -> Sequence[Sampled]:
-        """Waits; one entry per row that samples, in the plan's order. Raises what the step raised."""
+        """Blocks; one entry per row that samples, in the order of the plan. Raises what the step raised."""
 
 
 class Runner(Protocol):

@@ -1,105 +1,135 @@
-"""KV on its way to and from other engines, as far as the scheduler is concerned with it."""
+"""KV transfers as the scheduler sees them: which sequences wait for one, and which can go on."""
 
 from dataclasses import dataclass, field
 
 from emberline.engine.scheduler.sequence import Sequence
-from emberline.engine.transfer.incoming import IncomingTransfers, News, failure
+from emberline.engine.transfer.incoming import IncomingTransfers, transfer_failed
 from emberline.engine.transfer.outgoing import OutgoingTransfers
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.notices import Delivered, Granted, Rejected, Sent, Transfers
-from emberline.protocol.errors import EmberlineError
+from emberline.kv.transfer.notices import (
+    BlocksReleased,
+    Notice,
+    OfferGranted,
+    SendAcked,
+    SenderNotice,
+    SendRejected,
+    TransferPort,
+)
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.request import EngineRequest
+
+
+class NoTransfers:
+    """The port of an engine without transfers: `TransferCoordinator.check` lets no request reach its commands."""
+
+    def notices(self) -> list[Notice]:
+        return []
+
+    def _refuse(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("this engine does not transfer KV")
+
+    offer = send = cancel = grant = deny = revoke = _refuse
 
 
 @dataclass(slots=True)
-class Turn:
-    """What the scheduler is to do now."""
+class TransferUpdate:
+    """What the scheduler has to do now."""
 
-    queue: list[Sequence] = field(default_factory=list)  # they can be computed, or are to be looked at again
-    advance: list[Sequence] = field(default_factory=list)  # they may push what they have
-    end: list[tuple[Sequence, EmberlineError | None]] = field(default_factory=list)  # None: all is delivered
+    ready: list[Sequence] = field(default_factory=list)  # to be queued
+    granted: list[Sequence] = field(default_factory=list)  # may send the blocks they have
+    ended: list[tuple[Sequence, EmberlineError | None]] = field(default_factory=list)  # None: all is acknowledged
 
 
 class TransferCoordinator:
-    """A sequence that is `away` is here: it neither waits nor runs, because its KV travels."""
+    """Owns the sequences that are `in_transfer`: neither waiting nor running.
 
-    def __init__(self, cache: KVCache, transfers: Transfers, fingerprint: str) -> None:
-        self.arrivals = IncomingTransfers(cache, transfers, fingerprint)
-        self.pushes = OutgoingTransfers(cache, transfers)
-        self._transfers = transfers
-        self._turn = Turn()  # what came up outside of `hear`
+    The port leads to the threads that own the connections (kv/transfer); blocks and epochs are owned here.
+    """
+
+    def __init__(self, cache: KVCache, port: TransferPort | None, fingerprint: str) -> None:
+        self._port: TransferPort = NoTransfers() if port is None else port
+        self._enabled = port is not None
+        self._update = TransferUpdate()  # for the next `poll`
+        self.incoming = IncomingTransfers(cache, self._port, fingerprint, self._ready, self._fail)
+        self.outgoing = OutgoingTransfers(cache, self._port)
 
     @property
     def busy(self) -> bool:
-        return self.pushes.busy
+        return self.outgoing.busy
 
     @property
-    def next_s(self) -> float:
-        if self._turn.end or self._turn.queue:
+    def wake_s(self) -> float:
+        if self._update.ended or self._update.ready:
             return 0.0
-        return min(self.arrivals.next_s, self.pushes.next_s)
+        return min(self.incoming.wake_s, self.outgoing.wake_s)
+
+    def check(self, request: EngineRequest) -> None:
+        if request.push is None and not request.awaits:
+            return
+        if not self._enabled:
+            raise Unavailable("this engine does not transfer KV", param="transfer")
+        if request.push is not None and request.awaits:
+            raise BadInput("a request sends its KV or receives it, not both", param="awaits")
+        if request.awaits:
+            self.incoming.check(request.awaits)
 
     def begin(self, seq: Sequence, now_s: float) -> None:
-        """A new sequence that pushes or awaits; it is away unless it is to be queued at once."""
-        if seq.pushes:
-            self.pushes.begin(seq, now_s)
-            if not seq.n_pushable:
-                seq.away = True
-                self._turn.end.append((seq, None))
-        elif seq.n_pushable:
-            seq.away = True
-            self._take(self.arrivals.expect(seq, now_s))
+        """A new sequence; it is in transfer unless it is to be queued at once."""
+        if seq.prefill_only:
+            self.outgoing.begin(seq, now_s)
+            if not seq.n_transferable:
+                seq.in_transfer = True
+                self._update.ended.append((seq, None))
+        elif seq.request.awaits and seq.n_transferable:
+            seq.in_transfer = True
+            self.incoming.expect(seq, now_s)
 
-    def hear(self, now_s: float) -> Turn:
-        """Everything that was told since the last time, and what nobody told for too long."""
-        for notice in self._transfers.notices():
-            if isinstance(notice, Granted | Sent | Delivered | Rejected):
-                self._heard_of_push(notice, now_s)
+    def poll(self, now_s: float) -> TransferUpdate:
+        """The effect of all notices and timeouts since the last call."""
+        for notice in self._port.notices():
+            if isinstance(notice, SenderNotice):
+                self._handle_sender(notice, now_s)
             else:
-                self._take(self.arrivals.hear(notice, now_s))
-        if now_s >= self.next_s:
-            self._take(self.arrivals.expire(now_s))
-            late = self.pushes.expire(now_s)
-            self._turn.end += [(seq, failure("the decode engine did not take the KV in time")) for seq in late]
-        turn, self._turn = self._turn, Turn()
-        return turn
+                self.incoming.handle(notice, now_s)
+        if now_s >= self.wake_s:
+            self.incoming.expire(now_s)
+            for seq in self.outgoing.expired(now_s):
+                self._fail(seq, "the decode engine did not take the KV in time")
+        update, self._update = self._update, TransferUpdate()
+        return update
 
-    def ready(self) -> list[Sequence]:
-        """Those whose KV turned out to be here already."""
-        queue, self._turn.queue = self._turn.queue, []
-        return queue
-
-    def grant(self, seq: Sequence, spare: list[int], now_s: float) -> bool:
-        """Let an offered prompt be written, if there is room."""
-        news = self.arrivals.grant(seq, spare, now_s)
-        if news is not None:
-            self._take(news)
-        return news is not None
+    def take_ready(self) -> list[Sequence]:
+        """Those whose grant found all blocks in the cache."""
+        ready, self._update.ready = self._update.ready, []
+        return ready
 
     def leave(self, seq: Sequence) -> None:
         """The sequence has ended."""
-        if seq.pushes:
-            self.pushes.leave(seq, "the prefill engine gave the request up")
+        if seq.prefill_only:
+            self.outgoing.leave(seq, "the prefill engine gave up the request")
         elif seq.request.awaits:
-            self.arrivals.leave(seq)
+            self.incoming.leave(seq)
 
     def report(self, load: EngineLoad) -> None:
-        load.awaiting, load.awaiting_tokens = self.arrivals.n_awaiting, self.arrivals.awaiting_tokens
-        load.pushing = self.pushes.n_open
-        load.blocks_pushed, load.blocks_received = self.pushes.n_pushed, self.arrivals.n_received
-        load.quarantined = self.arrivals.n_quarantined
+        load.awaiting, load.awaiting_tokens = self.incoming.n_awaiting, self.incoming.awaiting_tokens
+        load.pushing = self.outgoing.n_open
+        load.blocks_pushed, load.blocks_received = self.outgoing.n_acked, self.incoming.n_received
+        load.quarantined = self.incoming.n_quarantined
 
-    def _take(self, news: News) -> None:
-        self._turn.queue += news.ready
-        self._turn.end += [(seq, failure(why)) for seq, why in news.failed]
+    def _ready(self, seq: Sequence) -> None:
+        self._update.ready.append(seq)
 
-    def _heard_of_push(self, notice: Granted | Sent | Delivered | Rejected, now_s: float) -> None:
-        seq = self.pushes.hear(notice, now_s)
-        if seq is None:
+    def _fail(self, seq: Sequence, why: str) -> None:
+        self._update.ended.append((seq, transfer_failed(why)))
+
+    def _handle_sender(self, notice: SenderNotice, now_s: float) -> None:
+        seq = self.outgoing.handle(notice, now_s)
+        if seq is None or isinstance(notice, BlocksReleased):
             return
-        if isinstance(notice, Granted):
-            (self._turn.queue if seq.away else self._turn.advance).append(seq)
-        elif isinstance(notice, Delivered):
-            self._turn.end.append((seq, None))
-        elif isinstance(notice, Rejected):
-            self._turn.end.append((seq, failure(notice.message)))
+        if isinstance(notice, OfferGranted):
+            (self._update.ready if seq.in_transfer else self._update.granted).append(seq)
+        elif isinstance(notice, SendAcked):
+            self._update.ended.append((seq, None))
+        elif isinstance(notice, SendRejected):
+            self._fail(seq, notice.message)

@@ -1,81 +1,100 @@
-"""Requests whose prompt's KV is computed elsewhere and pushed into blocks that are reserved for it here."""
+"""The decode side of KV transfer: requests whose prompt another engine computes and writes into our blocks."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from emberline.engine.scheduler.sequence import Sequence
-from emberline.kv.cache import BlockTable, KVCache
-from emberline.kv.events import watched_group
+from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
 from emberline.kv.transfer.messages import Item, Offer
-from emberline.kv.transfer.notices import Arrived, GivenUp, Offered, PeerLost, Released, Renewed, Transfers
+from emberline.kv.transfer.notices import (
+    BlocksReceived,
+    EpochReleased,
+    LeaseRenewed,
+    OfferReceived,
+    ReceiverNotice,
+    ReceiverPort,
+    SenderGaveUp,
+    SenderLost,
+)
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, Unavailable
 
-LEASE_S = 10.0  # without a block or a sign of life: then the sender is given up,
-DOUBT_S = 2.0  # after a second look: it may have been this process that stood still, with blocks unread before it
-SILENT_S = 300.0  # with nothing but signs of life: an engine that is stuck may still give them
-WAIT_S = 60.0  # for a sender to offer, or for a request to claim an offer: neither holds a block meanwhile
-MAX_OFFERS = 1024  # that nobody has claimed
-GAVE_UP = "the decode engine gave the request up"
+LEASE_S = 10.0  # without a block or a keep-alive, after which the sender is given up,
+GRACE_S = 2.0  # plus this: it may have been this process that stalled, with received blocks unread
+MAX_SILENCE_S = 300.0  # with keep-alives alone: an engine that is stuck may still send them
+WAIT_S = 60.0  # for an offer, or for the request that claims an offer: no block is held meanwhile
+MAX_UNCLAIMED = 1024  # offers, and transfers that one side gave up before the other came
+GAVE_UP = "the decode engine gave up the request"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """awaited ─ offered ─ granted (its blocks are reserved under an epoch) ─ complete; or given up at any moment."""
+    """expected → offered → granted (blocks are reserved under an epoch) → complete; or given up at any moment."""
 
     seq: Sequence
     n_blocks: int
-    moved_s: float  # when something was last heard of it
-    landed_s: float = 0.0  # when something last came of it, or could from then on
-    peer: int = 0  # who offered it
+    progress_s: float  # time of the last sign of life
+    received_s: float = 0.0  # when a block was last received, or the grant was made
+    peer: int = 0  # the connection that offered it
     epoch: int = 0
-    table: BlockTable | None = None  # from the grant on; its references keep what has landed until it is admitted
+    table: BlockTable | None = None  # from the grant on; its references keep received blocks until admission
     missing: set[Item] = field(default_factory=set)
-    n_landed: int = 0  # blocks of the prompt that came
-    doubted: bool = False  # its lease is over but for the second look
+    n_received: int = 0  # blocks of the prompt
+    in_grace: bool = False  # its lease has expired, the grace period has not
 
     @property
     def transfer(self) -> str:
         return self.seq.request.awaits
 
-
-@dataclass(slots=True)
-class News:
-    """What became of sequences that were away."""
-
-    ready: list[Sequence] = field(default_factory=list)
-    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    @property
+    def timeout_s(self) -> float:
+        """Once it is offered, a lack of room is our own; once it is granted, blocks must come."""
+        if not self.peer:
+            return WAIT_S
+        return LEASE_S if self.epoch else inf
 
 
 class IncomingTransfers:
-    """Owns the tables of what is under way, and the quarantine: blocks that an unfinished writer may still write."""
+    """Owns the block tables of transfers, their epochs, and the quarantine: blocks that a sender may still write.
 
-    def __init__(self, cache: KVCache, transfers: Transfers, fingerprint: str) -> None:
+    Results are passed to `ready` and `fail`, with the sequence; it is then no longer in transfer.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        receiver: ReceiverPort,
+        fingerprint: str,
+        ready: Callable[[Sequence], None],
+        fail: Callable[[Sequence, str], None],
+    ) -> None:
         self._cache = cache
-        self._transfers = transfers
+        self._receiver = receiver
         self._fingerprint = fingerprint
+        self._ready, self._fail = ready, fail
         layouts = [group.layout for group in cache.groups]
         self._tags = tuple(layout.tag for layout in layouts)
-        self._sizes = tuple(layout.block_bytes for layout in layouts)
-        self._counted = layouts.index(watched_group(layouts))  # the group whose blocks are counted as the prompt's
+        self._block_bytes = tuple(layout.block_bytes for layout in layouts)
+        self._counted_group = layouts.index(unwindowed_group(layouts))  # whose blocks count as the prompt's
         self._by_transfer: dict[str, IncomingTransfer] = {}
         self._by_epoch: dict[int, IncomingTransfer] = {}
         self._complete: dict[int, IncomingTransfer] = {}  # by the sequence's number, until it is admitted
-        self._offers: dict[str, tuple[Offered, float]] = {}  # unclaimed, and since when
-        self._unwanted: dict[str, tuple[str, float]] = {}  # given up by one side before the other came: why, since when
-        self._quarantine: dict[int, tuple[int, list[Item]]] = {}  # by epoch: the writer, (group, block)
+        self._offers: dict[str, tuple[OfferReceived, float]] = {}  # unclaimed, and since when
+        self._given_up: dict[str, tuple[str, float]] = {}  # by one side before the other came: why, since when
+        self._quarantine: dict[int, tuple[int, list[Item]]] = {}  # by epoch: the sender, (group, block)
         self._n_epochs = 0
         self.n_received = 0  # blocks
 
     @property
-    def next_s(self) -> float:
-        """When `expire` has something to do, unless something comes."""
-        limits = [arrival.moved_s + _patience_s(arrival) for arrival in self._by_transfer.values()]
-        limits += [since_s + WAIT_S for _, since_s in (*self._offers.values(), *self._unwanted.values())]
-        return min(limits, default=float("inf"))
+    def wake_s(self) -> float:
+        """When `expire` has something to do, unless a notice comes first."""
+        limits = [each.progress_s + each.timeout_s for each in self._by_transfer.values()]
+        limits += [since_s + WAIT_S for _, since_s in (*self._offers.values(), *self._given_up.values())]
+        return min(limits, default=inf)
 
     @property
     def n_awaiting(self) -> int:
@@ -83,7 +102,7 @@ class IncomingTransfers:
 
     @property
     def awaiting_tokens(self) -> int:
-        return sum(arrival.n_blocks * BLOCK_TOKENS for arrival in self._by_transfer.values())
+        return sum(each.n_blocks * BLOCK_TOKENS for each in self._by_transfer.values())
 
     @property
     def n_quarantined(self) -> int:
@@ -93,218 +112,205 @@ class IncomingTransfers:
         if transfer in self._by_transfer:
             raise BadInput(f"transfer {transfer!r} is in use", param="awaits")
 
-    def expect(self, seq: Sequence, now_s: float) -> News:
-        """From now on the sequence is ours, until it is ready or leaves."""
-        arrival = IncomingTransfer(seq, seq.n_pushable, now_s)
-        self._by_transfer[arrival.transfer] = arrival
-        if arrival.transfer in self._unwanted:
-            why, _ = self._unwanted.pop(arrival.transfer)
-            return News(failed=[(seq, why)])
-        offered, _ = self._offers.pop(arrival.transfer, (None, 0.0))
-        return News() if offered is None else self._claim(arrival, offered, now_s)
+    def expect(self, seq: Sequence, now_s: float) -> None:
+        """From now on the sequence is in transfer, until it is ready or leaves."""
+        transfer = IncomingTransfer(seq, seq.n_transferable, now_s)
+        self._by_transfer[transfer.transfer] = transfer
+        if transfer.transfer in self._given_up:
+            self._fail(seq, self._given_up.pop(transfer.transfer)[0])
+            return
+        notice, _ = self._offers.pop(transfer.transfer, (None, 0.0))
+        if notice is not None:
+            self._claim(transfer, notice, now_s)
 
     def leave(self, seq: Sequence) -> None:
-        """The sequence has ended, or computes now: what has landed stays cached, what may still land is quarantined."""
-        arrival = self._complete.pop(seq.number, None)
-        if arrival is None:
-            arrival = self._by_transfer.get(seq.request.awaits)
-            if arrival is None or arrival.seq is not seq:
+        """The sequence has ended or is admitted: received blocks stay cached, others are quarantined."""
+        transfer = self._complete.pop(seq.number, None)
+        if transfer is None:
+            transfer = self._by_transfer.get(seq.request.awaits)
+            if transfer is None or transfer.seq is not seq:
                 return
-            del self._by_transfer[arrival.transfer]
-        if arrival.epoch in self._by_epoch:
-            del self._by_epoch[arrival.epoch]
-            self._quarantine[arrival.epoch] = arrival.peer, self._withdraw(arrival)
-            self._transfers.revoke(arrival.peer, arrival.epoch)
-        elif arrival.table is None and arrival.peer:
-            self._transfers.deny(arrival.peer, arrival.transfer, GAVE_UP)
-        elif arrival.table is None:
-            self._remember(arrival.transfer, GAVE_UP, arrival.moved_s)
-        if arrival.table is not None:
-            self._cache.release(arrival.table)
+            del self._by_transfer[transfer.transfer]
+        if transfer.epoch in self._by_epoch:
+            del self._by_epoch[transfer.epoch]
+            self._quarantine[transfer.epoch] = transfer.peer, self._withdraw(transfer)
+            self._receiver.revoke(transfer.peer, transfer.epoch)
+        elif transfer.table is None and transfer.peer:
+            self._receiver.deny(transfer.peer, transfer.transfer, GAVE_UP)
+        elif transfer.table is None:
+            self._remember(transfer.transfer, GAVE_UP, transfer.progress_s)
+        if transfer.table is not None:
+            self._cache.release(transfer.table)
 
-    def n_landed(self, seq: Sequence) -> int:
-        arrival = self._complete.get(seq.number)
-        return 0 if arrival is None else arrival.n_landed
+    def n_received_blocks(self, seq: Sequence) -> int:
+        transfer = self._complete.get(seq.number)
+        return 0 if transfer is None else transfer.n_received
 
-    # --- room -------------------------------------------------------------------------------------------------------
-
-    def waiting_for_room(self) -> list[Sequence]:
-        """Offered, not granted; by rank."""
-        found = [a.seq for a in self._by_transfer.values() if a.peer and not a.epoch]
+    def ungranted(self) -> list[Sequence]:
+        """Offered sequences that wait for blocks, by rank."""
+        if not self._by_transfer:
+            return []
+        found = [each.seq for each in self._by_transfer.values() if each.peer and not each.epoch]
         return sorted(found, key=lambda seq: seq.rank)
 
-    def grant(self, seq: Sequence, spare: list[int], now_s: float) -> News | None:
-        """Reserve what the sequence lacks and let it be written. None: no room."""
-        arrival = self._by_transfer[seq.request.awaits]
-        table = self._cache.reserve(seq.keys, arrival.n_blocks, spare)
+    def grant(self, seq: Sequence, reserved: list[int], now_s: float) -> bool:
+        """Take the blocks that the sequence lacks and let the sender write them. False: no room."""
+        transfer = self._by_transfer[seq.request.awaits]
+        table = self._cache.reserve(seq.keys, transfer.n_blocks, reserved)
         if table is None:
-            return None
+            return False
         lacking = self._cache.lacking(table)
         self._n_epochs += 1
-        arrival.epoch, arrival.table, arrival.moved_s, arrival.landed_s = self._n_epochs, table, now_s, now_s
-        arrival.missing = {(g, j) for g, blocks in enumerate(lacking) for j in blocks}
-        self._by_epoch[arrival.epoch] = arrival
-        self._transfers.grant(arrival.peer, arrival.transfer, arrival.epoch, lacking)
-        return self._look(arrival)
+        transfer.epoch, transfer.table = self._n_epochs, table
+        transfer.progress_s = transfer.received_s = now_s
+        transfer.missing = {(g, j) for g, blocks in enumerate(lacking) for j in blocks}
+        self._by_epoch[transfer.epoch] = transfer
+        self._receiver.grant(transfer.peer, transfer.transfer, transfer.epoch, lacking)
+        self._complete_if_received(transfer)
+        return True
 
-    # --- what the threads tell --------------------------------------------------------------------------------------
+    # --- notices of the receiver threads ----------------------------------------------------------------------------
 
-    def hear(self, notice: Offered | Arrived | Renewed | GivenUp | Released | PeerLost, now_s: float) -> News:
-        if isinstance(notice, Arrived):
-            return self._arrived(notice, now_s)
-        if isinstance(notice, Renewed):
-            self._renew(notice, now_s)
-            return News()
-        if isinstance(notice, Offered):
-            return self._offered(notice, now_s)
-        if isinstance(notice, Released):
-            self._lift(notice.epoch)
-            return News()
-        if isinstance(notice, GivenUp):
-            return self._given_up(notice, now_s)
-        return self._peer_lost(notice)
-
-    def expire(self, now_s: float) -> News:
-        news = News()
-        self._unwanted = {t: each for t, each in self._unwanted.items() if now_s < each[1] + WAIT_S}
-        for transfer, (offered, since_s) in list(self._offers.items()):
-            if now_s >= since_s + WAIT_S:
-                del self._offers[transfer]
-                self._transfers.deny(offered.peer, transfer, f"no request awaits transfer {transfer!r}")
-        for arrival in self._by_transfer.values():
-            if now_s < arrival.moved_s + _patience_s(arrival):
-                continue
-            if not arrival.doubted:
-                arrival.doubted, arrival.moved_s = True, now_s - _patience_s(arrival) + DOUBT_S
-            else:
-                what = "no more KV came" if arrival.epoch else "no prefill engine offered its KV"
-                news.failed.append((arrival.seq, f"{what} within {_patience_s(arrival):g} s"))
-        return news
-
-    def _offered(self, notice: Offered, now_s: float) -> News:
-        transfer = notice.offer.transfer
-        arrival = self._by_transfer.get(transfer)
-        if transfer in self._unwanted:
-            self._transfers.deny(notice.peer, transfer, self._unwanted.pop(transfer)[0])
-            return News()
-        if arrival is not None and not arrival.peer:
-            return self._claim(arrival, notice, now_s)
-        if arrival is not None or transfer in self._offers:
-            self._transfers.deny(notice.peer, transfer, f"transfer {transfer!r} is offered twice")
-        elif len(self._offers) >= MAX_OFFERS:
-            self._transfers.deny(notice.peer, transfer, "too many offers wait for their requests")
+    def handle(self, notice: ReceiverNotice, now_s: float) -> None:
+        if isinstance(notice, BlocksReceived):
+            self._on_blocks(notice, now_s)
+        elif isinstance(notice, LeaseRenewed):
+            transfer = self._by_epoch.get(notice.epoch)
+            if transfer is not None and now_s < transfer.received_s + MAX_SILENCE_S:
+                transfer.progress_s, transfer.in_grace = now_s, False
+        elif isinstance(notice, OfferReceived):
+            self._on_offer(notice, now_s)
+        elif isinstance(notice, EpochReleased):
+            self._end_quarantine(notice.epoch)
+        elif isinstance(notice, SenderGaveUp):
+            self._on_sender_gave_up(notice, now_s)
         else:
-            self._offers[transfer] = notice, now_s
-        return News()
+            self._on_sender_lost(notice)
 
-    def _claim(self, arrival: IncomingTransfer, notice: Offered, now_s: float) -> News:
-        """The request and its offer have found each other: does it fit?"""
-        wrong = self._misfit(arrival, notice.offer)
-        if wrong:
-            _log.warning("a transfer does not fit: %s", wrong, extra={"request_id": arrival.seq.id})
-            self._transfers.deny(notice.peer, arrival.transfer, wrong)
-            return News(failed=[(arrival.seq, wrong)])
-        arrival.peer, arrival.moved_s, arrival.doubted = notice.peer, now_s, False
-        return News()
+    def expire(self, now_s: float) -> None:
+        self._given_up = {t: each for t, each in self._given_up.items() if now_s < each[1] + WAIT_S}
+        for name, (notice, since_s) in list(self._offers.items()):
+            if now_s >= since_s + WAIT_S:
+                del self._offers[name]
+                self._receiver.deny(notice.peer, name, f"no request awaits transfer {name!r}")
+        for transfer in self._by_transfer.values():
+            if now_s < transfer.progress_s + transfer.timeout_s:
+                continue
+            if not transfer.in_grace:
+                transfer.in_grace, transfer.progress_s = True, now_s - transfer.timeout_s + GRACE_S
+            else:
+                what = "no KV was received" if transfer.epoch else "no prefill engine offered KV"
+                self._fail(transfer.seq, f"{what} within {transfer.timeout_s:g} s")
 
-    def _misfit(self, arrival: IncomingTransfer, offer: Offer) -> str:
+    def _on_offer(self, notice: OfferReceived, now_s: float) -> None:
+        name = notice.offer.transfer
+        transfer = self._by_transfer.get(name)
+        if name in self._given_up:
+            self._receiver.deny(notice.peer, name, self._given_up.pop(name)[0])
+        elif transfer is not None and not transfer.peer:
+            self._claim(transfer, notice, now_s)
+        elif transfer is not None or name in self._offers:
+            self._receiver.deny(notice.peer, name, f"transfer {name!r} is offered twice")
+        elif len(self._offers) >= MAX_UNCLAIMED:
+            self._receiver.deny(notice.peer, name, "too many offers wait for their requests")
+        else:
+            self._offers[name] = notice, now_s
+
+    def _claim(self, transfer: IncomingTransfer, notice: OfferReceived, now_s: float) -> None:
+        """The request and its offer are both here: accept the offer if it matches."""
+        mismatch = self._mismatch(transfer, notice.offer)
+        if mismatch:
+            _log.warning("a KV offer does not match: %s", mismatch, extra={"request_id": transfer.seq.id})
+            self._receiver.deny(notice.peer, transfer.transfer, mismatch)
+            self._fail(transfer.seq, mismatch)
+        else:
+            transfer.peer, transfer.progress_s, transfer.in_grace = notice.peer, now_s, False
+
+    def _mismatch(self, transfer: IncomingTransfer, offer: Offer) -> str:
         if offer.fingerprint != self._fingerprint:
-            return "the prefill engine has another model's weights"
-        if (offer.tags, offer.block_bytes) != (self._tags, self._sizes):
-            theirs, ours = zip(offer.tags, offer.block_bytes), zip(self._tags, self._sizes)
-            return f"the prefill engine's KV lies otherwise: {_described(theirs)}, here {_described(ours)}"
-        if offer.n_blocks != arrival.n_blocks:
-            return f"the prefill engine offers {offer.n_blocks} blocks, the prompt has {arrival.n_blocks}"
+            return "the prefill engine has other weights"
+        if (offer.tags, offer.block_bytes) != (self._tags, self._block_bytes):
+            theirs, ours = zip(offer.tags, offer.block_bytes), zip(self._tags, self._block_bytes)
+            return f"the prefill engine has another KV layout: {_described(theirs)}, here {_described(ours)}"
+        if offer.n_blocks != transfer.n_blocks:
+            return f"the prefill engine offers {offer.n_blocks} blocks, the prompt has {transfer.n_blocks}"
         return ""
 
-    def _arrived(self, notice: Arrived, now_s: float) -> News:
-        arrival = self._by_epoch.get(notice.epoch)
-        if arrival is None or arrival.table is None:
-            return News()  # revoked meanwhile
+    def _on_blocks(self, notice: BlocksReceived, now_s: float) -> None:
+        transfer = self._by_epoch.get(notice.epoch)
+        if transfer is None or transfer.table is None:
+            return  # revoked meanwhile
         for group, j in notice.items:
-            arrival.missing.remove((group, j))
-            self._cache.land(arrival.table, arrival.seq.keys, group, j)
+            transfer.missing.remove((group, j))
+            self._cache.publish_received(transfer.table, transfer.seq.keys, group, j)
         self.n_received += len(notice.items)
-        arrival.n_landed += sum(group == self._counted for group, _ in notice.items)
-        arrival.moved_s, arrival.landed_s, arrival.doubted = now_s, now_s, False
-        return self._look(arrival)
+        transfer.n_received += sum(group == self._counted_group for group, _ in notice.items)
+        transfer.progress_s = transfer.received_s = now_s
+        transfer.in_grace = False
+        self._complete_if_received(transfer)
 
-    def _renew(self, notice: Renewed, now_s: float) -> None:
-        arrival = self._by_epoch.get(notice.epoch)
-        if arrival is not None and now_s < arrival.landed_s + SILENT_S:
-            arrival.moved_s, arrival.doubted = now_s, False
+    def _complete_if_received(self, transfer: IncomingTransfer) -> None:
+        if not transfer.missing:
+            del self._by_epoch[transfer.epoch], self._by_transfer[transfer.transfer]
+            self._complete[transfer.seq.number] = transfer
+            self._ready(transfer.seq)
 
-    def _look(self, arrival: IncomingTransfer) -> News:
-        if arrival.missing:
-            return News()
-        del self._by_epoch[arrival.epoch], self._by_transfer[arrival.transfer]
-        self._complete[arrival.seq.number] = arrival
-        return News(ready=[arrival.seq])
-
-    def _given_up(self, notice: GivenUp, now_s: float) -> News:
-        """Its writer writes no more: nothing needs the quarantine."""
-        self._lift(notice.epoch)
+    def _on_sender_gave_up(self, notice: SenderGaveUp, now_s: float) -> None:
+        """It writes no more: its blocks need no quarantine."""
+        self._end_quarantine(notice.epoch)
         why = f"the prefill engine gave up: {notice.message}"
-        arrival = self._by_transfer.get(notice.transfer)
-        if arrival is not None:
-            return self._fail(arrival, why) if arrival.peer in (0, notice.peer) else News()
+        transfer = self._by_transfer.get(notice.transfer)
+        if transfer is not None:
+            if transfer.peer in (0, notice.peer):
+                self._stop(transfer, why)
+            return
         unclaimed = self._offers.get(notice.transfer)
         if unclaimed is not None and unclaimed[0].peer == notice.peer:
             del self._offers[notice.transfer]
         if not notice.epoch:
             self._remember(notice.transfer, why, now_s)
-        return News()
 
-    def _remember(self, transfer: str, why: str, now_s: float) -> None:
+    def _remember(self, name: str, why: str, now_s: float) -> None:
         """For the other side, which may still come."""
-        if len(self._unwanted) < MAX_OFFERS:
-            self._unwanted[transfer] = why, now_s
+        if len(self._given_up) < MAX_UNCLAIMED:
+            self._given_up[name] = why, now_s
 
-    def _peer_lost(self, notice: PeerLost) -> News:
+    def _on_sender_lost(self, notice: SenderLost) -> None:
         for epoch in [epoch for epoch, (peer, _) in self._quarantine.items() if peer == notice.peer]:
-            self._lift(epoch)
-        for transfer in [t for t, (offered, _) in self._offers.items() if offered.peer == notice.peer]:
-            del self._offers[transfer]
-        news = News()
-        for arrival in [a for a in self._by_transfer.values() if a.peer == notice.peer]:
-            news.failed += self._fail(arrival, f"the prefill engine was lost: {notice.message}").failed
-        return news
+            self._end_quarantine(epoch)
+        for name in [t for t, (offered, _) in self._offers.items() if offered.peer == notice.peer]:
+            del self._offers[name]
+        for transfer in [each for each in self._by_transfer.values() if each.peer == notice.peer]:
+            self._stop(transfer, f"the prefill engine was lost: {notice.message}")
 
-    def _fail(self, arrival: IncomingTransfer, why: str) -> News:
-        """Without quarantine: nobody writes any more. The blocks that lack their content are given back by `leave`."""
-        self._by_epoch.pop(arrival.epoch, None)
-        for group, block in self._withdraw(arrival):
+    def _stop(self, transfer: IncomingTransfer, why: str) -> None:
+        """Without quarantine: its sender writes no more. `leave` gives the received blocks back."""
+        self._by_epoch.pop(transfer.epoch, None)
+        for group, block in self._withdraw(transfer):
             self._cache.unpin(group, block)
-        arrival.peer = 0
-        return News(failed=[(arrival.seq, why)])
+        transfer.peer = 0
+        self._fail(transfer.seq, why)
 
     # --- quarantine -------------------------------------------------------------------------------------------------
 
-    def _withdraw(self, arrival: IncomingTransfer) -> list[Item]:
+    def _withdraw(self, transfer: IncomingTransfer) -> list[Item]:
         """The blocks that may still be written, as (group, block): out of the table, and still referenced."""
-        if arrival.table is None:
+        if transfer.table is None:
             return []
-        blocks = [(g, self._cache.withdraw(arrival.table, g, j)) for g, j in sorted(arrival.missing)]
-        arrival.missing.clear()
+        blocks = [(g, self._cache.withdraw(transfer.table, g, j)) for g, j in sorted(transfer.missing)]
+        transfer.missing.clear()
         return blocks
 
-    def _lift(self, epoch: int) -> None:
+    def _end_quarantine(self, epoch: int) -> None:
         _, blocks = self._quarantine.pop(epoch, (0, []))
         for group, block in blocks:
             self._cache.unpin(group, block)
 
 
-def _patience_s(arrival: IncomingTransfer) -> float:
-    """Before an offer it holds nothing; once it is offered, a lack of room is ours; then blocks must come."""
-    if not arrival.peer:
-        return WAIT_S
-    return LEASE_S if arrival.epoch else float("inf")
+def _described(layouts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{tag} of {n_bytes} bytes" for tag, n_bytes in layouts)
 
 
-def _described(groups: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{tag} of {n_bytes} bytes" for tag, n_bytes in groups)
-
-
-def failure(why: str) -> Unavailable:
-    """Of a transfer: this engine is well. The request may be tried again, with another engine."""
+def transfer_failed(why: str) -> Unavailable:
+    """This engine is healthy: the request may be retried, with another engine."""
     return Unavailable(why, param="transfer", retry_after_s=1)

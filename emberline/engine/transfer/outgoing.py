@@ -1,35 +1,36 @@
-"""Requests whose prompt is computed here and pushed to the engine that will answer them."""
+"""The prefill side of KV transfer: requests whose prompt is computed here and sent to a decode engine."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.messages import Item
-from emberline.kv.transfer.notices import Delivered, Granted, Rejected, Sent, Transfers
+from emberline.kv.transfer.notices import BlocksReleased, OfferGranted, SendAcked, SenderNotice, SenderPort
 
-PATIENCE_S = 60.0  # for a grant, or for the last block to be acknowledged: no slot is held meanwhile
+TIMEOUT_S = 60.0  # for a grant, or for the ack of the last block: no slot is held meanwhile
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
     seq: Sequence
-    moved_s: float
+    progress_s: float  # time of the last notice
     offered: bool = False
-    wanted: list[set[int]] | None = None  # per group: what the other side lacks, once it has said so
-    n_handed: int = 0  # leading blocks that were handed to the sender, as far as they are wanted
-    pins: dict[Item, int] = field(default_factory=dict)  # our blocks that are still being read
-    told: bool = False  # the client knows what was cached
+    wanted: list[set[int]] | None = None  # per group: the blocks that the receiver lacks, once granted
+    n_sent: int = 0  # leading blocks that were handed to the sender, as far as they are wanted
+    pins: dict[Item, int] = field(default_factory=dict)  # our blocks that the sender still reads
+    reported: bool = False  # the client knows what was cached
 
 
 class OutgoingTransfers:
-    """Owns the references that keep blocks in place while they are read."""
+    """Owns the references that keep blocks in place while the sender reads them."""
 
-    def __init__(self, cache: KVCache, transfers: Transfers) -> None:
+    def __init__(self, cache: KVCache, sender: SenderPort) -> None:
         self._cache = cache
-        self._transfers = transfers
+        self._sender = sender
         self._open: dict[int, OutgoingTransfer] = {}  # by the sequence's number
-        self._ended: dict[int, OutgoingTransfer] = {}  # their sequences are gone, their blocks still read
-        self.n_pushed = 0  # blocks
+        self._ended: dict[int, OutgoingTransfer] = {}  # the sequence has ended, its blocks are still read
+        self.n_acked = 0  # blocks
 
     @property
     def n_open(self) -> int:
@@ -40,73 +41,70 @@ class OutgoingTransfers:
         return bool(self._open or self._ended)
 
     @property
-    def next_s(self) -> float:
-        return min((each.moved_s + PATIENCE_S for each in self._open.values() if each.offered), default=float("inf"))
+    def wake_s(self) -> float:
+        return min((each.progress_s + TIMEOUT_S for each in self._open.values() if each.offered), default=inf)
 
     def begin(self, seq: Sequence, now_s: float) -> None:
         self._open[seq.number] = OutgoingTransfer(seq, now_s)
 
     def offer(self, seq: Sequence) -> None:
-        """It is being computed now: the other side may reserve room for it. The second time is nothing."""
+        """Its prefill begins: the receiver may reserve blocks. Idempotent."""
         push = seq.request.push
-        pushing = self._open[seq.number]
+        transfer = self._open[seq.number]
         assert push is not None
-        if not pushing.offered:
-            pushing.offered = True
-            self._transfers.offer(seq.number, push, seq.n_pushable)
+        if not transfer.offered:
+            transfer.offered = True
+            self._sender.offer(seq.number, push, seq.n_transferable)
 
-    def hand_over(self, seq: Sequence, n_blocks: int) -> bool:
-        """The first n_blocks of the sequence's table are computed. True: all of the prompt is on its way."""
-        pushing = self._open[seq.number]
-        if pushing.wanted is None:
-            return False
+    def send(self, seq: Sequence, n_blocks: int) -> None:
+        """The first n_blocks of the sequence's table are computed: send those that are wanted and were not sent yet."""
+        transfer = self._open[seq.number]
+        if transfer.wanted is None:
+            return
         items: list[tuple[Item, int]] = []
-        for j in range(pushing.n_handed, n_blocks):
-            for g, (held, wanted) in enumerate(zip(seq.table.groups, pushing.wanted)):
+        for j in range(transfer.n_sent, n_blocks):
+            for g, (held, wanted) in enumerate(zip(seq.table.groups, transfer.wanted)):
                 if j in wanted:
                     self._cache.pin(g, held.blocks[j])
-                    pushing.pins[g, j] = held.blocks[j]
+                    transfer.pins[g, j] = held.blocks[j]
                     items.append(((g, j), held.blocks[j]))
-        pushing.n_handed = max(pushing.n_handed, n_blocks)
+        transfer.n_sent = max(transfer.n_sent, n_blocks)
         if items:
-            self._transfers.send(seq.number, items)
-        return pushing.n_handed == seq.n_pushable
+            self._sender.send(seq.number, items)
 
-    def first_news(self, seq: Sequence) -> bool:
-        """Once: whether the client is still to be told what was cached."""
-        pushing = self._open[seq.number]
-        told, pushing.told = pushing.told, True
-        return not told
+    def is_first_report(self, seq: Sequence) -> bool:
+        """True once: the client does not know yet what was cached."""
+        transfer = self._open[seq.number]
+        reported, transfer.reported = transfer.reported, True
+        return not reported
 
     def leave(self, seq: Sequence, why: str) -> None:
-        """The sequence has ended; `why` is for the other side, if it still waits."""
+        """The sequence has ended; `why` is for the receiver, if it still waits."""
         if seq.number not in self._open:
             return
-        if seq.n_pushable:
-            self.offer(seq)  # who awaits it is told, even if it never began
-            self._transfers.cancel(seq.number, why)
-        pushing = self._open.pop(seq.number)
-        if pushing.pins:
-            self._ended[seq.number] = pushing
+        if seq.n_transferable:
+            self.offer(seq)  # the receiver learns of the end even if the prefill never began
+            self._sender.cancel(seq.number, why)
+        transfer = self._open.pop(seq.number)
+        if transfer.pins:
+            self._ended[seq.number] = transfer
 
-    def hear(self, notice: Granted | Sent | Delivered | Rejected, now_s: float) -> Sequence | None:
-        """The sequence that the notice concerns, if it is still here."""
-        pushing = self._open.get(notice.number) or self._ended.get(notice.number)
-        if pushing is None:
+    def handle(self, notice: SenderNotice, now_s: float) -> Sequence | None:
+        """The sequence that the notice concerns, if it has not ended."""
+        transfer = self._open.get(notice.number) or self._ended.get(notice.number)
+        if transfer is None:
             return None
-        pushing.moved_s = now_s
-        if isinstance(notice, Sent):
+        transfer.progress_s = now_s
+        if isinstance(notice, BlocksReleased):
             for group, j in notice.items:
-                self._cache.unpin(group, pushing.pins.pop((group, j)))
-            if not pushing.pins:
+                self._cache.unpin(group, transfer.pins.pop((group, j)))
+            if not transfer.pins:
                 self._ended.pop(notice.number, None)
-        elif isinstance(notice, Granted):
-            pushing.wanted = notice.wanted
-        elif isinstance(notice, Delivered):
-            self.n_pushed += sum(map(len, pushing.wanted or ()))
-        return pushing.seq if notice.number in self._open else None
+        elif isinstance(notice, OfferGranted):
+            transfer.wanted = notice.wanted
+        elif isinstance(notice, SendAcked):
+            self.n_acked += sum(map(len, transfer.wanted or ()))
+        return transfer.seq if notice.number in self._open else None
 
-    def expire(self, now_s: float) -> list[Sequence]:
-        if now_s < self.next_s:
-            return []
-        return [each.seq for each in self._open.values() if each.offered and now_s >= each.moved_s + PATIENCE_S]
+    def expired(self, now_s: float) -> list[Sequence]:
+        return [each.seq for each in self._open.values() if each.offered and now_s >= each.progress_s + TIMEOUT_S]

@@ -1,1 +1,1 @@
-"""KV pushed from the engine that computes a prompt into blocks that another owns (docs/design/transfer.md)."""
+"""KV transfer: connections, threads and transports that move blocks to another engine (docs/design/transfer.md)."""

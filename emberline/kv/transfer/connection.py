@@ -1,4 +1,4 @@
-"""One end of a connection between two engines: messages and bytes in and out of a blocking socket, one thread."""
+"""A connection between two engines: messages, bytes and file descriptors over a blocking socket, for one thread."""
 
 import array
 import contextlib
@@ -15,17 +15,17 @@ MAX_DESCRIPTORS = 16
 _encoder = msgspec.msgpack.Encoder()
 
 
-class LinkLost(Exception):
-    """The other engine is gone, or says what cannot be; the text says why."""
+class PeerConnectionLost(Exception):
+    """The other engine is gone or violated the protocol; the text says why."""
 
 
-class Link:
-    """Reads exactly what it is asked for, so that bytes behind a message go straight to where they belong."""
+class PeerConnection:
+    """Reads exactly what it is asked for, so that bytes after a message go directly into their block."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
-            _notice_silence(sock)
+            _detect_dead_peer(sock)
         self._sock = sock
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
@@ -37,17 +37,17 @@ class Link:
 
     @property
     def local(self) -> bool:
-        """Descriptors can be sent along."""
+        """File descriptors can be sent."""
         return self._sock.family == socket.AF_UNIX
 
     def wake(self) -> None:
         """From any thread: `wait` returns."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody waits
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: no thread waits
             self._wake_writer.send(b"\0")
 
-    def wait(self, block: bool = True, at_most_s: float | None = None) -> bool:
-        """Until a message is there (True), somebody wakes us, or time is up."""
-        ready = {key.fileobj for key, _ in self._selector.select(at_most_s if block else 0)}
+    def wait(self, block: bool = True, timeout_s: float | None = None) -> bool:
+        """Until a message can be read (True), `wake` is called, or the timeout expires."""
+        ready = {key.fileobj for key, _ in self._selector.select(timeout_s if block else 0)}
         if self._wake_reader in ready:
             with contextlib.suppress(BlockingIOError):
                 while self._wake_reader.recv(4096):
@@ -64,42 +64,41 @@ class Link:
             if frame:
                 self._sock.sendall(frame)
         except OSError as error:
-            raise LinkLost(str(error)) from None
+            raise PeerConnectionLost(str(error)) from None
 
     def send_bytes(self, parts: Sequence[memoryview]) -> None:
         try:
             for part in parts:
                 self._sock.sendall(part)
         except OSError as error:
-            raise LinkLost(str(error)) from None
+            raise PeerConnectionLost(str(error)) from None
 
     def receive(self) -> bytes:
-        """The next message's payload."""
+        """The payload of the next message."""
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
-            raise LinkLost(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} allowed")
+            raise PeerConnectionLost(f"a message of {length} bytes, the maximum is {MAX_MESSAGE_BYTES}")
         return self._exactly(length)
 
     def read_into(self, view: memoryview) -> None:
-        """Bytes straight to where they belong."""
         while view:
             try:
                 n = self._sock.recv_into(view)
             except OSError as error:
-                raise LinkLost(str(error)) from None
+                raise PeerConnectionLost(str(error)) from None
             if not n:
-                raise LinkLost("closed by the other engine")
+                raise PeerConnectionLost("closed by the other engine")
             view = view[n:]
 
     def take_descriptors(self, n: int) -> list[int]:
-        """Those that came with the last messages. The caller closes them."""
+        """File descriptors that came with the last messages. The caller closes them."""
         if len(self._descriptors) != n:
-            raise LinkLost(f"{len(self._descriptors)} descriptors came, {n} were announced")
+            raise PeerConnectionLost(f"{len(self._descriptors)} file descriptors were received, {n} were announced")
         taken, self._descriptors = self._descriptors, []
         return taken
 
-    def shut(self) -> None:
-        """From any thread: whoever reads or writes here is told that the connection is lost."""
+    def shutdown(self) -> None:
+        """From any thread: a pending read or write raises PeerConnectionLost."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self.wake()
@@ -118,7 +117,7 @@ class Link:
         while view:
             n = self._receive_some(view)
             if not n:
-                raise LinkLost("closed by the other engine")
+                raise PeerConnectionLost("closed by the other engine")
             view = view[n:]
         return bytes(data)
 
@@ -129,19 +128,19 @@ class Link:
             room = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
             n, ancillary, _, _ = self._sock.recvmsg_into([view], room)
         except OSError as error:
-            raise LinkLost(str(error)) from None
+            raise PeerConnectionLost(str(error)) from None
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found = array.array("i")
-                found.frombytes(data[: len(data) - len(data) % found.itemsize])
-                self._descriptors += found.tolist()
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self._descriptors += received.tolist()
         if len(self._descriptors) > MAX_DESCRIPTORS:
-            raise LinkLost("too many descriptors")
+            raise PeerConnectionLost("too many file descriptors")
         return n
 
 
-def _notice_silence(sock: socket.socket) -> None:
-    """A machine that vanished says nothing: ask after five seconds, believe it after fifteen."""
+def _detect_dead_peer(sock: socket.socket) -> None:
+    """TCP keep-alive: probe after five seconds of silence, give up after fifteen."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):

@@ -1,4 +1,4 @@
-"""All transfers of an engine: its connections to others, and one queue of notices for the step loop."""
+"""All KV transfers of an engine: its connections to other engines, and one queue of notices for the step loop."""
 
 import contextlib
 import hashlib
@@ -9,22 +9,22 @@ from collections import deque
 from collections.abc import Sequence
 
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.transfer import mooncake, shared_memory
-from emberline.kv.transfer import transport as tcp
-from emberline.kv.transfer.connection import Link
-from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Opened, Revoke
-from emberline.kv.transfer.mooncake import MooncakeInlet, MooncakeOutlet
-from emberline.kv.transfer.notices import Delivered, Notice, PeerLost, Rejected, Sent
+from emberline.kv.transfer.connection import PeerConnection
+from emberline.kv.transfer.messages import Denied, Grant, Item, Offer, Revoke, TransportOpened
+from emberline.kv.transfer.mooncake import MOONCAKE, MooncakeEngine, MooncakeReceiveTransport, MooncakeSendTransport
+from emberline.kv.transfer.notices import BlocksReleased, Notice, SendAcked, SenderLost, SendRejected
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.sender import OpenOutlet, Sender
-from emberline.kv.transfer.shared_memory import SharedInlet, SharedOutlet
+from emberline.kv.transfer.sender import Sender, TransportOpener
 from emberline.kv.transfer.transport import (
-    Memory,
+    SHARED_MEMORY,
+    TCP,
     ReceiveTransport,
     SendTransport,
-    SocketInlet,
-    SocketOutlet,
-    TransportClosed,
+    SharedMemoryReceiveTransport,
+    SharedMemorySendTransport,
+    TcpReceiveTransport,
+    TcpSendTransport,
+    TransportUnavailable,
 )
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.request import Push
@@ -33,106 +33,100 @@ _log = logging.getLogger(__name__)
 
 
 class TransferManager:
-    """What the step loop holds of its transfers (`notices.Transfers`). Threads start with the first that needs one."""
+    """A `notices.TransferPort` over senders and receivers, whose threads start when they are needed."""
 
     def __init__(
         self,
         name: str,
         fingerprint: str,
         layouts: Sequence[KVGroup],
-        memory: Memory | None,
-        inlets: Sequence[ReceiveTransport],
-        ways: Sequence[str],
-        open_outlet: OpenOutlet,
+        memory: HostMemory | None,
+        receive_transports: Sequence[ReceiveTransport],
+        send_transports: Sequence[str],
+        open_transport: TransportOpener,
     ) -> None:
         self._name = name
         self._fingerprint = fingerprint
         self._layouts = tuple(layouts)
-        self._memory, self._inlets = memory, inlets
-        self._ways, self._open_outlet = ways, open_outlet
+        self._memory, self._receive_transports = memory, receive_transports
+        self._send_transports, self._open_transport = send_transports, open_transport
         self._notices: deque[Notice] = deque()
         self._senders: dict[str, Sender] = {}  # by address and token
         self._by_number: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._n_peers = 0
-        self.wake, self._waker = socket.socketpair()  # `wake` is readable when there are notices
-        self.wake.setblocking(False)
-        self._waker.setblocking(False)
-        self._told = threading.Event()
+        self.wakeup, self._wakeup_writer = socket.socketpair()  # `wakeup` is readable when there are notices
+        self.wakeup.setblocking(False)
+        self._wakeup_writer.setblocking(False)
+        self._notified = threading.Event()
 
     @property
-    def takes_by(self) -> tuple[str, ...]:
-        """Ways in which others may push KV to us, best first."""
-        return tuple(inlet.name for inlet in self._inlets)
+    def receives_by(self) -> tuple[str, ...]:
+        """Names of the transports by which others may send KV to us, best first."""
+        return tuple(transport.name for transport in self._receive_transports)
 
     @property
     def has_notices(self) -> bool:
         return bool(self._notices)
 
     def notices(self) -> list[Notice]:
-        """In the order in which they were told. The wake-up is swallowed first: none is missed."""
-        self.swallow()
-        self._told.clear()
+        """In order. The wake-up is cleared first, so that none is missed."""
+        self.clear_wakeup()
+        self._notified.clear()
         taken = []
         while self._notices:
             notice = self._notices.popleft()
-            if isinstance(notice, Delivered | Rejected):
+            if isinstance(notice, SendAcked | SendRejected):
                 self._by_number.pop(notice.number, None)
-            elif isinstance(notice, PeerLost):
+            elif isinstance(notice, SenderLost):
                 self._receivers.pop(notice.peer, None)
             taken.append(notice)
         return taken
 
-    def swallow(self) -> None:
-        """The wake-up has served its purpose: `has_notices` tells the rest."""
+    def clear_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self.wake.recv(4096):
+            while self.wakeup.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Hang up on everyone; what was under way is lost."""
+        """Close all connections; transfers in progress are lost."""
         for sender in self._senders.values():
             sender.stop()
         for receiver in self._receivers.values():
             receiver.stop()
-        self.wake.close()
-        self._waker.close()
+        self.wakeup.close()
+        self._wakeup_writer.close()
 
-    def _tell(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         """From any thread. The first of many wakes the step loop."""
         self._notices.append(notice)
-        if not self._told.is_set():
-            self._told.set()
-            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody listens
-                self._waker.send(b"\0")
+        if not self._notified.is_set():
+            self._notified.set()
+            with contextlib.suppress(OSError):  # full: it is awake; closed: the engine ends
+                self._wakeup_writer.send(b"\0")
 
-    # --- pushes -----------------------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------------------------
 
     def offer(self, number: int, push: Push, n_blocks: int) -> None:
-        tags, sizes = zip(*((layout.tag, layout.block_bytes) for layout in self._layouts))
-        offer = Offer(push.transfer, self._fingerprint, tags, sizes, n_blocks)
-        where = f"{push.address} {hashlib.blake2b(push.token.encode(), digest_size=8).hexdigest()}"
-        for _ in range(2):  # a connection that was lost is dialled anew, once
-            sender = self._senders.get(where)
+        tags, block_bytes = zip(*((layout.tag, layout.block_bytes) for layout in self._layouts))
+        offer = Offer(push.transfer, self._fingerprint, tags, block_bytes, n_blocks)
+        key = f"{push.address} {hashlib.blake2b(push.token.encode(), digest_size=8).hexdigest()}"
+        for _ in range(2):  # reconnect once
+            sender = self._senders.get(key)
             if sender is None or sender.lost:
-                self._senders = {key: each for key, each in self._senders.items() if not each.lost}
-                sender = self._senders[where] = Sender(
-                    self._name,
-                    push,
-                    self._ways,
-                    self._open_outlet,
-                    [layout.block_bytes for layout in self._layouts],
-                    self._tell,
+                self._senders = {other: each for other, each in self._senders.items() if not each.lost}
+                sender = self._senders[key] = Sender(
+                    self._name, push, self._send_transports, self._open_transport, block_bytes, self._notify
                 )
             if sender.offer(number, offer):
                 self._by_number[number] = sender
                 return
-        self._tell(Rejected(number, f"no connection to {push.address}"))
+        self._notify(SendRejected(number, f"no connection to {push.address}"))
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
         sender = self._by_number.get(number)
         if sender is None:
-            self._tell(Sent(number, [item for item, _ in items]))
+            self._notify(BlocksReleased(number, [item for item, _ in items]))
         else:
             sender.send(number, items)
 
@@ -141,50 +135,51 @@ class TransferManager:
         if sender is not None:
             sender.cancel(number, message)
 
-    # --- arrivals ---------------------------------------------------------------------------------------------------
+    # --- receiving --------------------------------------------------------------------------------------------------
 
-    def adopt(self, sock: socket.socket, name: str) -> None:
-        """An engine has greeted us on this connection; from now on it is its transfers'."""
+    def accept(self, sock: socket.socket, name: str) -> None:
+        """Take over the connection of an engine that was greeted and will send KV."""
         self._n_peers += 1
-        receiver = Receiver(self._n_peers, name, Link(sock), self._memory, self._inlets, self._tell)
+        connection = PeerConnection(sock)
+        receiver = Receiver(self._n_peers, name, connection, self._memory, self._receive_transports, self._notify)
         self._receivers[receiver.number] = receiver
-        _log.info("another engine comes to push KV", extra={"peer": name})
+        _log.info("a sender of KV has connected", extra={"peer": name})
         receiver.start()
 
     def grant(self, peer: int, transfer: str, epoch: int, blocks: list[dict[int, int]]) -> None:
-        self._order(peer, Grant(transfer, epoch, blocks))
+        self._command(peer, Grant(transfer, epoch, blocks))
 
     def deny(self, peer: int, transfer: str, message: str) -> None:
-        self._order(peer, Denied(transfer, message))
+        self._command(peer, Denied(transfer, message))
 
     def revoke(self, peer: int, epoch: int) -> None:
-        self._order(peer, Revoke(epoch))
+        self._command(peer, Revoke(epoch))
 
-    def _order(self, peer: int, order: Grant | Denied | Revoke) -> None:
+    def _command(self, peer: int, command: Grant | Denied | Revoke) -> None:
         receiver = self._receivers.get(peer)
-        if receiver is not None:  # else its loss is among the notices that are being taken
-            receiver.order(order)
+        if receiver is not None:  # else `SenderLost` is among the notices that are being handled
+            receiver.command(command)
 
 
-def host_hub(
-    name: str, fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, engine: mooncake.Engine | None = None
+def host_transfers(
+    name: str, fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, mooncake: MooncakeEngine | None = None
 ) -> TransferManager:
-    """It sends by all ways; it can be written through shared memory if its pools are shared."""
+    """For pools in host memory: sends by all transports; receives by shared memory if its pools are shared."""
 
-    def open_outlet(way: str, opened: Opened, link: Link) -> SendTransport:
-        if way == shared_memory.NAME:
-            return SharedOutlet(memory, link.take_descriptors(opened.n_descriptors))
-        if way == tcp.NAME:
-            return SocketOutlet(memory, link)
-        if way == mooncake.NAME and engine is not None:
-            return MooncakeOutlet(engine, opened)
-        raise TransportClosed(f"no way is called {way!r} here")
+    def open_transport(transport: str, opened: TransportOpened, connection: PeerConnection) -> SendTransport:
+        if transport == SHARED_MEMORY:
+            return SharedMemorySendTransport(memory, connection.take_descriptors(opened.n_descriptors))
+        if transport == TCP:
+            return TcpSendTransport(memory, connection)
+        if transport == MOONCAKE and mooncake is not None:
+            return MooncakeSendTransport(mooncake, opened)
+        raise TransportUnavailable(f"unknown transport {transport!r}")
 
-    inlets: list[ReceiveTransport] = [SocketInlet()]
-    ways = [shared_memory.NAME, tcp.NAME]
-    if engine is not None:
-        inlets.insert(0, MooncakeInlet(engine))
-        ways.append(mooncake.NAME)
+    receive_transports: list[ReceiveTransport] = [TcpReceiveTransport()]
+    send_transports = [SHARED_MEMORY, TCP]
+    if mooncake is not None:
+        receive_transports.insert(0, MooncakeReceiveTransport(mooncake))
+        send_transports.append(MOONCAKE)
     if memory.descriptors:
-        inlets.insert(0, SharedInlet(memory))
-    return TransferManager(name, fingerprint, layouts, memory, inlets, ways, open_outlet)
+        receive_transports.insert(0, SharedMemoryReceiveTransport(memory))
+    return TransferManager(name, fingerprint, layouts, memory, receive_transports, send_transports, open_transport)

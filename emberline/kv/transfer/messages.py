@@ -1,21 +1,21 @@
-"""What two engines say to each other on the connection over which one pushes KV to the other.
+"""The wire messages between two engines, on the connection over which one sends KV to the other.
 
-    prefill                                   decode
+    sender (prefill)                          receiver (decode)
     Hello(peer), token          ─────────▶            the engine's ordinary greeting
                                 ◀─────────    Welcome
-    Open(way)                   ─────────▶
-                                ◀─────────    Opened, or Denied
+    OpenTransport               ─────────▶
+                                ◀─────────    TransportOpened, or Denied
     Offer(transfer, ...)        ─────────▶
                                 ◀─────────    Grant(transfer, epoch, blocks), or Denied
-    Data, bytes (TCP alone)     ─────────▶
-    Landed(epoch, items)        ─────────▶
-    Alive(epochs)               ─────────▶            every other second: these are still computed
-                                ◀─────────    Received(epoch): all of it is there
-    Failed(epoch)               ─────────▶            nothing more will be written
-                                ◀─────────    Revoke(epoch): write no more
-    Revoked(epoch)              ─────────▶            nothing more will be written
+    BlockData, bytes (TCP only) ─────────▶
+    BlocksWritten(epoch, items) ─────────▶
+    KeepAlive(epochs)           ─────────▶            every other second: these are still being computed
+                                ◀─────────    Ack(epoch): all blocks are there
+    SendFailed(epoch)           ─────────▶            nothing more will be written
+                                ◀─────────    Revoke(epoch): stop writing
+    RevokeAck(epoch)            ─────────▶            nothing more will be written
 
-An item is a pair (KV group, which of the prompt's blocks).
+An item is a pair (KV group, index of the block in the prompt).
 """
 
 import struct
@@ -28,56 +28,56 @@ LENGTH = struct.Struct("<I")
 Item = tuple[int, int]
 
 
-class Open(msgspec.Struct, tag="open"):
-    way: str  # one of the names in EngineInfo.transfers
-    host: str = ""  # names the machine and its boot; some ways do not lead to another
+class OpenTransport(msgspec.Struct, tag="open"):
+    name: str = msgspec.field(name="way")  # one of EngineInfo.transfers
+    host: str = ""  # `transport.host_id` of the sender; some transports work on one machine only
 
 
-class Opened(msgspec.Struct, tag="opened"):
-    handles: list[bytes] = []  # what the way needs to reach the blocks, per group
-    n_descriptors: int = 0  # that came with this message
+class TransportOpened(msgspec.Struct, tag="opened"):
+    handles: list[bytes] = []  # what the transport needs to reach the blocks, per group
+    n_descriptors: int = 0  # file descriptors that came with this message
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
     transfer: str
     fingerprint: str  # of the weights
-    tags: tuple[str, ...]  # of the KV groups: where bytes lie in a block
+    tags: tuple[str, ...]  # layout tags of the KV groups
     block_bytes: tuple[int, ...]  # of each group
-    n_blocks: int  # of the prompt, in every group that sees everything
+    n_blocks: int  # of the prompt, in every group without a window
 
 
 class Grant(msgspec.Struct, tag="grant"):
     transfer: str
     epoch: int
-    blocks: list[dict[int, int]]  # per group: which of the prompt's blocks are lacking, and where they go
+    blocks: list[dict[int, int]]  # per group: which blocks of the prompt the receiver lacks, and where they go
 
 
 class Denied(msgspec.Struct, tag="denied"):
-    transfer: str  # empty: of the whole connection
+    transfer: str  # empty: the whole connection
     message: str
 
 
-class Data(msgspec.Struct, tag="data"):
-    """Followed by the items' bytes, in this order."""
+class BlockData(msgspec.Struct, tag="data"):
+    """Followed by the bytes of the items, in this order."""
 
     epoch: int
     items: list[Item]
 
 
-class Landed(msgspec.Struct, tag="landed"):
+class BlocksWritten(msgspec.Struct, tag="landed"):
     epoch: int
     items: list[Item]
 
 
-class Alive(msgspec.Struct, tag="alive"):
+class KeepAlive(msgspec.Struct, tag="alive"):
     epochs: list[int]
 
 
-class Received(msgspec.Struct, tag="received"):
+class Ack(msgspec.Struct, tag="received"):
     epoch: int
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class SendFailed(msgspec.Struct, tag="failed"):
     transfer: str
     message: str
     epoch: int = 0  # 0: it was never granted
@@ -87,12 +87,12 @@ class Revoke(msgspec.Struct, tag="revoke"):
     epoch: int
 
 
-class Revoked(msgspec.Struct, tag="revoked"):
+class RevokeAck(msgspec.Struct, tag="revoked"):
     epoch: int
 
 
-ToDecode = Open | Offer | Data | Landed | Alive | Failed | Revoked
-ToPrefill = Opened | Grant | Denied | Received | Revoke
+ToReceiver = OpenTransport | Offer | BlockData | BlocksWritten | KeepAlive | SendFailed | RevokeAck
+ToSender = TransportOpened | Grant | Denied | Ack | Revoke
 
-to_decode = msgspec.msgpack.Decoder(ToDecode)
-to_prefill = msgspec.msgpack.Decoder(ToPrefill)
+to_receiver = msgspec.msgpack.Decoder(ToReceiver)
+to_sender = msgspec.msgpack.Decoder(ToSender)

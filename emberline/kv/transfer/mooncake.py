@@ -1,4 +1,4 @@
-"""Mooncake's Transfer Engine, where it is installed: bytes go by its TCP, or by RDMA and what else it knows."""
+"""The transport over Mooncake's Transfer Engine, where it is installed: TCP, RDMA and what else it supports."""
 
 import ctypes
 import importlib
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.transfer.messages import Opened
-from emberline.kv.transfer.transport import Move, TransportClosed
+from emberline.kv.transfer.messages import TransportOpened
+from emberline.kv.transfer.transport import BlockCopy, TransportUnavailable
 
-NAME = "mooncake"
+MOONCAKE = "mooncake"
 _ADDRESS_BYTES = 8
 
 
@@ -17,58 +17,64 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-class Engine:
-    """One per process; our pools are registered with it. `how` is PROTOCOL or PROTOCOL:DEVICE, `host` our address."""
+class MooncakeEngine:
+    """One per process; our pools are registered with it.
 
-    def __init__(self, memory: HostMemory, host: str, how: str) -> None:
+    protocol: PROTOCOL or PROTOCOL:DEVICE; host: the address at which others reach us.
+    """
+
+    def __init__(self, memory: HostMemory, host: str, protocol: str) -> None:
         try:
             library = importlib.import_module("mooncake.engine")
         except (ImportError, OSError) as error:
-            raise TransportClosed(f"Mooncake's Transfer Engine cannot be loaded: {error}") from None
-        protocol, _, device = how.partition(":")
+            raise TransportUnavailable(f"Mooncake's Transfer Engine cannot be loaded: {error}") from None
+        name, _, device = protocol.partition(":")
         self._engine: Any = library.TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device):
-            raise TransportClosed(f"Mooncake's Transfer Engine does not start on {host} with {how}")
+        if self._engine.initialize(host, "P2PHANDSHAKE", name, device):
+            raise TransportUnavailable(f"Mooncake's Transfer Engine does not start on {host} with {protocol}")
         self.memory = memory
-        self.name = f"{host}:{self._engine.get_rpc_port()}"
+        self.address = f"{host}:{self._engine.get_rpc_port()}"
         self.pools = [(_address(pool), len(pool)) for pool in memory.pools]
         for pointer, n_bytes in self.pools:
             if self._engine.register_memory(pointer, n_bytes):
-                raise TransportClosed("Mooncake's Transfer Engine does not take our memory")
+                raise TransportUnavailable("Mooncake's Transfer Engine cannot register our memory")
 
     def write(self, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> None:
         if self._engine.batch_transfer_sync_write(to, sources, targets, sizes):
-            raise TransportClosed(f"Mooncake's Transfer Engine did not reach {to}")
+            raise TransportUnavailable(f"Mooncake's Transfer Engine did not reach {to}")
 
 
-class MooncakeInlet:
-    name = NAME
-    linger_s = 2.0  # its own threads write our blocks, from a connection that is not ours
+class MooncakeReceiveTransport:
+    name = MOONCAKE
+    linger_s = 2.0  # its threads write our blocks over a connection of their own
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: MooncakeEngine) -> None:
         self._engine = engine
 
     def handles(self) -> tuple[list[bytes], list[int]]:
-        return [self._engine.name.encode(), *(p.to_bytes(_ADDRESS_BYTES, "little") for p, _ in self._engine.pools)], []
+        return [
+            self._engine.address.encode(),
+            *(p.to_bytes(_ADDRESS_BYTES, "little") for p, _ in self._engine.pools),
+        ], []
 
 
-class MooncakeOutlet:
+class MooncakeSendTransport:
     batch_bytes = 64 << 20
 
-    def __init__(self, engine: Engine, opened: Opened) -> None:
+    def __init__(self, engine: MooncakeEngine, opened: TransportOpened) -> None:
         self._engine = engine
-        name, *pools = opened.handles or [b""]
+        address, *pools = opened.handles or [b""]
         if len(pools) != len(engine.pools) or any(len(raw) != _ADDRESS_BYTES for raw in pools):
-            raise TransportClosed(f"{len(pools)} pools can be reached, {len(engine.pools)} are needed")
-        self._name = name.decode(errors="replace")
+            raise TransportUnavailable(f"{len(pools)} pools are registered, {len(engine.pools)} are needed")
+        self._address = address.decode(errors="replace")
         self._targets = [int.from_bytes(raw, "little") for raw in pools]
 
-    def put(self, epoch: int, moves: Sequence[Move]) -> None:
-        sizes = [self._engine.memory.block_bytes[move.group] for move in moves]
+    def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
+        sizes = [self._engine.memory.block_bytes[copy.group] for copy in copies]
         self._engine.write(
-            self._name,
-            [self._engine.pools[move.group][0] + move.source * size for move, size in zip(moves, sizes)],
-            [self._targets[move.group] + move.target * size for move, size in zip(moves, sizes)],
+            self._address,
+            [self._engine.pools[copy.group][0] + copy.source * size for copy, size in zip(copies, sizes)],
+            [self._targets[copy.group] + copy.target * size for copy, size in zip(copies, sizes)],
             sizes,
         )
 

@@ -1,65 +1,57 @@
-"""What the threads that move KV tell the step loop, and what it may ask of them. Plain data; nobody waits."""
+"""The interface between the step loop and the transfer threads: commands in, notices out. No call blocks.
+
+A thread owns each connection and its socket (`sender.Sender`, `receiver.Receiver`). The step loop owns the blocks, the
+transfer epochs and the quarantine (engine/transfer).
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from emberline.kv.transfer.messages import Item, Offer
 from emberline.protocol.request import Push
 
-# --- of pushes: this engine computes and sends ----------------------------------------------------------------------
 
-
-@dataclass(slots=True, frozen=True)
-class Granted:
+class OfferGranted(msgspec.Struct, frozen=True):
     number: int  # of the sequence
-    wanted: list[set[int]]  # per group: the blocks that the other side lacks
+    wanted: list[set[int]]  # per group: the blocks that the receiver lacks
 
 
-@dataclass(slots=True, frozen=True)
-class Sent:
-    """These blocks are not read any more, whether they arrived or not."""
+class BlocksReleased(msgspec.Struct, frozen=True):
+    """The sender does not read these blocks any more, whether they were delivered or not."""
 
     number: int
     items: Sequence[Item]
 
 
-@dataclass(slots=True, frozen=True)
-class Delivered:
+class SendAcked(msgspec.Struct, frozen=True):
     number: int
 
 
-@dataclass(slots=True, frozen=True)
-class Rejected:
+class SendRejected(msgspec.Struct, frozen=True):
     number: int
     message: str
 
 
-# --- of arrivals: this engine owns the blocks and receives ----------------------------------------------------------
-
-
-@dataclass(slots=True, frozen=True)
-class Offered:
+class OfferReceived(msgspec.Struct, frozen=True):
     peer: int  # the connection, not the name: two engines may have one name
     offer: Offer
 
 
-@dataclass(slots=True, frozen=True)
-class Arrived:
+class BlocksReceived(msgspec.Struct, frozen=True):
     epoch: int
     items: Sequence[Item]
 
 
-@dataclass(slots=True, frozen=True)
-class Renewed:
-    """Nothing has come of it, but its sender lives and works on it."""
+class LeaseRenewed(msgspec.Struct, frozen=True):
+    """No block was received, but the sender is alive and computes."""
 
     epoch: int
 
 
-@dataclass(slots=True, frozen=True)
-class GivenUp:
-    """The other side will write no more, and has not written all."""
+class SenderGaveUp(msgspec.Struct, frozen=True):
+    """The sender writes no more, and has not written all."""
 
     peer: int
     transfer: str
@@ -67,40 +59,46 @@ class GivenUp:
     message: str
 
 
-@dataclass(slots=True, frozen=True)
-class Released:
-    """What was revoked is not written any more."""
+class EpochReleased(msgspec.Struct, frozen=True):
+    """The blocks of a revoked epoch are not written any more."""
 
     epoch: int
 
 
-@dataclass(slots=True, frozen=True)
-class PeerLost:
-    """Nothing will be written by it any more."""
+class SenderLost(msgspec.Struct, frozen=True):
+    """Its connection is lost: it writes nothing any more."""
 
     peer: int
     message: str
 
 
-Notice = Granted | Sent | Delivered | Rejected | Offered | Arrived | Renewed | GivenUp | Released | PeerLost
+SenderNotice = OfferGranted | BlocksReleased | SendAcked | SendRejected
+ReceiverNotice = OfferReceived | BlocksReceived | LeaseRenewed | SenderGaveUp | EpochReleased | SenderLost
+Notice = SenderNotice | ReceiverNotice
 
 
-class Transfers(Protocol):
-    """How the step loop reaches the threads. No call blocks; answers come as notices."""
-
-    def notices(self) -> list[Notice]: ...
+class SenderPort(Protocol):
+    """Commands of a prefill engine, answered by sender notices."""
 
     def offer(self, number: int, push: Push, n_blocks: int) -> None: ...
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
-        """Each with the block of ours that holds it: read until `Sent` names it."""
+        """Each with the block of ours that holds it, which is read until `BlocksReleased` names it."""
 
     def cancel(self, number: int, message: str) -> None:
-        """Whatever is still to be sent is not; each item is named by a `Sent` all the same."""
+        """What is still to be sent is not; `BlocksReleased` names every item all the same."""
+
+
+class ReceiverPort(Protocol):
+    """Commands of a decode engine."""
 
     def grant(self, peer: int, transfer: str, epoch: int, blocks: list[dict[int, int]]) -> None: ...
 
     def deny(self, peer: int, transfer: str, message: str) -> None: ...
 
     def revoke(self, peer: int, epoch: int) -> None:
-        """Answered by `Released`, or by `PeerLost`."""
+        """Answered by `EpochReleased`, or by `SenderLost`."""
+
+
+class TransferPort(SenderPort, ReceiverPort, Protocol):
+    def notices(self) -> list[Notice]: ...

@@ -1,34 +1,42 @@
-"""The receiving end of one connection: a thread that hears what a sender says and keeps book of what it may write."""
+"""The receiver of one connection: a thread that reads what a sender says and checks what it may write."""
 
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer import messages
-from emberline.kv.transfer import transport as tcp
-from emberline.kv.transfer.connection import Link, LinkLost
+from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import (
-    Alive,
-    Data,
+    Ack,
+    BlockData,
+    BlocksWritten,
     Denied,
-    Failed,
     Grant,
     Item,
-    Landed,
+    KeepAlive,
     Offer,
-    Open,
-    Opened,
-    Received,
+    OpenTransport,
     Revoke,
-    Revoked,
+    RevokeAck,
+    SendFailed,
+    TransportOpened,
 )
-from emberline.kv.transfer.notices import Arrived, GivenUp, Notice, Offered, PeerLost, Released, Renewed
-from emberline.kv.transfer.transport import Memory, ReceiveTransport
+from emberline.kv.transfer.notices import (
+    BlocksReceived,
+    EpochReleased,
+    LeaseRenewed,
+    Notice,
+    OfferReceived,
+    SenderGaveUp,
+    SenderLost,
+)
+from emberline.kv.transfer.transport import TCP, ReceiveTransport
 
 _log = logging.getLogger(__name__)
 
@@ -36,156 +44,155 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Epoch:
     transfer: str
-    targets: dict[Item, int]  # still to come, and where they go
-    written: set[Item]  # their bytes came over the connection and are not landed yet
+    targets: dict[Item, int]  # blocks that are still missing, and where they go
+    read: set[Item] = field(default_factory=set)  # their bytes came over the connection, `BlocksWritten` did not yet
 
 
 class Receiver:
-    """Owns a connection on which another engine pushes. Its epochs are in `_live` while writes are accepted."""
+    """Owns the connection of one sender. An epoch is in `_live` while writes are accepted."""
 
     def __init__(
         self,
         number: int,
         name: str,
-        link: Link,
-        memory: Memory | None,
-        inlets: Sequence[ReceiveTransport],
-        tell: Callable[[Notice], None],
+        connection: PeerConnection,
+        memory: HostMemory | None,
+        transports: Sequence[ReceiveTransport],
+        notify: Callable[[Notice], None],
     ) -> None:
         self.number = number
         self.name = name
-        self._link = link
+        self._connection = connection
         self._memory = memory
-        self._inlets = {inlet.name: inlet for inlet in inlets}
-        self._inlet: ReceiveTransport | None = None
-        self._tell = tell
+        self._transports = {transport.name: transport for transport in transports}
+        self._transport: ReceiveTransport | None = None  # once the sender has opened one
+        self._notify = notify
         self._live: dict[int, _Epoch] = {}
         self._revoking: set[int] = set()
-        self._orders: deque[Grant | Denied | Revoke] = deque()
+        self._commands: deque[Grant | Denied | Revoke] = deque()
         self._scratch = memoryview(bytearray(1 << 20))
         self._thread = threading.Thread(target=self._run, name=f"kv-from-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def order(self, message: Grant | Denied | Revoke) -> None:
-        """From the step loop: said to the sender in this order."""
-        self._orders.append(message)
-        self._link.wake()
+    def command(self, message: Grant | Denied | Revoke) -> None:
+        """From the step loop: sent in this order."""
+        self._commands.append(message)
+        self._connection.wake()
 
     def stop(self) -> None:
-        self._link.shut()
+        self._connection.shutdown()
         self._thread.join(5)
 
     def _run(self) -> None:
         try:
             while True:
-                while self._orders:
-                    self._obey(self._orders.popleft())
-                if self._link.wait():
-                    self._hear(messages.to_decode.decode(self._link.receive()))
-        except (LinkLost, msgspec.DecodeError) as error:
+                while self._commands:
+                    self._execute(self._commands.popleft())
+                if self._connection.wait():
+                    self._handle(messages.to_receiver.decode(self._connection.receive()))
+        except (PeerConnectionLost, msgspec.DecodeError) as error:
             self._lost(str(error))
         except Exception:
-            _log.exception("a transfer's thread failed", extra={"peer": self.name})
+            _log.exception("the thread of a KV receiver failed", extra={"peer": self.name})
             self._lost("the receiving thread failed")
 
     def _lost(self, why: str) -> None:
         _log.info("transfer connection lost: %s", why, extra={"peer": self.name, "epochs": len(self._live)})
-        self._link.close()
-        if self._inlet is not None and self._inlet.linger_s and (self._live or self._revoking):
-            time.sleep(self._inlet.linger_s)
-        self._tell(PeerLost(self.number, why))
+        self._connection.close()
+        if self._transport is not None and self._transport.linger_s and (self._live or self._revoking):
+            time.sleep(self._transport.linger_s)
+        self._notify(SenderLost(self.number, why))
 
-    # --- the step loop's orders -------------------------------------------------------------------------------------
-
-    def _obey(self, order: Grant | Denied | Revoke) -> None:
-        if isinstance(order, Grant):
-            targets = {(g, j): block for g, blocks in enumerate(order.blocks) for j, block in blocks.items()}
-            self._live[order.epoch] = _Epoch(order.transfer, targets, set())
-            self._link.send(order)
-            self._finish(order.epoch)
-        elif isinstance(order, Revoke):
-            if self._live.pop(order.epoch, None) is None:  # over already
-                self._tell(Released(order.epoch))
+    def _execute(self, command: Grant | Denied | Revoke) -> None:
+        if isinstance(command, Grant):
+            targets = {(g, j): block for g, blocks in enumerate(command.blocks) for j, block in blocks.items()}
+            self._live[command.epoch] = _Epoch(command.transfer, targets)
+            self._connection.send(command)
+            self._ack_if_complete(command.epoch)
+        elif isinstance(command, Revoke):
+            if self._live.pop(command.epoch, None) is None:  # it is complete or has failed
+                self._notify(EpochReleased(command.epoch))
                 return
-            self._revoking.add(order.epoch)
-            self._link.send(order)
+            self._revoking.add(command.epoch)
+            self._connection.send(command)
         else:
-            self._link.send(order)
+            self._connection.send(command)
 
-    def _finish(self, epoch: int) -> None:
+    def _ack_if_complete(self, epoch: int) -> None:
         if epoch in self._live and not self._live[epoch].targets:
             del self._live[epoch]
-            self._link.send(Received(epoch))
+            self._connection.send(Ack(epoch))
 
-    # --- what the sender says ---------------------------------------------------------------------------------------
+    # --- messages of the sender -------------------------------------------------------------------------------------
 
-    def _hear(self, message: messages.ToDecode) -> None:
-        if isinstance(message, Landed):
-            self._landed(message)
-        elif isinstance(message, Data):
-            self._read(message)
+    def _handle(self, message: messages.ToReceiver) -> None:
+        if isinstance(message, BlocksWritten):
+            self._on_written(message)
+        elif isinstance(message, BlockData):
+            self._read_blocks(message)
         elif isinstance(message, Offer):
-            self._tell(Offered(self.number, message))
-        elif isinstance(message, Open):
+            self._notify(OfferReceived(self.number, message))
+        elif isinstance(message, OpenTransport):
             self._open(message)
-        elif isinstance(message, Alive):
+        elif isinstance(message, KeepAlive):
             for epoch in self._live.keys() & set(message.epochs):
-                self._tell(Renewed(epoch))
-        elif isinstance(message, Failed):
+                self._notify(LeaseRenewed(epoch))
+        elif isinstance(message, SendFailed):
             self._live.pop(message.epoch, None)
-            self._tell(GivenUp(self.number, message.transfer, message.epoch, message.message))
+            self._notify(SenderGaveUp(self.number, message.transfer, message.epoch, message.message))
         else:
-            assert isinstance(message, Revoked)
+            assert isinstance(message, RevokeAck)
             if message.epoch in self._revoking:
                 self._revoking.remove(message.epoch)
-                self._tell(Released(message.epoch))
+                self._notify(EpochReleased(message.epoch))
 
-    def _open(self, message: Open) -> None:
-        inlet = self._inlets.get(message.way)
-        handles, descriptors = inlet.handles() if inlet is not None else ([], [])
-        if inlet is None or self._inlet is not None or (descriptors and not self._link.local):
-            self._link.send(Denied("", f"this engine takes no KV by {message.way!r} on this connection"))
+    def _open(self, message: OpenTransport) -> None:
+        transport = self._transports.get(message.name)
+        handles, descriptors = transport.handles() if transport is not None else ([], [])
+        if transport is None or self._transport is not None or (descriptors and not self._connection.local):
+            reason = f"this engine does not receive KV by {message.name!r} on this connection"
+            self._connection.send(Denied("", reason))
             return
-        self._inlet = inlet
-        self._link.send(Opened(handles, len(descriptors)), descriptors)
+        self._transport = transport
+        self._connection.send(TransportOpened(handles, len(descriptors)), descriptors)
 
-    def _landed(self, message: Landed) -> None:
+    def _on_written(self, message: BlocksWritten) -> None:
         epoch = self._live.get(message.epoch)
         if epoch is None:
-            return  # revoked meanwhile: nobody may read what lies there
+            return  # revoked meanwhile: the content must not be used
         items = [(g, j) for g, j in message.items]
         for item in items:
-            if item not in epoch.targets or (self._in_band and item not in epoch.written):
-                raise LinkLost(f"it says that block {item} has landed, which it was not to write")
+            if item not in epoch.targets or (self._in_band and item not in epoch.read):
+                raise PeerConnectionLost(f"the sender claims to have written block {item}, which was not granted")
             del epoch.targets[item]
-            epoch.written.discard(item)
-        self._tell(Arrived(message.epoch, items))
-        self._finish(message.epoch)
+            epoch.read.discard(item)
+        self._notify(BlocksReceived(message.epoch, items))
+        self._ack_if_complete(message.epoch)
 
-    def _read(self, message: Data) -> None:
-        """The bytes behind the message: into our blocks as long as the epoch lives, else nowhere."""
+    def _read_blocks(self, message: BlockData) -> None:
+        """The bytes after the message: into our blocks while the epoch is live, else discarded."""
         if not self._in_band or self._memory is None:
-            raise LinkLost("bytes on a connection that was not opened for them")
+            raise PeerConnectionLost("block data on a connection that was not opened for it")
         epoch = self._live.get(message.epoch)
         for g, j in message.items:
-            if not 0 <= g < self._memory.n_groups:
-                raise LinkLost(f"there is no KV group {g}")
+            if not 0 <= g < len(self._memory.block_bytes):
+                raise PeerConnectionLost(f"there is no KV group {g}")
             if epoch is None:
-                self._skip(len(self._memory.block(g, 0)))
+                self._discard(self._memory.block_bytes[g])
             elif (g, j) not in epoch.targets:
-                raise LinkLost(f"it sends block {(g, j)}, which it was not to write")
+                raise PeerConnectionLost(f"the sender sends block {(g, j)}, which was not granted")
             else:
-                self._link.read_into(self._memory.block(g, epoch.targets[g, j]))
-                epoch.written.add((g, j))
+                self._connection.read_into(self._memory.block(g, epoch.targets[g, j]))
+                epoch.read.add((g, j))
 
     @property
     def _in_band(self) -> bool:
-        return self._inlet is not None and self._inlet.name == tcp.NAME
+        return self._transport is not None and self._transport.name == TCP
 
-    def _skip(self, left: int) -> None:
-        while left:
-            n = min(left, len(self._scratch))
-            self._link.read_into(self._scratch[:n])
-            left -= n
+    def _discard(self, n_bytes: int) -> None:
+        while n_bytes:
+            n = min(n_bytes, len(self._scratch))
+            self._connection.read_into(self._scratch[:n])
+            n_bytes -= n

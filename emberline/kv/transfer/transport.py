@@ -1,15 +1,20 @@
-"""The small protocol behind which the ways lie that bytes can take: shared memory, TCP, CUDA IPC, Mooncake."""
+"""Transports: how the bytes of a block get into the memory of another engine. Here TCP and shared memory."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from emberline.kv.transfer.connection import Link
-from emberline.kv.transfer.messages import Data, Item
+from emberline.kv.host_memory import HostMemory
+from emberline.kv.transfer.connection import PeerConnection
+from emberline.kv.transfer.messages import BlockData, Item
+
+TCP = "tcp"
+SHARED_MEMORY = "shm"
 
 
-class Move(NamedTuple):
-    """A block of ours that goes into one of theirs."""
+class BlockCopy(NamedTuple):
+    """One of our blocks, and the receiver's block that it is written to."""
 
     item: Item
     source: int
@@ -20,70 +25,103 @@ class Move(NamedTuple):
         return self.item[0]
 
 
-class TransportClosed(Exception):
-    """This way does not lead there; the text says why. Another may."""
+class TransportUnavailable(Exception):
+    """This transport does not reach the other engine; the text says why. Another one may."""
 
 
 class SendTransport(Protocol):
-    """The sender's end. One thread uses it, the one that owns the connection."""
+    """Used only by the thread that owns the connection."""
 
-    batch_bytes: int  # put at once, before the next look at what the other side says
+    batch_bytes: int  # written at once, before the next look at what the receiver says
 
-    def put(self, epoch: int, moves: Sequence[Move]) -> None:
-        """Returns when the bytes are in the other's blocks, or certain to be before anything that is said later."""
+    def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
+        """Returns when the bytes are in the receiver's blocks, or will be before any later message is read."""
 
     def close(self) -> None:
         """Nothing is written after it."""
 
 
 class ReceiveTransport(Protocol):
-    """The receiver's end: it says how to reach our blocks, and how long a sender that is gone may still write."""
+    """Tells a sender how to reach our blocks."""
 
     name: str
-    linger_s: float
+    linger_s: float  # how long a sender may still write after its connection is lost
 
     def handles(self) -> tuple[list[bytes], list[int]]:
-        """What a sender needs, per group, and the descriptors that go along."""
+        """What a sender needs, per group, and the file descriptors that go along."""
 
 
-class Memory(Protocol):
-    """Blocks of this engine in the host's memory."""
-
-    @property
-    def n_groups(self) -> int: ...
-
-    def block(self, group: int, block: int) -> memoryview: ...
-
-
-def host_name() -> str:
-    """Names this machine and its boot: equal on both sides, memory can be shared."""
+def host_id() -> str:
+    """Identifies this machine and its boot: equal on both sides, memory can be shared."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-NAME = "tcp"
-
-
-class SocketInlet:
-    name = NAME
+class TcpReceiveTransport:
+    name = TCP
     linger_s = 0.0
 
     def handles(self) -> tuple[list[bytes], list[int]]:
         return [], []
 
 
-class SocketOutlet:
+class TcpSendTransport:
+    """Bytes on the connection itself, after a `BlockData` message."""
+
     batch_bytes = 4 << 20
 
-    def __init__(self, memory: Memory, link: Link) -> None:
+    def __init__(self, memory: HostMemory, connection: PeerConnection) -> None:
         self._memory = memory
-        self._link = link
+        self._connection = connection
 
-    def put(self, epoch: int, moves: Sequence[Move]) -> None:
-        self._link.send(Data(epoch, [move.item for move in moves]))
-        self._link.send_bytes([self._memory.block(move.group, move.source) for move in moves])
+    def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
+        self._connection.send(BlockData(epoch, [copy.item for copy in copies]))
+        self._connection.send_bytes([self._memory.block(copy.group, copy.source) for copy in copies])
 
     def close(self) -> None:
         pass
+
+
+class SharedMemoryReceiveTransport:
+    name = SHARED_MEMORY
+    linger_s = 0.0  # the kernel closes a dead process's sockets after its last thread has stopped
+
+    def __init__(self, memory: HostMemory) -> None:
+        assert memory.descriptors
+        self._memory = memory
+
+    def handles(self) -> tuple[list[bytes], list[int]]:
+        return [host_id().encode()], list(self._memory.descriptors)
+
+
+class SharedMemorySendTransport:
+    """Writes into the receiver's pool through its file descriptor.
+
+    Written, not mapped: the kernel allocates missing pages without a fault for each, and nothing of the other process
+    is in our address space.
+    """
+
+    batch_bytes = 16 << 20
+
+    def __init__(self, memory: HostMemory, descriptors: Sequence[int]) -> None:
+        if len(descriptors) != len(memory.block_bytes):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise TransportUnavailable(f"{len(descriptors)} pools are shared, {len(memory.block_bytes)} are needed")
+        self._memory = memory
+        self._descriptors = list(descriptors)
+
+    def write(self, epoch: int, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            view = self._memory.block(copy.group, copy.source)
+            offset = copy.target * len(view)
+            while view:
+                n = os.pwrite(self._descriptors[copy.group], view, offset)
+                view, offset = view[n:], offset + n
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()

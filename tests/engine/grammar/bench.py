@@ -14,8 +14,8 @@ from emberline.kv.cache import KVCache
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
 from emberline.protocol.token_ids import pack, unpack
+from tests.engine.fakes import FULL
 
-from ..fakes import FULL
 from .samples import ALL, END_ID, WORDS, frame
 
 VOCAB = 302
@@ -111,7 +111,7 @@ class Bench:
         give_up = time.monotonic() + limit_s
         while self.loop.busy:
             assert time.monotonic() < give_up, "it never ends"
-            if self.loop.held_up:
+            if self.loop.blocked:
                 time.sleep(0.0005)
             self.step()
         return self

@@ -8,8 +8,8 @@ from emberline.protocol.frames import Vocabulary
 from emberline.protocol.grammar import Grammar, Text, encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
 from emberline.text.text_model import TextModel
+from tests.engine.client import Client, engine
 
-from ..client import Client, engine
 from .samples import JSON, LINKED, NUMBERS, PERSON
 
 ASKS = {

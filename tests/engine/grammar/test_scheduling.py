@@ -277,11 +277,11 @@ def test_others_go_on_while_one_waits_for_its_grammar():
     slow = Slow(Fake())
     bench = Bench(grammars=slow)
     bench.submit("bound", "json")
-    assert bench.loop.held_up
+    assert bench.loop.blocked
     bench.step()
     assert not bench.deltas
     bench.submit("plain", None, max_tokens=5)
-    assert not bench.loop.held_up
+    assert not bench.loop.blocked
     while "plain" not in bench.deltas or bench.end("plain").finish is None:
         bench.step()
     assert "bound" not in bench.deltas
@@ -314,7 +314,7 @@ def test_a_grammar_that_fails_ends_its_request_alone():
     bench.finish()
     assert (bench.end("bound").error.kind, bench.end("bound").error.param) == ("bad_input", "grammar")
     assert bench.end("plain").finish == "length"
-    assert not bench.scheduler._pending
+    assert not bench.scheduler._compiling
 
 
 def test_abort_and_deadline_while_a_grammar_is_compiled():
@@ -324,7 +324,7 @@ def test_abort_and_deadline_while_a_grammar_is_compiled():
     bench.submit("b", "json")
     assert [delta.id for delta in bench.scheduler.abort_all(Internal("over"))] == ["b"]
     assert not bench.scheduler.busy
-    assert not bench.scheduler._pending
+    assert not bench.scheduler._compiling
 
 
 @pytest.mark.parametrize("fail", ["fill", "empty", "accept"])

@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from emberline.engine.gpu.runner import GpuRunner  # noqa: E402
-from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_CAPTURED_TOKENS  # noqa: E402
+from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS  # noqa: E402
 from emberline.engine.scheduler.limits import Limits  # noqa: E402
 from emberline.engine.scheduler.scheduler import Scheduler  # noqa: E402
 from emberline.engine.step_loop import StepLoop  # noqa: E402
@@ -19,8 +19,8 @@ from emberline.models.decoder import Decoder  # noqa: E402
 from emberline.models.llama import LLAMA  # noqa: E402
 from emberline.weights.model_config import ModelConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
-from tests.engine.host_sampler import HostKernels, HostTable  # noqa: E402
-from tests.engine.test_runner import tokens  # noqa: E402
+from tests.engine.gpu.host_sampler import HostKernels, HostTable  # noqa: E402
+from tests.engine.test_torch_runner import tokens  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(
@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_the_plain_backend():
     expected = replies(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), plain, 1)
     fast = Decoder(Source(), TritonBackend(DEVICE, torch.float32), LLAMA)
     n_rows = LIMITS.max_running + CHUNK_ROWS
-    fast.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_CAPTURED_TOKENS, n_rows, n_rows, item=4))
+    fast.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
 
     def runner_of(model):
         return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")

@@ -1,0 +1,110 @@
+"""Admission of waiting sequences: a slot, a cached prefix, and blocks for the rest of the prompt."""
+
+from emberline.engine.scheduler.plan import Admission, StepPlan
+from emberline.engine.scheduler.queues import Queues
+from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.engine.transfer.coordinator import TransferCoordinator
+from emberline.kv.cache import KVCache
+from emberline.protocol.block_hash import BLOCK_TOKENS
+from emberline.protocol.frames import EngineLoad
+
+KEYS_AT_ONCE = 16  # blocks that are hashed ahead of a cache lookup
+
+
+class AdmissionPolicy:
+    """In rank order, without overtaking: a sequence that does not fit stops all behind it, so none starves.
+
+    It must fit with all its tokens, besides what running sequences still need and one block more for each of them.
+    A sequence whose next block is being computed for another one waits a step, and finds that block in the cache.
+    """
+
+    def __init__(self, cache: KVCache, queues: Queues, transfers: TransferCoordinator, totals: EngineLoad) -> None:
+        self._cache = cache
+        self._queues = queues
+        self._transfers = transfers
+        self._totals = totals
+        self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
+        self._refused = (-1, -1)  # (number, cache.n_releases) of the sequence that did not fit, and when
+
+    def match(self, seq: Sequence) -> int:
+        """Blocks of the sequence in the cache. Keys are computed as far as those reach, and a few more."""
+        keys, most = seq.keys, seq.max_cached
+        while len(keys) < most and (not keys or self._cache.may_go_on(keys[-1])):
+            seq.extend_keys(len(keys) + KEYS_AT_ONCE)
+        return self._cache.match(seq.keys, seq.max_cached)
+
+    def n_known(self, seq: Sequence) -> int:
+        """Tokens that need not be computed any more."""
+        return self.match(seq) * BLOCK_TOKENS if seq.slot == NO_SLOT else seq.n_computed
+
+    def fits(self, seq: Sequence, n_hit: int) -> bool:
+        return self._cache.fits(seq.keys, n_hit, seq.n_tokens, self._reserved())
+
+    def try_admit(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Give a waiting sequence a slot, if it fits and need not wait a step. False: none behind it may pass."""
+        if not self._queues.free_slots or self._refused == (seq.number, self._cache.n_releases):
+            return False
+        if any(other.rank < seq.rank for other in self._transfers.incoming.ungranted()):
+            return False
+        n_hit = self.match(seq)
+        if n_hit < seq.max_cached and any(seq.keys[n_hit] in keys for keys in self._computing.values()):
+            return True
+        if not self.fits(seq, n_hit):
+            self._refused = (seq.number, self._cache.n_releases)
+            return False
+        self._queues.dequeue(seq)
+        self._take_hit(seq, n_hit)
+        if not seq.in_transfer:
+            self._queues.run(seq)
+            output = bytes(memoryview(seq.ids)[4 * seq.n_prompt :])
+            blocks = [list(held.blocks) for held in seq.table.groups]
+            plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
+        return True
+
+    def grant_transfers(self, now_s: float) -> None:
+        """Reserve blocks for offered prompts, in rank order; not ahead of a waiting sequence that does not fit."""
+        for seq in self._transfers.incoming.ungranted():
+            first = self._queues.waiting[0] if self._queues.waiting else None
+            if first is not None and first.rank < seq.rank and self._refused == (first.number, self._cache.n_releases):
+                return
+            seq.extend_keys()
+            if not self._transfers.incoming.grant(seq, [n + 1 for n in self._reserved()], now_s):
+                return
+
+    def computes(self, plan: StepPlan, keys: list[bytes]) -> None:
+        """The plan computes the blocks with these keys, from now until it is `done`."""
+        self._computing.setdefault(id(plan), set()).update(keys)
+
+    def done(self, plan: StepPlan) -> None:
+        self._computing.pop(id(plan), None)
+
+    def _take_hit(self, seq: Sequence, n_hit: int) -> None:
+        """Give a sequence its cached prefix. A prefill-only one that has all of it needs no slot."""
+        self._cache.take_hit(seq.table, seq.keys, n_hit)
+        seq.n_computed = n_hit * BLOCK_TOKENS
+        if seq.cached_by_tier is None:
+            received = 0
+            if seq.n_received:
+                received = min(BLOCK_TOKENS * self._transfers.incoming.n_received_blocks(seq), seq.n_computed)
+            own = min(seq.n_computed, seq.n_prompt) - received
+            seq.cached_by_tier = {"device": own, "pushed": received} if received else {"device": own}
+            self._totals.cached_tokens += own
+        if seq.n_received:
+            self._transfers.incoming.leave(seq)  # its own table holds the received blocks now
+            seq.n_received = 0
+        if seq.prefill_only:
+            self._transfers.outgoing.offer(seq)
+            self._transfers.outgoing.send(seq, n_hit)
+            if n_hit == seq.n_transferable:
+                self._cache.release(seq.table)
+                seq.n_computed, seq.in_transfer = 0, True
+
+    def _reserved(self) -> list[int]:
+        """Blocks of each group that running sequences still need for the tokens they have, and one more for each."""
+        running = self._queues.running
+        reserved = [len(running)] * len(self._cache.groups)
+        for seq in running:
+            if seq.n_tokens - seq.n_computed > 1:
+                owed = self._cache.owed(seq.table, seq.n_tokens)
+                reserved = [n + more for n, more in zip(reserved, owed)]
+        return reserved

@@ -1,0 +1,128 @@
+"""Chunked prefill: how many prompt tokens a step computes besides one token for each decoding sequence.
+
+The scheduler asks a `PrefillPolicy`, chosen once at start; the runner reports to it how long steps took. `TokenBudget`
+limits a step by its token budget alone, `BatchTimeLimit` also bounds the time of batch-class prompts (CPU), and
+`latency_target.LatencyTarget` keeps the inter-token latency of decoding sequences (GPU).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from emberline.engine.scheduler.plan import Row
+from emberline.engine.scheduler.sequence import Sequence
+from emberline.protocol.request import Priority
+
+MIN_TIMED_CHUNK = 128  # tokens that a chunk under a time limit has at least
+NO_TARGET = 4.0  # slack from which on a chunk ignores the latency target
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes, as far as its duration depends on it."""
+
+    n_decodes: int = 0
+    n_tokens: int = 0  # prompt tokens
+    attended: int = 0  # sum of the context lengths that the prompt tokens attend to
+    start: int = 0  # context length at which the first chunk begins
+
+    @classmethod
+    def of(cls, n_decodes: int, chunks: Iterable[Row]) -> "StepWork":
+        work = cls(n_decodes)
+        for row in chunks:
+            work.add(row.end - row.start, row.end)
+        return work
+
+    def add(self, n_tokens: int, end: int) -> None:
+        """A chunk of n_tokens whose last token has the position end - 1."""
+        if not self.n_tokens:
+            self.start = end - n_tokens
+        self.n_tokens += n_tokens
+        self.attended += n_tokens * (end - n_tokens // 2)
+
+    @property
+    def context(self) -> int:
+        return self.attended // max(1, self.n_tokens)
+
+
+class PrefillPolicy(Protocol):
+    def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
+        """Token limit of a step. `untargeted` counts the prompt tokens that no latency target applies to."""
+
+    def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
+        """Tokens, up to `most`, that the step's work may gain from a prompt of which `context` are computed.
+
+        slack: multiple of the latency target that the step may take; from NO_TARGET on there is no target.
+        limit_s: what the prompt tokens of the step may take.
+        """
+
+    def align(self, work: StepWork, start: int, n: int) -> int:
+        """How many of the next n tokens to take from a prompt that has more than n left."""
+
+    def observe(self, work: StepWork, seconds: float) -> None: ...
+
+
+class TokenBudget:
+    """A step is limited by its token budget alone."""
+
+    def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
+        return budget
+
+    def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
+        return most
+
+    def align(self, work: StepWork, start: int, n: int) -> int:
+        return n
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        pass
+
+
+class BatchTimeLimit(TokenBudget):
+    """Learns the time of a prompt token, by context length, and keeps chunks with a time limit to it."""
+
+    def __init__(self) -> None:
+        self._token_s: dict[int, float] = {}  # by power of two of the context
+
+    def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
+        if limit_s == inf:
+            return most
+        nearest = min(self._token_s, key=lambda octave: abs(octave - _octave(context)), default=None)
+        n = MIN_TIMED_CHUNK if nearest is None else max(MIN_TIMED_CHUNK, int(limit_s / self._token_s[nearest]))
+        return max(0, min(most, n - work.n_tokens))
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        if work.n_tokens >= MIN_TIMED_CHUNK // 2:
+            smooth(self._token_s, _octave(work.context), seconds / work.n_tokens)
+
+
+def smooth(averages: dict[int, float], key: int, measured: float) -> None:
+    """Exponential moving average; an outlier counts twice the average at most: a kernel may have been compiled."""
+    before = averages.get(key, measured)
+    averages[key] = before + 0.5 * (min(measured, 2 * before) - before)
+
+
+def _octave(context: int) -> int:
+    return (context >> 10).bit_length()
+
+
+@dataclass(slots=True)
+class DecodingSequences:
+    """The sequences that sample a token in every step. The latency target protects them from later prompts."""
+
+    n: int = 0  # those without a row in this step included: they wait for it all the same
+    first_step: float = inf  # at which the first of them got its first token; batch class does not count
+    best_class: Priority = Priority.DEFAULT
+
+    def add(self, seq: Sequence) -> None:
+        """To be called in rank order: best class first."""
+        self.n += 1
+        if seq.first_token_step < self.first_step and seq.effective_class != Priority.BATCH:
+            if self.first_step == inf:
+                self.best_class = seq.effective_class
+            self.first_step = seq.first_token_step
+
+    def came_after(self, seq: Sequence) -> bool:
+        """Whether `seq` was here before any of them had a token, and did not wait because of its class."""
+        return seq.arrival_step < self.first_step and seq.effective_class <= self.best_class

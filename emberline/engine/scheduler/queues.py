@@ -1,0 +1,110 @@
+"""Running and waiting sequences by rank, the slots they run in, and which of them gives way to which."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from math import inf
+from operator import attrgetter
+
+from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
+from emberline.protocol.request import Priority
+
+BATCH_PREFILL_S = 0.02  # of prompts in a step of batch-class work: an interactive request may arrive and wait for it
+QUIET_STEPS = 512  # without an interactive request, after which batch-class prompts are not limited in time
+MAX_PAUSED_STEPS = 16  # consecutive steps that running batch-class sequences yield to prompts of better classes
+STARVED_STEPS = 1000  # that a batch-class sequence waits for a slot before it is ranked with the default class
+
+by_rank = attrgetter("rank")
+
+
+class Queues:
+    def __init__(self, n_slots: int) -> None:
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank; some cannot be admitted before their grammar is compiled
+        self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
+        self.free_slots = list(reversed(range(n_slots)))
+        self._n_admitted = 0
+
+    def admissible(self) -> Iterator[Sequence]:
+        return (seq for seq in self.waiting if seq.pending_guide is None)
+
+    def enqueue(self, seq: Sequence, step: int) -> None:
+        insort(self.waiting, seq, key=by_rank)
+        seq.queued_step = step
+        self.waiting_tokens += seq.n_tokens - seq.n_received
+
+    def dequeue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting_tokens -= seq.n_tokens - seq.n_received
+
+    def run(self, seq: Sequence) -> None:
+        insort(self.running, seq, key=by_rank)
+        seq.slot = self.free_slots.pop()
+        seq.admission = self._n_admitted
+        self._n_admitted += 1
+
+    def vacate(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.free_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+        seq.admission = -1  # what steps in flight still sample for it is ignored
+
+
+class PreemptionPolicy:
+    """The sequence of the last rank gives way. So the first in rank always advances, and every sequence ends."""
+
+    def victim(self, running: list[Sequence], step: int) -> Sequence:
+        """Whose blocks to take when a sequence of this step cannot grow; it may be that sequence itself."""
+        return next(seq for seq in reversed(running) if seq.planned_step != step)
+
+    def displaced(self, queues: Queues) -> tuple[Sequence, Sequence] | None:
+        """A waiting sequence of a better class, and the running one whose place it may take."""
+        last = queues.running[-1] if queues.running else None
+        first = next(queues.admissible(), None)
+        if last is None or first is None or first.effective_class >= last.effective_class:
+            return None
+        return first, last
+
+
+class BatchYielding:
+    """Sequences of the batch class yield to the others: in turns, in time, and without starving."""
+
+    def __init__(self) -> None:
+        self._interactive_step = -QUIET_STEPS  # when a request of another class last ended
+        self._n_paused = 0  # consecutive steps that batch-class sequences have yielded
+
+    def ended(self, seq: Sequence, step: int) -> None:
+        if seq.request.priority != Priority.BATCH:
+            self._interactive_step = step
+
+    def prefill_limit_s(self, seq: Sequence, step: int) -> float:
+        """How long the prompts of a step may take for this sequence's chunk to join them."""
+        batch = seq.effective_class == Priority.BATCH
+        return BATCH_PREFILL_S if batch and step - self._interactive_step < QUIET_STEPS else inf
+
+    def promote(self, queues: Queues, sequences: Iterable[Sequence], step: int) -> None:
+        """Rank a starved sequence with the default class; one at a time."""
+        waiting = queues.waiting
+        if not waiting or waiting[-1].effective_class != Priority.BATCH:
+            return
+        first = waiting[-n_batch(waiting)]
+        if step - first.queued_step >= STARVED_STEPS and not any(seq.promoted for seq in sequences):
+            waiting.remove(first)
+            first.effective_class = Priority.DEFAULT
+            insort(waiting, first, key=by_rank)
+
+    def pauses(self, queues: Queues) -> bool:
+        """Whether batch-class sequences have no row in this step, because a better class has prompts to compute."""
+        running = queues.running
+        if not running or running[-1].effective_class != Priority.BATCH:
+            self._n_paused = 0
+            return False
+        prompts = any(seq.n_due > 1 for seq in running if seq.effective_class != Priority.BATCH)
+        first = None if prompts else next(queues.admissible(), None)
+        urgent = prompts or (first is not None and first.effective_class != Priority.BATCH)
+        self._n_paused = self._n_paused + 1 if urgent and self._n_paused < MAX_PAUSED_STEPS else 0
+        return self._n_paused > 0
+
+
+def n_batch(by_rank_order: list[Sequence]) -> int:
+    """How many are of the batch class, which comes last."""
+    return len(by_rank_order) - bisect_left(by_rank_order, (Priority.BATCH, -1), key=by_rank)

@@ -1,0 +1,71 @@
+"""The device's sampler in NumPy: parameters by slot, and what was drawn where a penalty looks back."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from emberline.kernels import decode_inputs as inputs
+from emberline.kernels.sampling import sample as reference_sample
+
+
+class HostTable:
+    def __init__(self):
+        self.rows, self.banned, self.allowed, self.outputs = {}, {}, {}, {}
+        self.set_now, self.n_uploads = {}, 0
+
+    def set(self, slot, row):
+        self.set_now[slot] = row
+        self.banned[slot] = ()
+
+    def ban(self, slot, ids):
+        self.banned[slot] = ids
+
+    def allow(self, slots, bits):
+        self.allowed = dict(zip(slots, bits))
+
+    def upload(self):
+        self.n_uploads += 1
+        for slot, row in self.set_now.items():
+            self.rows[slot] = row
+            self.outputs[slot] = None if row.output_ids is None else row.output_ids.tolist()
+        self.set_now = {}
+
+
+class HostKernels:
+    """What `emberline.kernels.gpu` does for a runner, without a device."""
+
+    prepare = staticmethod(inputs.prepare)
+    keep = staticmethod(inputs.keep)
+
+    def __init__(self):
+        self.sampled_rows = []
+
+    def sample(self, logits, table, slots, positions, out):
+        assert not table.set_now, "sampled before it was uploaded"
+        out.token_ids.fill_(-7)
+        for r, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+            if slot < 0:
+                continue
+            history = table.outputs[slot]
+            row = replace(
+                table.rows[slot],
+                position=position,
+                banned=table.banned[slot],
+                allowed=table.allowed.get(slot),
+                output_ids=None if history is None else np.array(history, np.uint32),
+            )
+            self.sampled_rows.append(row)
+            [sampled] = reference_sample(logits[r : r + 1].clone(), [row])
+            out.token_ids[r] = sampled.token_id
+            if history is not None:
+                history.append(sampled.token_id)
+            if sampled.logprob is not None:
+                out.logprob[r] = sampled.logprob
+                for n, (token_id, logprob) in enumerate(sampled.top):
+                    out.top_ids[r, n], out.top_logprobs[r, n] = token_id, logprob
+        table.allowed = {}
+
+
+def as_int32(values):
+    return torch.tensor(values, dtype=torch.int32)

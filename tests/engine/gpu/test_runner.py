@@ -1,0 +1,347 @@
+"""The GPU runner's logic on the CPU: its tokens against those of a model computed without blocks."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.engine.gpu import runner as gpu_runner
+from emberline.engine.gpu.batch import MixedShape, StepBatch
+from emberline.engine.gpu.graphs import CudaGraphs
+from emberline.engine.gpu.runner import GpuRunner
+from emberline.engine.gpu.shapes import decode_rows as bucket
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import Admission, DeviceLost, Masks, Row, StepPlan
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.kernels import decode_inputs as inputs
+from emberline.kernels.decode_inputs import LAST_SAMPLED, PADDING, DecodeInputs, SlotState
+from emberline.kv.cache import KVCache
+from emberline.models.decoder import StepInputs
+from emberline.protocol.token_ids import pack
+from tests.engine.fakes import VOCAB, expected, request
+from tests.engine.gpu.host_sampler import HostKernels, HostTable, as_int32
+from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake, run, tokens
+
+
+class Padded(TorchFake):
+    """Also takes rows that are nobody's: they must reach no block but the null block."""
+
+    def forward(self, step, kv):
+        shape, starts, contexts = step.shape, step.query_starts.tolist(), step.context_lens.tolist()
+        for chunk in shape.chunks or ():
+            assert (chunk.start, chunk.n) == (starts[chunk.row], starts[chunk.row + 1] - starts[chunk.row])
+            assert chunk.context == contexts[chunk.row]
+        real, kept = [], []
+        for r, context in enumerate(contexts):
+            owner = any(int(table[r, (context - 1) // 16]) for table in step.block_tables) if context else False
+            assert r >= shape.decode_rows or starts[r + 1] - starts[r] == (1 if context or not shape.max_query else 0)
+            if owner:
+                real.append(r)
+                kept += range(starts[r], starts[r + 1])
+            elif context:  # it has the tokens that are left over, and reaches no block but the null block
+                assert r == len(contexts) - 1
+                assert not any(table[r].any() for table in step.block_tables)
+        place = {token: n for n, token in enumerate(kept)}
+        lengths = [starts[r + 1] - starts[r] for r in real]
+        wanted = step.sample_tokens.tolist()
+        compact = StepInputs(
+            step.token_ids[kept],
+            step.positions[kept],
+            as_int32([sum(lengths[:n]) for n in range(len(lengths) + 1)]),
+            step.context_lens[real],
+            [table[real].contiguous() for table in step.block_tables],
+            torch.tensor(sorted({place[token] for token in wanted if token in place}), dtype=torch.int64),
+        )
+        logits = super().forward(compact, kv)
+        rows = {token: n for n, token in enumerate(compact.sample_tokens.tolist())}
+        out = torch.zeros(len(wanted), VOCAB)
+        for n, token in enumerate(wanted):
+            if token in place:
+                out[n] = logits[rows[place[token]]]
+        return out
+
+
+def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, **limits):
+    limits = Limits(
+        **{"context_len": 200, "vocab_size": VOCAB, "eos_ids": (0,), "max_running": 4, "token_budget": 32} | limits
+    )
+    sizes = [n_blocks] * len(model.kv_groups)
+    cache = KVCache(model.kv_groups, sizes, chunk=limits.token_budget)
+    kernels, table = HostKernels(), HostTable()
+    runner = GpuRunner(model, sizes, limits, "cpu", kernels, table, graphs=graphs)
+    return StepLoop(Scheduler(cache, limits, "fake"), runner, steps_in_flight), kernels
+
+
+@pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_tokens_survive_batching_chunks_hits_and_preemption(layouts, graphs, steps_in_flight):
+    loop, _ = loop_of(Padded(layouts), 9, graphs, steps_in_flight, context_len=100)
+    prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
+    wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
+    answers = {id: expected(prompts[id], wanted[id].sampling, layouts, 100)[0] for id in prompts}
+    together = run(loop, *wanted.values())
+    assert {id: tokens(deltas) for id, deltas in together.items()} == answers
+    assert loop.load.preemptions > 0
+    for id in prompts:
+        assert tokens(run(loop, wanted[id])[id]) == answers[id]
+        again = run(loop, wanted[id])[id]
+        assert tokens(again) == answers[id]
+        assert again[0].usage.cached_tokens == (len(prompts[id]) - 1) // 16 * 16
+
+
+def test_an_invalid_row_fails_alone_and_an_exception_fails_its_step():
+    model = Padded()
+    loop, _ = loop_of(model)
+    model.nan = True
+    assert run(loop, request("a", [1]))["a"][-1].error.message == "the model produced invalid numbers"
+    model.nan = False
+    forward, model.forward = model.forward, lambda step, kv: 1 / 0
+    assert run(loop, request("b", [1]))["b"][-1].error.kind == "internal"
+    model.forward = forward
+    assert run(loop, request("c", [1]))["c"][-1].finish == "length"
+
+
+def test_sampling_parameters_and_histories_reach_the_sampler():
+    loop, kernels = loop_of(Padded(), n_blocks=5, context_len=64)  # too few blocks for both: one is preempted
+    a = request("a", [1, 2, 3], max_tokens=40, presence_penalty=0.001, seed=5, logit_bias={4: 0.5})
+    b = request("b", [3, 2, 1], max_tokens=40, repetition_penalty=1.001, seed=6, min_tokens=60, stop_ids=(6,))
+    deltas = run(loop, a, b)
+    assert loop.load.preemptions > 0
+    for seed, wanted in ((5, a), (6, b)):
+        output = tokens(deltas[wanted.id])
+        rows = {row.position: row for row in kernels.sampled_rows if row.seed == seed}  # the last one counts
+        assert sorted(rows) == list(range(3, 3 + len(output)))
+        for position, row in rows.items():
+            assert row.output_ids.tolist() == output[: position - 3]
+            assert row.logit_bias == wanted.sampling.logit_bias
+            assert row.banned == ((6,) if seed == 6 else ())
+
+
+def test_logprobs_come_back_for_those_who_asked():
+    loop, _ = loop_of(Padded())
+    deltas = run(loop, request("a", [1, 2], logprobs=3, temperature=0.0), request("b", [2, 1], temperature=0.0))
+    for delta in deltas["a"]:
+        [one] = delta.logprobs
+        assert len(one.top) == 3
+        assert one.logprob == pytest.approx(one.top[0][1])
+    assert all(delta.logprobs is None for delta in deltas["b"])
+
+
+def runner_of(model=None, max_running=4):
+    limits = Limits(200, VOCAB, (0,), max_running, max(32, max_running))
+    model = model or Padded()
+    return GpuRunner(model, [40] * len(model.kv_groups), limits, "cpu", HostKernels(), HostTable(), graphs=True)
+
+
+def admitted(slot, ids, blocks=(), **sampling):
+    return Admission(slot, request(f"s{slot}", ids, temperature=0.0, **sampling), 1, b"", [list(blocks)])
+
+
+def drawn(step):
+    step.sample()
+    return [draw.token_id for draw in step.result()]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_row_follows_the_token_that_only_the_device_knows(beside):
+    """Alone as a decode step; beside a chunk in a mixed one."""
+    ids = [1, 2, 3]
+    answer = expected(ids, request("x", ids, max_tokens=3).sampling, (FULL,), 200)[0]
+    runner = runner_of()
+    first = runner.launch(StepPlan([admitted(2, ids)], [Row(0, 2, 0, pack(ids), [[5]], [0], True)], 3))
+    first.sample()
+    steps = [first]
+    for n in range(2):
+        plan = StepPlan([], [Row(0, 2, 3 + n, b"", None, [0], True, follows=True)], 1)
+        if beside:
+            plan.admissions.append(admitted(n, [4] * 20))
+            plan.rows.append(Row(1 + n, n, 0, pack([4] * 20), [[10 + 2 * n, 11 + 2 * n]], [0], False))
+        steps.append(runner.launch(plan))
+        steps[-1].sample()
+    assert [step.result()[0].token_id for step in steps] == answer
+
+
+def test_masks_bind_the_rows_they_name_and_no_other():
+    runner = runner_of()
+    grammar = {"max_tokens": 2}
+    plan = StepPlan()
+    for slot in range(3):
+        admission = admitted(slot, [1, slot], **grammar)
+        if slot != 1:
+            admission.request = msgspec_replace(admission.request, grammar=b"g")
+        plan.admissions.append(admission)
+        plan.rows.append(Row(slot, slot, 0, pack([1, slot]), [[slot + 1]], [0], True))
+    free = [expected([1, slot], request("x", [1], max_tokens=1).sampling, (FULL,), 200)[0][0] for slot in range(3)]
+    only = [next(t for t in range(VOCAB) if t != free[slot]) for slot in range(3)]
+    masks = Masks([0, 2], np.array([[1 << only[0]], [1 << only[2]]], np.uint32))
+    step = runner.launch(plan)
+    step.sample(masks)
+    assert [draw.token_id for draw in step.result()] == [only[0], free[1], only[2]]
+
+
+def msgspec_replace(struct, **changes):
+    import msgspec
+
+    return msgspec.structs.replace(struct, **changes)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (9, 16), (17, 32), (64, 64), (65, 96), (257, 320)])
+def test_buckets(rows, size):
+    assert bucket(rows, 512) == size
+    assert bucket(rows, max(rows, 1)) >= rows
+
+
+def test_every_bucket_holds_its_rows():
+    for most in (1, 5, 64, 300):
+        sizes = {bucket(rows, most) for rows in range(1, most + 1)}
+        assert all(bucket(rows, most) >= rows for rows in range(1, most + 1))
+        assert max(sizes) == most
+    assert len({bucket(rows, 512) for rows in range(1, 513)}) < 20
+
+
+def decode_inputs(rows, groups, width):
+    return DecodeInputs(
+        *(torch.full((rows,), 9, dtype=torch.int32) for _ in range(4)), as_int32([9]).repeat(groups, rows, width)
+    )
+
+
+def test_prepare_takes_changes_in_and_makes_inputs():
+    state = SlotState(as_int32([70, 71, 72]), torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4))
+    to = decode_inputs(4, 1, 4)
+    packet = as_int32([[2, 0, 0], [32, 17, PADDING], [LAST_SAMPLED, 5, 0], [40, -1, -1], [2, 0, 0]])
+    inputs.prepare(packet, state, to)
+    assert to.slots[:3].tolist() == [2, 0, -1]
+    assert to.token_ids[:3].tolist() == [72, 5, 0]
+    assert to.positions[:3].tolist() == [32, 17, 0]
+    assert to.context_lens[:3].tolist() == [33, 18, 0]
+    assert to.tables[0, :3, :3].tolist() == [[9, 0, 40], [1, 2, 3], [0, 0, 0]]
+    assert state.tables[0, 2].tolist() == [9, 0, 40, 12]
+    inputs.keep(as_int32([3, -1, 8]), to.slots[:3], state)
+    assert state.last_tokens.tolist() == [0, 71, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("shape '[2]' is invalid"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_a_lost_device_is_told_from_a_failed_step(error, lost):
+    model = Padded()
+    runner = runner_of(model)
+
+    def forward(step, kv):
+        raise error
+
+    model.forward = forward
+    step = runner.launch(StepPlan([admitted(0, [1, 2])], [Row(0, 0, 0, pack([1, 2]), [[1]], [0], True)], 2))
+    step.sample()
+    with pytest.raises(DeviceLost if lost else type(error)) as raised:
+        step.result()
+    assert str(error) in str(raised.value)
+
+
+def test_tokens_put_into_a_reply_are_counted_by_penalties():
+    """A thinking limit adds tokens that nobody drew; the row behind them computes several at once."""
+    runner = runner_of()
+    kernels = runner._kernels
+    ids = [1, 2, 3]
+    plan = StepPlan([admitted(0, ids, presence_penalty=0.1)], [Row(0, 0, 0, pack(ids), [[5]], [0], True, (4,))], 3)
+    [first] = drawn(runner.launch(plan))
+    forced = StepPlan([], [Row(0, 0, 3, pack([first, 6, 6]), None, [0], True, (4,))], 3)
+    [second] = drawn(runner.launch(forced))
+    assert kernels.sampled_rows[-1].output_ids.tolist() == [first, 6, 6]
+    assert kernels.sampled_rows[-1].banned == (4,)
+    drawn(runner.launch(StepPlan([], [Row(0, 0, 6, b"", None, [0], True, follows=True)], 1)))
+    assert kernels.sampled_rows[-1].output_ids.tolist() == [first, 6, 6, second]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["decode step", "mixed step"])
+def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
+    monkeypatch.setattr(gpu_runner, "MIN_SAVED_BYTES", 1)
+    seen = []
+
+    class Seeing(Padded):
+        def forward(self, step, kv):
+            shape = step.shape
+            seen.append(None if shape.shared is None else (shape.shared.tolist(), shape.shares.tolist()))
+            return super().forward(step, kv)
+
+    runner = runner_of(Seeing(), max_running=8)
+    system = [1, 2, 3, 4] * 8  # two blocks
+    runner.launch(StepPlan([admitted(0, system)], [Row(0, 0, 0, pack(system), [[1, 2]], [0], False)], 32)).sample()
+    plan = StepPlan()
+    for slot in range(1, 6):
+        plan.admissions.append(admitted(slot, [*system, slot], blocks=[1, 2]))
+        plan.rows.append(Row(slot, slot, 32, pack([slot]), [[10 + slot]], [0], True))
+    plan.admissions.append(admitted(6, [5] * 17, blocks=[20]))  # another's block, of which nobody else has one
+    plan.rows.append(Row(6, 6, 16, pack([5]), [[21]], [0], True))
+    if beside:
+        plan.admissions.append(admitted(7, [4] * 20))
+        plan.rows.append(Row(7, 7, 0, pack([4] * 20), [[30, 31]], [0], False))
+    drawn(runner.launch(plan))
+    (row, n_tokens), shares = seen[-1]
+    assert (n_tokens, shares[:6]) == (32, [32, 32, 32, 32, 32, 0])
+    assert not any(shares[6:])
+    assert row < 5
+
+
+class Captured(CudaGraphs):
+    """Runs what is to be captured, and notes it."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self._enabled = True
+
+    def _capture(self, key, body):
+        return None
+
+
+def test_common_steps_are_prepared_ahead_and_touch_nobody(monkeypatch):
+    monkeypatch.setattr(gpu_runner, "MIN_SAVED_BYTES", 1)
+    seen = []
+
+    class Counting(Padded):
+        def forward(self, step, kv):
+            seen.append(step)
+            return super().forward(step, kv)
+
+    runner = runner_of(Counting(), max_running=80)
+    runner._graphs, runner._to_capture = Captured(), runner._common_steps()
+    wanted = len(runner._to_capture)
+    while runner.capture_next():
+        pass
+    assert runner.n_graphs == wanted == len(seen)
+    assert not runner.capture_next()
+    assert not any(pool.any() for pool in runner._kv)
+    n_graphs = runner.n_graphs
+    plan = StepPlan()
+    for slot in range(6):
+        plan.admissions.append(admitted(slot, [1, 2, slot]))
+        plan.rows.append(Row(slot, slot, 0, pack([1, 2, slot]), [[slot + 1]], [0], True))
+    one = request("x", [1], max_tokens=1).sampling
+    answers = [expected([1, 2, slot], one, (FULL,), 200)[0][0] for slot in range(6)]
+    assert drawn(runner.launch(plan)) == answers
+    decodes = [Row(slot, slot, 3, b"", None, [0], True, follows=True) for slot in range(6)]
+    drawn(runner.launch(StepPlan([], decodes)))
+    assert runner.n_graphs == n_graphs, "such steps were captured already"
+
+
+def test_whatever_is_captured_was_common():
+    for most in (1, 5, 64, 100, 256, 600):
+        sizes = MixedShape.all_padded(most)
+        assert len(set(sizes)) == len(sizes)
+        for n_decodes, n_chunks, n_tokens in itertools.product((0, 1, 16, 17, 64, 65, 200, 600), (1, 31), (31, 600)):
+            if n_decodes + n_chunks > most or n_decodes + n_tokens > 1024:
+                continue
+            batch = StepBatch(decodes=[Row(0, 0, 5, b"", None, [0], True, follows=True)] * n_decodes)
+            batch.chunks = [Row(0, 0, 0, bytes(4), None, [0], False)] * (n_chunks - 1)
+            batch.chunks.append(Row(0, 0, 0, bytes(4 * (n_tokens - n_chunks + 1)), None, [0], False))
+            assert MixedShape.of(batch, most) in sizes

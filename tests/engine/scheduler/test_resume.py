@@ -1,0 +1,217 @@
+"""A reply that goes on where another engine was lost: the same tokens as if nothing had happened."""
+
+from itertools import accumulate
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.engine.step_loop import StepLoop
+from emberline.protocol import block_hash as blockhash
+from emberline.protocol.errors import BadInput
+from emberline.protocol.request import Message
+from emberline.protocol.token_ids import pack, unpack
+from emberline.text.text_model import TextModel
+from tests.engine.client import Client, engine
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
+from tests.engine.grammar import samples
+from tests.engine.grammar.bench import Bench, Taste
+from tests.engine.grammar.test_real_model import request as structured
+
+PROMPT = [n * n % VOCAB for n in range(40)]
+
+
+def answer(wanted, **setup):
+    scheduler, cache = scheduler_of(**setup)
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    scheduler.submit(wanted, 0.0)
+    deltas = []
+    while loop.busy:
+        deltas += loop.step(0.0)
+    assert cache.n_used == 0
+    return deltas
+
+
+def tokens(deltas):
+    return [token for delta in deltas for token in unpack(delta.token_ids)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    n_prompt=st.integers(1, 40),
+    sampling=st.fixed_dictionaries(
+        {"max_tokens": st.sampled_from([2, 17, 40, None])},
+        optional={"ignore_eos": st.booleans(), "min_tokens": st.integers(0, 9), "stop_ids": st.just((3,))},
+    ),
+    layouts=st.sampled_from([(FULL,), (FULL, window_group(20))]),
+    cut=st.integers(1, 60),
+)
+def test_any_cut_gives_the_same_tokens(n_prompt, sampling, layouts, cut):
+    setup = {"layouts": layouts, "context_len": 90, "n_blocks": 12}
+    whole = request("a", PROMPT[:n_prompt], **sampling)
+    ids, finish = expected(PROMPT[:n_prompt], whole.sampling, layouts, 90)
+    if cut >= len(ids):
+        return
+    deltas = answer(msgspec.structs.replace(whole, output_ids=pack(ids[:cut])), **setup)
+    assert tokens(deltas) == ids[cut:]
+    assert deltas[-1].finish == finish
+    assert deltas[0].usage.prompt_tokens == n_prompt
+    assert deltas[0].usage.completion_tokens in (cut, cut + 1)
+    assert deltas[-1].usage.completion_tokens == len(ids)
+
+
+def test_what_was_cached_is_counted_of_the_prompt_alone():
+    scheduler, cache = scheduler_of(n_blocks=32)
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    whole = request("a", PROMPT[:20], max_tokens=60)
+    ids, _ = expected(PROMPT[:20], whole.sampling, (FULL,), 512)
+    deltas = []
+    for each in (whole, msgspec.structs.replace(whole, id="b", output_ids=pack(ids[:50]))):
+        scheduler.submit(each, 0.0)
+        while loop.busy:
+            deltas += loop.step(0.0)
+    assert deltas[-1].id == "b"
+    assert deltas[-1].usage.cached_tokens == 20
+    assert tokens([delta for delta in deltas if delta.id == "b"]) == ids[50:]
+
+
+@pytest.mark.parametrize("given_ids", [b"\1\2\3", pack([VOCAB]), pack([1] * 4), pack([1] * 600)])
+def test_a_reply_that_cannot_go_on_is_refused(given_ids):
+    scheduler, _ = scheduler_of()
+    with pytest.raises(BadInput) as caught:
+        scheduler.submit(msgspec.structs.replace(request("a", PROMPT), output_ids=given_ids), 0.0)
+    assert caught.value.param == "output_ids"
+    assert not scheduler.busy
+
+
+# --- keys that came along -----------------------------------------------------------------------------------------
+
+
+def keys_of(ids, salt=b""):
+    keys = []
+    blockhash.extend(keys, blockhash.root("fake", salt), pack(ids))
+    return b"".join(keys)
+
+
+def test_given_keys_are_used_and_those_of_the_reply_follow_them():
+    scheduler, cache = scheduler_of(n_blocks=32)
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    scheduler.submit(msgspec.structs.replace(request("a", PROMPT, max_tokens=30), keys=keys_of(PROMPT)), 0.0)
+    deltas = []
+    while loop.busy:
+        deltas += loop.step(0.0)
+    conversation = PROMPT + tokens(deltas)
+    scheduler.submit(request("b", conversation, max_tokens=1), 0.0)
+    while loop.busy:
+        deltas += loop.step(0.0)
+    assert deltas[-1].usage.cached_tokens == (len(conversation) - 1) // 16 * 16
+    marked = bytes(32)
+    scheduler.submit(msgspec.structs.replace(request("c", PROMPT, max_tokens=1), keys=marked), 0.0)
+    while loop.busy:
+        deltas += loop.step(0.0)
+    assert deltas[-1].usage.cached_tokens == 0, "nobody hashed it again"
+
+
+@pytest.mark.parametrize("n_bytes", [16, 31, 33, 48])
+def test_keys_of_another_length_are_refused(n_bytes):
+    scheduler, _ = scheduler_of()
+    with pytest.raises(BadInput) as caught:
+        scheduler.submit(msgspec.structs.replace(request("a", PROMPT), keys=bytes(n_bytes)), 0.0)
+    assert caught.value.param == "keys"
+
+
+# --- grammars and thinking ----------------------------------------------------------------------------------------
+
+BOUND = {
+    "linked": ("linked", "none", None),
+    "numbers": ("numbers", "digits", None),
+    "thinking": ("thinking", "strings", (6, (samples.SPECIAL,), (samples.SPECIAL,))),
+    "free": (None, "strings", (6, (samples.SPECIAL,), (samples.SPECIAL, 65))),
+    "no end among them": (None, "strings", (6, (samples.SPECIAL,), (65, 66))),
+    "no room": (None, "strings", (28, (samples.SPECIAL,), (65, 66, 67))),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Bench().scheduler._grammars
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_grammars_and_thinking_go_on_from_any_delta(name, grammars):
+    grammar, taste, thinking = BOUND[name]
+    whole = Bench(grammars=grammars)
+    whole.submit("a", grammar, taste, max_tokens=30, thinking=thinking)
+    whole.finish()
+    wanted, end = whole.tokens("a"), whole.end("a").finish
+    asked = next(iter(whole.runner.requests.values()))
+    cut = 0
+    for delta in whole.deltas["a"][:-1]:
+        cut += len(delta.token_ids) // 4
+        bench = Bench(grammars=grammars, runner=Taste())
+        bench.scheduler.submit(msgspec.structs.replace(asked, output_ids=pack(wanted[:cut])), 0.0)
+        bench.finish()
+        assert bench.tokens("a") == wanted[cut:]
+        assert bench.end("a").finish == end
+        assert bench.end("a").usage.completion_tokens == len(wanted)
+
+
+def test_a_reply_that_its_grammar_does_not_allow_is_told_so(grammars):
+    bench = Bench(grammars=grammars)
+    bench.submit("a", "linked", max_tokens=20)
+    bench.finish()
+    asked = next(iter(bench.runner.requests.values()))
+    bench.scheduler.submit(msgspec.structs.replace(asked, id="b", output_ids=pack([ord("x")])), 0.0)
+    bench.finish()
+    assert (bench.end("b").error.kind, bench.end("b").error.param) == ("bad_input", "output_ids")
+    assert not bench.scheduler._compiling
+
+
+# --- the real model -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(smollm2):
+    return TextModel.load(smollm2)
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2, tmp_path_factory):
+    """Two engines: what one began, the other ends."""
+    folder = tmp_path_factory.mktemp("resume")
+    flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8, "--kv-bytes", 12 << 20)
+    with (
+        engine("emberline.engine.worker", "--model", smollm2, "--socket", folder / "a.sock", *flags) as (_, first),
+        engine("emberline.engine.worker", "--model", smollm2, "--socket", folder / "b.sock", *flags) as (_, second),
+    ):
+        yield first, second
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "penalties", "grammar"])
+def test_the_real_model_goes_on_elsewhere_as_if_nothing_had_happened(pair, text, name):
+    prompt = unpack(text.encode(text.render([Message("user", "Why is the sky blue?")]), special=True))
+    sampling = {
+        "greedy": {"temperature": 0.0},
+        "seeded": {"temperature": 1.0, "top_p": 0.9, "seed": 11},
+        "penalties": {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+        "grammar": {},
+    }[name]
+    if name == "grammar":
+        whole = structured("whole", text, "linked", max_tokens=40, temperature=1.0)
+    else:
+        whole = request("whole", prompt, **{"max_tokens": 40, "min_tokens": 40, **sampling})
+    with Client(pair[0]) as first, Client(pair[1]) as second:
+        for client in (first, second):
+            client.send(text.vocabulary)
+        first.submit(whole)
+        first.finish("whole")
+        ids = first.tokens("whole")
+        bounds = list(accumulate(len(delta.token_ids) // 4 for delta in first.deltas["whole"][:-1]))
+        cuts = [cut for cut in (1, 7, 16, 23, bounds[-1]) if cut in bounds]
+        again = [msgspec.structs.replace(whole, id=f"cut{cut}", output_ids=pack(ids[:cut])) for cut in cuts]
+        second.submit(*again)
+        second.finish(*(each.id for each in again))
+        for cut, each in zip(cuts, again):
+            assert second.tokens(each.id) == ids[cut:]
+            assert second.deltas[each.id][-1].usage.completion_tokens == len(ids)

@@ -1,0 +1,571 @@
+from math import inf
+
+import msgspec
+import pytest
+
+from emberline.engine.gpu.shapes import GPU_SHAPES
+from emberline.engine.scheduler.admission import KEYS_AT_ONCE
+from emberline.engine.scheduler.latency_target import LatencyTarget
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import DeviceLost, StepPlan
+from emberline.engine.scheduler.prefill_policy import NO_TARGET, TokenBudget
+from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.cache import KVCache
+from emberline.protocol import block_hash as blockhash
+from emberline.protocol.errors import BadInput, ContextExceeded
+from emberline.protocol.events import TokenDelta
+from emberline.protocol.request import Priority, ThinkingLimit
+from emberline.protocol.token_ids import pack, unpack
+from tests.engine.fakes import EOS, FULL, VOCAB, Drawn, FakeRunner, expected, request, scheduler_of, window_group
+
+A = [n * n % VOCAB for n in range(200)]
+B = [(n * n + n + 1) % VOCAB for n in range(200)]
+
+
+class Bench:
+    """A scheduler, a fake model, and what came out so far."""
+
+    def __init__(self, **setup):
+        self.scheduler, self.cache = scheduler_of(**setup)
+        self.runner = FakeRunner(self.cache)
+        self.loop = StepLoop(self.scheduler, self.runner)
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def submit(self, *args, **kwargs):
+        self.scheduler.submit(request(*args, **kwargs), 0.0)
+
+    def step(self, now=0.0) -> StepPlan | None:
+        n = len(self.runner.plans)
+        self.take(self.loop.step(now))
+        return self.runner.plans[n] if len(self.runner.plans) > n else None
+
+    def take(self, deltas):
+        for delta in deltas:
+            self.deltas.setdefault(delta.id, []).append(delta)
+
+    def finish(self):
+        for _ in range(1000):
+            if not self.loop.busy:
+                return self
+            self.step()
+        raise AssertionError("it never ends")
+
+    def tokens(self, id):
+        return [token for delta in self.deltas[id] for token in unpack(delta.token_ids)]
+
+    def order(self):
+        return list(self.deltas)
+
+
+def sizes(plan):
+    return [row.end - row.start for row in plan.rows]
+
+
+# --- the shape of a step ------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_first():
+    bench = Bench(token_budget=32)
+    bench.submit("a", A[:10], max_tokens=9)
+    assert sizes(bench.step()) == [10]
+    bench.submit("b", B[:70])
+    assert sizes(bench.step()) == [1, 31]
+    assert sizes(bench.step()) == [1, 31]
+    plan = bench.step()
+    assert sizes(plan) == [1, 8]
+    assert [row.samples for row in plan.rows] == [True, True]
+    assert "b" in bench.deltas
+
+
+def test_only_the_last_chunk_samples():
+    bench = Bench(token_budget=32)
+    bench.submit("a", A[:40])
+    assert [row.samples for row in bench.step().rows] == [False]
+    assert "a" not in bench.deltas
+    assert [row.samples for row in bench.step().rows] == [True]
+
+
+def test_waiting_goes_by_class_then_arrival():
+    bench = Bench(max_running=1, n_blocks=64)
+    bench.submit("late", A[:5], priority=3)
+    bench.submit("first", A[:6], priority=1)
+    bench.submit("second", A[:7], priority=1)
+    bench.submit("urgent", A[:8], priority=0)
+    bench.finish()
+    assert bench.order() == ["urgent", "first", "second", "late"]
+
+
+def test_a_better_class_takes_the_place_of_a_worse_one_and_an_equal_one_waits():
+    bench = Bench(max_running=1)
+    bench.submit("batch", A[:40], priority=3, max_tokens=20)
+    bench.step(), bench.step(), bench.step()
+    bench.submit("equal", B[:5], priority=3)
+    bench.step()
+    assert bench.scheduler.load().preemptions == 0
+    bench.submit("sync", B[:5], priority=1)
+    bench.step()
+    assert bench.scheduler.load().preemptions == 1
+    assert "sync" in bench.deltas
+    bench.finish()
+    assert bench.order() == ["batch", "sync", "equal"]
+    assert bench.tokens("batch") == expected(A[:40], request("x", A, max_tokens=20).sampling, [FULL], 512)[0]
+
+
+def test_a_prefill_of_a_worse_class_does_not_hold_up_a_better_one():
+    bench = Bench(token_budget=16)
+    bench.submit("batch", A[:160], priority=3)
+    bench.step()
+    bench.submit("sync", B[:20], priority=0)
+    plan = bench.step()
+    assert sizes(plan) == [16]
+    assert plan.admissions[0].request.id == "sync"
+
+
+def test_nobody_overtakes_a_request_that_does_not_fit_yet():
+    bench = Bench(n_blocks=9, token_budget=64)
+    bench.submit("running", A[:60], max_tokens=6)
+    bench.step()
+    bench.submit("big", B[:100])
+    bench.submit("small", B[100:105])
+    bench.step()
+    assert "small" not in bench.deltas
+    bench.finish()
+    assert bench.order() == ["running", "big", "small"]
+    assert bench.scheduler.load().preemptions == 0
+
+
+def test_when_blocks_run_out_the_last_in_rank_is_computed_again():
+    bench = Bench(n_blocks=8, token_budget=100)  # 7 usable
+    bench.submit("a", A[:20], max_tokens=50)  # 2 blocks, and a third with its 13th token
+    bench.submit("b", B[:62], max_tokens=50)  # 4 blocks, and a fifth with its 3rd token
+    bench.finish()
+    assert bench.scheduler.load().preemptions > 0
+    for id, prompt in (("a", A[:20]), ("b", B[:62])):
+        assert bench.tokens(id) == expected(prompt, request("x", A, max_tokens=50).sampling, [FULL], 112)[0]
+        assert [delta.usage is not None for delta in bench.deltas[id]] == [True] + [False] * 48 + [True]
+    assert len(bench.deltas["a"]) == 50
+    rows_of_a = [any(row.number == 0 for row in plan.rows) for plan in bench.runner.plans]
+    assert rows_of_a == [True] * 50 + [False] * (len(rows_of_a) - 50), "the first in rank never gives way"
+
+
+def test_a_window_lets_a_long_sequence_run_in_a_small_pool():
+    layouts = (window_group(20),)
+    bench = Bench(layouts=layouts, n_blocks=6, token_budget=16, context_len=400)
+    bench.submit("a", A[:90], max_tokens=120)
+    bench.finish()
+    assert bench.tokens("a") == expected(A[:90], request("x", A, max_tokens=120).sampling, layouts, 400)[0]
+
+
+# --- the prefix cache ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_hits_the_prompt_and_the_reply():
+    bench = Bench(token_budget=64)
+    bench.submit("one", A[:40], max_tokens=30)
+    bench.finish()
+    turn = A[:40] + bench.tokens("one") + B[:7]
+    bench.submit("two", turn)
+    bench.finish()
+    usage = bench.deltas["two"][0].usage
+    assert usage.cached_by_tier == {"device": 64}  # 69 of 70 tokens have KV: 4 full blocks
+    assert usage.prompt_tokens == 77
+    assert bench.deltas["two"][-1].usage.cached_by_tier == {"device": 64}
+    assert bench.tokens("two") == expected(turn, request("x", A).sampling, [FULL], 512)[0]
+    assert bench.scheduler.load().cached_tokens == 64
+
+
+def test_one_token_at_least_is_computed():
+    bench = Bench(token_budget=64)
+    for id in ("one", "two"):
+        bench.submit(id, A[:32])
+        bench.finish()
+    assert bench.deltas["two"][0].usage.cached_tokens == 16
+    assert bench.tokens("one") == bench.tokens("two")
+
+
+def test_another_tenant_does_not_hit():
+    bench = Bench(token_budget=64)
+    bench.submit("one", A[:40], salt=b"a")
+    bench.finish()
+    bench.submit("two", A[:40], salt=b"b")
+    bench.finish()
+    assert bench.deltas["one"][0].usage.cached_tokens == bench.deltas["two"][0].usage.cached_tokens == 0
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    bench = Bench(n_blocks=8, token_budget=64)
+    bench.submit("a", A[:30], max_tokens=50)
+    bench.submit("b", B[:30], max_tokens=50)
+    bench.finish()
+    assert bench.scheduler.load().preemptions > 0
+    assert bench.deltas["b"][-1].usage.cached_by_tier == {"device": 0}
+
+
+def test_a_prompt_that_another_is_computing_waits_a_step_and_hits():
+    bench = Bench(token_budget=100)
+    bench.submit("a", A[:40])
+    bench.submit("b", [*A[:33], 1, 2])
+    bench.submit("c", B[:20])
+    assert sizes(bench.step()) == [40, 20]
+    bench.step()
+    assert bench.deltas["b"][0].usage.cached_tokens == 32
+
+
+def test_a_failed_computation_is_not_cached():
+    bench = Bench(token_budget=64)
+    bench.runner.nan_ids.add("bad")
+    bench.submit("bad", A[:40])
+    bench.submit("good", B[:40])
+    bench.finish()
+    assert bench.deltas["bad"][-1].error.kind == "internal"
+    assert bench.deltas["good"][-1].finish == "length"
+    bench.submit("again", A[:40])
+    bench.finish()
+    assert bench.deltas["again"][0].usage.cached_tokens == 0
+    assert bench.cache.n_used == 0
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def run_tokens(drawn, **sampling):
+    """What the client gets when the model draws these tokens."""
+    scheduler, _ = scheduler_of(context_len=32)
+    scheduler.submit(request("a", [1, 2], **sampling), 0.0)
+    deltas, banned = [], []
+    for token in drawn:
+        if not scheduler.busy:
+            break
+        plan = scheduler.plan()
+        banned.append(plan.rows[0].banned)
+        deltas += scheduler.absorb(plan, [Drawn(token)])
+    return deltas, banned
+
+
+def test_an_end_token_ends_and_is_included():
+    deltas, _ = run_tokens([3, 4, EOS], ignore_eos=False, max_tokens=9)
+    assert [unpack(delta.token_ids) for delta in deltas] == [[3], [4], [EOS]]
+    assert [delta.finish for delta in deltas] == [None, None, "stop"]
+    assert deltas[-1].usage.completion_tokens == 3
+
+
+def test_stop_ids_end_even_when_end_tokens_are_ignored():
+    deltas, _ = run_tokens([EOS, 5], ignore_eos=True, stop_ids=(5,), max_tokens=9)
+    assert [delta.finish for delta in deltas] == [None, "stop"]
+
+
+def test_max_tokens_and_the_context_are_lengths():
+    assert len(run_tokens([3] * 9, max_tokens=3)[0]) == 3
+    deltas, _ = run_tokens([3] * 99, max_tokens=None)
+    assert len(deltas) == 30
+    assert deltas[-1].finish == "length"
+    assert len(run_tokens([3] * 99, max_tokens=1000)[0]) == 30
+
+
+def test_min_tokens_bans_what_would_end_it():
+    _, banned = run_tokens([3, 3, 3, 3], min_tokens=2, ignore_eos=False, stop_ids=(5,), max_tokens=4)
+    assert [set(ids) for ids in banned] == [{EOS, 5}, {EOS, 5}, set(), set()]
+
+
+def test_logprobs_only_when_asked_for():
+    assert run_tokens([3], max_tokens=1)[0][0].logprobs is None
+    [logprob] = run_tokens([3], max_tokens=1, logprobs=0)[0][0].logprobs
+    assert (logprob.token_id, logprob.logprob) == (3, -1.0)
+
+
+def test_abort_waiting_and_running():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20])
+    bench.submit("b", A[:20])
+    bench.step()
+    for id in ("a", "b"):
+        delta = bench.scheduler.abort(id)
+        assert delta.finish == "cancelled"
+        assert delta.usage.prompt_tokens == 20
+    assert bench.scheduler.abort("a") is None
+    assert not bench.loop.busy
+    assert bench.cache.n_used == 0
+
+
+def test_deadlines_end_running_and_waiting():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20], deadline_s=5, max_tokens=None)
+    bench.submit("b", A[:20], deadline_s=3)
+    bench.submit("c", A[:20])
+    bench.step(2.9)
+    assert list(bench.deltas) == ["a"]
+    bench.step(3)
+    assert bench.deltas["b"][-1].error.kind == "deadline_exceeded"
+    bench.step(5)
+    assert bench.deltas["a"][-1].error.kind == "deadline_exceeded"
+    bench.finish()
+    assert bench.deltas["c"][-1].finish == "length"
+
+
+def test_an_error_of_a_step_is_that_of_its_requests_alone():
+    bench = Bench(max_running=1)
+    bench.submit("a", A[:20])
+    bench.submit("b", A[:20])
+    bench.runner.fail_next = RuntimeError("out of luck")
+    bench.finish()
+    assert [delta.finish for delta in bench.deltas["a"]] == ["error"]
+    assert bench.deltas["a"][0].error.kind == "internal"
+    assert "luck" not in bench.deltas["a"][0].error.message
+    assert bench.deltas["b"][-1].finish == "length"
+
+
+def test_seeds():
+    scheduler, _ = scheduler_of(max_running=3)
+    for id, seed in (("a", -1), ("b", 7), ("c", None)):
+        scheduler.submit(request(id, [1], seed=seed), 0.0)
+    seeds = [admission.seed for admission in scheduler.plan().admissions]
+    assert seeds[:2] == [(1 << 64) - 1, 7]
+    assert 0 <= seeds[2] < 1 << 64
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "param"),
+    [
+        (request("a", [1] * 64), ContextExceeded, "prompt"),
+        (request("a", []), BadInput, "prompt"),
+        (request("a", [VOCAB]), BadInput, "prompt"),
+        (request("a", [1], max_tokens=0), BadInput, "max_tokens"),
+        (request("a", [1], temperature=float("nan")), BadInput, "temperature"),
+        (request("a", [1], top_p=1.5), BadInput, "top_p"),
+        (request("a", [1], repetition_penalty=0.0), BadInput, "repetition_penalty"),
+        (request("a", [1], stop_ids=(VOCAB,)), BadInput, "stop_ids"),
+        (request("a", [1], logit_bias={-1: 1.0}), BadInput, "logit_bias"),
+        (request("a", [1], logit_bias={1: float("inf")}), BadInput, "logit_bias"),
+        (request("a", [1], logprobs=21), BadInput, "logprobs"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(wanted, error, param):
+    scheduler, _ = scheduler_of(context_len=64)
+    with pytest.raises(error) as caught:
+        scheduler.submit(wanted, 0.0)
+    assert caught.value.param == param
+    assert not scheduler.busy
+
+
+def test_the_pool_bounds_the_context():
+    bench = Bench(n_blocks=5, context_len=512)
+    assert bench.scheduler.limits.context_len == 64
+    with pytest.raises(ContextExceeded, match="64"):
+        bench.submit("a", A[:64])
+    bench.submit("b", A[:63], max_tokens=None)
+    bench.finish()
+    assert len(bench.tokens("b")) == 1
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    bench = Bench()
+    bench.submit("a", A[:5])
+    with pytest.raises(BadInput, match="in use"):
+        bench.submit("a", A[:6])
+    bench.finish()
+    bench.submit("a", A[:5])
+    bench.finish()
+
+
+def test_load_tells_what_is_queued():
+    bench = Bench(max_running=1, token_budget=16)
+    bench.submit("a", A[:40])
+    bench.submit("b", B[:30])
+    bench.step()
+    load = bench.scheduler.load()
+    assert (load.running, load.waiting) == (1, 1)
+    assert load.waiting_tokens == 23 + 30
+    assert load.kv_used_blocks == 1
+    assert (load.steps, load.prompt_tokens) == (1, 16)
+
+
+class Slowly(FakeRunner):
+    """Its results are looked at only when they are asked for, and may fail then."""
+
+    def __init__(self, cache, error=None):
+        super().__init__(cache)
+        self.error = error
+
+    def launch(self, plan):
+        handle = super().launch(plan)
+        if self.error is not None and len(self.plans) == 3:
+            handle.sampled = self.error
+        return handle
+
+
+def test_a_step_that_fails_with_another_behind_it_ends_its_own_requests_alone():
+    scheduler, cache = scheduler_of(max_running=2)
+    loop = StepLoop(scheduler, Slowly(cache, RuntimeError("bad step")), steps_in_flight=2)
+    loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
+    ends = {}
+    for n in range(60):
+        if n == 4:
+            loop.submit(request("b", [2, 2, 2], max_tokens=3), 0.0)
+        ends |= {delta.id: delta for delta in loop.step(0.0) if delta.finish}
+    assert ends["a"].error.kind == "internal"
+    assert ends["b"].finish == "length"
+    assert cache.n_used == 0
+    assert not loop.busy
+
+
+def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
+    scheduler, cache = scheduler_of()
+    loop = StepLoop(scheduler, Slowly(cache, DeviceLost("an illegal memory access")), steps_in_flight=2)
+    loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    with pytest.raises(DeviceLost, match="illegal"):
+        loop.step(0.0)
+
+
+@pytest.mark.parametrize("keys_at_once", [1, 16])
+def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later(monkeypatch, keys_at_once):
+    monkeypatch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", keys_at_once)
+    scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
+    loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
+    prompt = [n % 5 for n in range(96)]
+    for n in range(3):
+        loop.submit(request(f"r{n}", [*prompt, n], max_tokens=2), 0.0)
+    cached = {}
+    while loop.busy:
+        for delta in loop.step(0.0):
+            if delta.usage is not None:
+                cached[delta.id] = delta.usage.cached_tokens
+    assert cached == {"r0": 0, "r1": 96, "r2": 96}
+
+
+def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
+    hashed, at_launch = [], []
+    blake2b = blockhash.blake2b
+    monkeypatch.setattr(blockhash, "blake2b", lambda *args, **kwargs: hashed.append(1) or blake2b(*args, **kwargs))
+    bench = Bench(n_blocks=64, context_len=700, token_budget=320)
+    launch = bench.runner.launch
+    bench.runner.launch = lambda plan: at_launch.append(len(hashed)) or launch(plan)
+    prompt = [n * n % 7 for n in range(640)]
+    bench.submit("a", prompt, max_tokens=1)
+    hashed.clear()
+    bench.finish()
+    assert at_launch == [KEYS_AT_ONCE, 21]  # and the block behind: the next chunk's first
+    assert len(hashed) == 40
+    bench.submit("b", prompt, max_tokens=1)
+    bench.finish()
+    assert bench.deltas["b"][0].usage.cached_tokens == 39 * 16
+
+
+def test_chunks_beside_streams_are_what_the_pace_allows():
+    class Strict(TokenBudget):
+        def chunk(self, work, context, most, slack, limit_s):
+            assert slack == (1.0 if work.n_decodes else inf)
+            return min(most, 5 - work.n_tokens) if work.n_decodes else most
+
+    cache = KVCache((FULL,), [64], chunk=32)
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 4, 32), "fake", prefill=Strict())
+    runner = FakeRunner(cache)
+    loop = StepLoop(scheduler, runner)
+    loop.submit(request("stream", [1] * 30, max_tokens=20), 0.0)
+    loop.step(0.0)
+    assert runner.plans[0].n_tokens == 30, "nobody waits: all at once"
+    loop.submit(request("a", [2] * 12, max_tokens=1), 0.0)
+    loop.submit(request("b", [3] * 12, max_tokens=1), 0.0)
+    while scheduler.load().running > 1 or scheduler.load().waiting:
+        loop.step(0.0)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
+    assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"
+
+
+class FiveTokens(TokenBudget):
+    """Beside streams, five tokens of prompts in a step."""
+
+    def chunk(self, work, context, most, slack=1.0, limit_s=inf):
+        return most if slack >= NO_TARGET or not work.n_decodes else min(most, max(0, 5 - work.n_tokens))
+
+
+def limited_loop(token_budget=32, steps_in_flight=1):
+    cache = KVCache((FULL,), [256], chunk=64)
+    scheduler = Scheduler(cache, Limits(1024, VOCAB, (EOS,), 8, token_budget), "fake", prefill=FiveTokens())
+    runner = FakeRunner(cache)
+    return StepLoop(scheduler, runner, steps_in_flight), runner
+
+
+def run(loop):
+    while loop.busy:
+        loop.step(0.0)
+
+
+def test_prompts_that_came_together_are_computed_in_full_steps():
+    loop, runner = limited_loop()
+    for n in range(4):
+        loop.submit(request(f"r{n}", [n + 1] * 30, max_tokens=20), 0.0)
+    run(loop)
+    assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "replies that began wait"
+
+
+def test_what_comes_after_a_stream_began_keeps_its_pace():
+    loop, runner = limited_loop()
+    loop.submit(request("stream", [1] * 30, max_tokens=40), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)  # its first token is out
+    loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
+
+
+def test_prompts_of_many_steps_keep_the_pace_of_those_they_came_with():
+    loop, runner = limited_loop()
+    loop.submit(request("stream", [1] * 30, max_tokens=90), 0.0)
+    for n in range(3):
+        loop.submit(request(f"long{n}", [n + 2] * 50, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[2:]) == 6, "nor does the first chunk of one of them fill a step"
+
+
+@pytest.mark.parametrize("worse", [Priority.FLEX, Priority.BATCH])
+def test_what_had_been_waiting_because_of_its_class_keeps_the_pace(worse):
+    loop, runner = limited_loop()
+    for n in range(6):
+        loop.submit(request(f"line{n}", [n] * 30, max_tokens=1, priority=worse), 0.0)
+    loop.submit(request("stream", [1] * 30, max_tokens=60), 0.0)
+    run(loop)
+    begun = next(
+        n for n, plan in enumerate(runner.plans) if any(row.number == 6 and row.start >= 30 for row in plan.rows)
+    )
+    assert max(plan.n_tokens for plan in runner.plans[begun:]) == 6
+
+
+def test_a_stream_that_sits_a_step_out_is_not_forgotten():
+    loop, runner = limited_loop(steps_in_flight=2)
+    thinks = request("thinks", [1] * 30, max_tokens=60)
+    loop.submit(msgspec.structs.replace(thinks, thinking_limit=ThinkingLimit(50, (6,), pack([6]))), 0.0)
+    for _ in range(4):
+        loop.step(0.0)
+    for n in range(3):  # the first of these streams, too, before the others are computed
+        loop.submit(request(f"late{n}", [n + 2] * 30, max_tokens=20), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[2:]) <= 5 + 4
+
+
+def test_prompts_come_forward_beside_more_streams_than_a_captured_step_holds():
+    cache = KVCache((FULL,), [5000], chunk=2048)
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 1200, 2048), "fake", prefill=LatencyTarget(GPU_SHAPES))
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    for n in range(1100):
+        loop.submit(request(f"r{n}", [n % 7, n % 5, n % 3, 1], max_tokens=40), 0.0)
+    for _ in range(8):
+        loop.step(0.0)
+    loop.submit(request("late", [5] * 300, max_tokens=1), 0.0)
+    assert any(delta.id == "late" and delta.finish for _ in range(12) for delta in loop.step(0.0))
+
+
+def test_nobody_waits_for_queued_work_that_streams():
+    loop, runner = limited_loop()
+    loop.submit(request("line", [1] * 30, max_tokens=40, priority=Priority.BATCH), 0.0)
+    loop.step(0.0)
+    loop.step(0.0)
+    loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
+    run(loop)
+    assert max(plan.n_tokens for plan in runner.plans[1:]) >= 30

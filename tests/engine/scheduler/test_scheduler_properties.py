@@ -1,0 +1,198 @@
+"""Whatever arrives, in whatever order, into however small a pool: the invariants of the scheduler."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.block_pool import NULL_BLOCK
+from emberline.protocol.errors import ContextExceeded, Internal
+from emberline.protocol.token_ids import unpack
+from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
+
+MAX_STEPS = 3000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompts_are_hashed_block_by_block():
+    with pytest.MonkeyPatch.context() as patch:  # they are too short for more than one look otherwise
+        patch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", 1)
+        yield
+
+
+@dataclass
+class Arrival:
+    step: int
+    prompt: list
+    priority: int
+    salt: bytes
+    sampling: dict
+    deadline: int | None
+    abort_after: int | None
+    nan: bool
+    id: str = ""
+    tokens: list = field(default_factory=list)
+
+
+prompts = st.builds(
+    lambda start, n, tail: [(start + i) % VOCAB for i in range(n)] + tail,
+    st.integers(0, 1),
+    st.sampled_from([0, 5, 16, 31, 32, 33, 48]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+)
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 30),
+    prompt=prompts,
+    priority=st.integers(0, 3),
+    salt=st.sampled_from([b"", b"b"]),
+    sampling=st.fixed_dictionaries(
+        {"max_tokens": st.sampled_from([1, 3, 17, 40, None])},
+        optional={"ignore_eos": st.booleans(), "min_tokens": st.integers(0, 6), "stop_ids": st.just((3,))},
+    ),
+    deadline=st.none() | st.integers(0, 60),
+    abort_after=st.none() | st.integers(0, 40),
+    nan=st.integers(0, 9).map(lambda n: n == 0),
+)
+setups = st.fixed_dictionaries(
+    {
+        "layouts": st.sampled_from(
+            [(FULL,), (window_group(8),), (FULL, window_group(20)), (FULL, window_group(16), window_group(37))]
+        ),
+        "n_blocks": st.integers(4, 24),
+        "context_len": st.integers(20, 120),
+        "max_running": st.integers(1, 5),
+        "token_budget": st.integers(5, 64),
+    }
+)
+
+
+class Witness:
+    """Runs a scenario and holds the scheduler to its promises after every step."""
+
+    def __init__(self, setup, steps_in_flight=1):
+        self.scheduler, self.cache = scheduler_of(**setup)
+        self.runner = FakeRunner(self.cache)
+        self.loop = StepLoop(self.scheduler, self.runner, steps_in_flight)
+        self.accepted = {}
+        self.ended = {}
+
+    def submit(self, arrival, step):
+        wanted = request(
+            arrival.id, arrival.prompt, arrival.priority, arrival.salt, arrival.deadline, **arrival.sampling
+        )
+        if len(arrival.prompt) >= self.scheduler.limits.context_len:
+            with pytest.raises(ContextExceeded):
+                self.scheduler.submit(wanted, step)
+            return
+        self.scheduler.submit(wanted, step)
+        self.accepted[arrival.id] = (arrival, wanted)
+        if arrival.nan:
+            self.runner.nan_ids.add(arrival.id)
+
+    def step(self, now):
+        steps, in_flight = len(self.runner.plans), len(self.loop._in_flight)
+        was_busy = self.loop.busy
+        self.take(self.loop.step(now))
+        for plan in self.runner.plans[steps:]:
+            limits = self.scheduler.limits
+            assert all(row.start < row.end for row in plan.rows)
+            assert plan.n_tokens == sum(row.end - row.start for row in plan.rows) <= limits.token_budget
+            assert len(plan.rows) == len({row.slot for row in plan.rows}) <= limits.max_running
+        done = len(self.runner.plans) > steps or len(self.loop._in_flight) < in_flight
+        assert done or not self.loop.busy or not was_busy, "work to do and nothing done"
+        self.check_blocks()
+
+    def take(self, deltas):
+        for delta in deltas:
+            assert delta.id in self.accepted
+            assert delta.id not in self.ended, "nothing follows a terminal delta"
+            arrival, _ = self.accepted[delta.id]
+            if not arrival.tokens and delta.token_ids:
+                assert delta.usage is not None
+                assert delta.usage.prompt_tokens == len(arrival.prompt)
+                assert delta.usage.cached_tokens < len(arrival.prompt)
+            arrival.tokens += unpack(delta.token_ids)
+            if delta.finish is not None:
+                self.ended[delta.id] = delta
+                assert delta.usage.completion_tokens == len(arrival.tokens)
+                assert (delta.error is not None) == (delta.finish == "error")
+
+    def check_blocks(self):
+        running = self.scheduler._queues.running
+        assert [seq.rank for seq in running] == sorted(seq.rank for seq in running)
+        assert all(not any(held.blocks for held in seq.table.groups) for seq in self.scheduler._queues.waiting)
+        for g, group in enumerate(self.cache.groups):
+            refs = Counter(block for seq in running for block in seq.table.groups[g].blocks if block != NULL_BLOCK)
+            assert {b: n for b, n in enumerate(group.pool.refs) if n} == refs
+            assert len(refs) + group.pool.n_free == group.pool.n_total
+            for seq in running:  # what will still be written belongs to one sequence alone
+                for block in seq.table.groups[g].blocks[seq.n_computed // 16 :]:
+                    assert refs[block] == 1
+
+    def check_answers(self):
+        layouts = [group.layout for group in self.cache.groups]
+        for id, (arrival, wanted) in self.accepted.items():
+            delta = self.ended[id]
+            context_len = self.scheduler.limits.context_len
+            ids, finish = expected(arrival.prompt, wanted.sampling, layouts, context_len, salt=arrival.salt)
+            assert arrival.tokens == ids[: len(arrival.tokens)]
+            if delta.finish in ("stop", "length"):
+                assert (arrival.tokens, delta.finish) == (ids, finish)
+            elif delta.finish == "cancelled":
+                assert arrival.abort_after is not None
+            else:
+                assert delta.error.kind == ("deadline_exceeded" if not arrival.nan else delta.error.kind)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
+def test_every_request_ends_once_with_the_right_tokens_and_every_block_comes_back(crowd, setup, steps_in_flight):
+    witness = Witness(setup, steps_in_flight)
+    for n, arrival in enumerate(crowd):
+        arrival.id, arrival.tokens = f"r{n}", []
+    aborts = {}
+    for arrival in crowd:
+        if arrival.abort_after is not None:
+            aborts.setdefault(arrival.step + arrival.abort_after, []).append(arrival.id)
+    for step in range(MAX_STEPS):
+        for arrival in crowd:
+            if arrival.step == step:
+                witness.submit(arrival, step)
+        for id in aborts.get(step, ()):
+            witness.take(filter(None, [witness.scheduler.abort(id)]))
+        witness.step(step)
+        if step > 70 and not witness.loop.busy:
+            break
+    assert not witness.loop.busy, "starved"
+    assert witness.ended.keys() == witness.accepted.keys()
+    assert witness.cache.n_used == 0
+    load = witness.scheduler.load()
+    assert (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks) == (0, 0, 0, 0)
+    witness.check_answers()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(arrivals, min_size=2, max_size=6), setups, st.data())
+def test_an_abort_between_plan_and_absorb_ends_the_request_once(crowd, setup, data):
+    witness = Witness(setup)
+    for n, arrival in enumerate(crowd):
+        arrival.id, arrival.tokens, arrival.deadline, arrival.abort_after, arrival.nan = f"r{n}", [], None, 0, False
+        witness.submit(arrival, 0)
+    for _ in range(MAX_STEPS):
+        if not witness.scheduler.busy:
+            break
+        plan = witness.scheduler.plan()
+        handle = witness.runner.launch(plan)
+        if data.draw(st.integers(0, 7)) == 0:
+            victim = data.draw(st.sampled_from(sorted(witness.accepted)))
+            witness.take(filter(None, [witness.scheduler.abort(victim)]))
+        if data.draw(st.integers(0, 15)) == 0:
+            witness.take(witness.scheduler.abort_all(Internal("over")))
+        witness.take(witness.scheduler.absorb(plan, handle.result()))
+        witness.check_blocks()
+    assert witness.ended.keys() == witness.accepted.keys()
+    assert witness.cache.n_used == 0

@@ -1,0 +1,290 @@
+"""The socket side of an engine, with a model in pure Python behind it."""
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from emberline.engine import socket_server as server_module
+from emberline.engine.process import join_token, listening
+from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.socket_server import Server
+from emberline.engine.step_loop import StepLoop
+from emberline.protocol import frames
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Submit, Welcome
+from tests.engine.client import Client, wait_until
+from tests.engine.fakes import EOS, FULL, VOCAB, FakeRunner, expected, request, scheduler_of
+
+LONG = {"max_tokens": None}
+
+
+class Engine:
+    """A server in a thread. `pause` holds its steps up."""
+
+    def __init__(self, path, idle_task=None, **setup):
+        self.scheduler, self.cache = scheduler_of(**{"n_blocks": 400, "context_len": 4000, **setup})
+        self.runner = FakeRunner(self.cache)
+        self.go = threading.Event()
+        self.go.set()
+        launch = self.runner.launch
+        self.runner.launch = lambda plan: self.go.wait(20) and launch(plan)
+        self.info = EngineInfo(model="fake", fingerprint="fake", context_len=4000, vocab_size=VOCAB, eos_ids=(EOS,))
+        self._listening = listening(str(path))
+        listener, self.address = self._listening.__enter__()
+        self.server = Server(listener, StepLoop(self.scheduler, self.runner, idle_task=idle_task), self.info, "secret")
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+
+    def stop(self):
+        self.go.set()
+        if self.thread.is_alive():
+            try:
+                with Client(self.address) as client:
+                    client.send(Drain(0))
+                    self.thread.join(10)
+            except ConnectionError:
+                self.thread.join(10)
+        self._listening.__exit__(None, None, None)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = Engine(tmp_path / "engine.sock")
+    yield engine
+    engine.stop()
+
+
+def test_hello_is_answered_by_what_the_engine_serves(engine):
+    with Client(engine.address) as client:
+        assert isinstance(client.greeting, Welcome)
+        assert client.greeting.info == engine.info
+        assert client.greeting.load.kv_total_blocks == 399
+
+
+def test_one_step_frame_carries_all_deltas_of_a_step(engine):
+    with Client(engine.address) as client, Client(engine.address) as other:
+        client.submit(*(request(f"r{n}", [n + 1] * 5, max_tokens=6) for n in range(3)))
+        other.submit(request("x", [5, 5], max_tokens=6))
+        client.finish("r0", "r1", "r2")
+        other.finish("x")
+        assert set(other.deltas) == {"x"}
+        for n in range(3):
+            assert (
+                client.tokens(f"r{n}") == expected([n + 1] * 5, request("", [1], max_tokens=6).sampling, [FULL], 999)[0]
+            )
+        assert max(len(step.deltas) for step in client.steps) == 3
+        assert len(client.steps) <= 8
+        assert client.steps[-1].load.output_tokens >= 18
+
+
+def test_refusals_come_back_as_terminal_deltas(engine):
+    with Client(engine.address) as client:
+        client.submit(request("empty", []), request("fine", [1]), request("long", [1] * 5000))
+        client.finish("empty", "fine", "long")
+        assert client.deltas["empty"][0].error.kind == "bad_input"
+        assert client.deltas["long"][0].error.kind == "context_exceeded"
+        assert client.deltas["fine"][-1].finish == "length"
+
+
+def test_an_id_in_use_is_refused(engine):
+    engine.go.clear()
+    with Client(engine.address) as client, Client(engine.address) as other:
+        client.submit(request("a", [1]))
+        wait_until(lambda: engine.scheduler.busy)
+        other.submit(request("a", [2]))
+        engine.go.set()
+        assert other.finish("a").error.kind == "bad_input"
+        assert client.finish("a").finish == "length"
+
+
+def test_abort_ends_the_request_and_only_the_owner_may(engine):
+    with Client(engine.address) as client, Client(engine.address) as other:
+        client.submit(request("a", [1], **LONG))
+        client.step()
+        other.abort("a", "unknown")
+        other.submit(request("b", [1]))
+        other.finish("b")
+        assert "a" not in other.deltas
+        client.abort("a")
+        assert client.finish("a").finish == "cancelled"
+    wait_until(lambda: engine.cache.n_used == 0)
+
+
+def test_a_connection_that_drops_takes_its_requests_with_it(engine):
+    with Client(engine.address) as other:
+        client = Client(engine.address)
+        client.submit(request("a", [1], **LONG), request("b", [2], **LONG))
+        client.step()
+        other.submit(request("c", [3], max_tokens=200))
+        client.close()
+        other.finish("c")
+    wait_until(lambda: engine.cache.n_used == 0)
+    assert not engine.scheduler.busy
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xff\xff\xff\xff",
+        struct.pack("<I", 3) + b"abc",
+        struct.pack("<I", 0),
+        frames.encode(Welcome(EngineInfo(model="", fingerprint="", context_len=1, vocab_size=1, eos_ids=()), None)),
+        frames.encode(Hello("secret")),
+    ],
+    ids=["huge", "garbage", "empty", "wrong direction", "second hello"],
+)
+def test_a_malformed_frame_closes_that_connection_alone(engine, payload):
+    with Client(engine.address) as client, Client(engine.address) as bad:
+        client.submit(request("a", [1], max_tokens=300))
+        bad.sock.sendall(payload)
+        with pytest.raises(ConnectionError):
+            bad.receive()
+        assert client.finish("a").finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind"),
+    [(Hello("wrong"), "unauthorized"), (Hello(""), "unauthorized"), (Hello("ключ"), "unauthorized"),
+     (Hello("secret", version=99), "bad_input")],
+)  # fmt: skip
+def test_a_stranger_is_refused(engine, hello, kind):
+    with Client(engine.address, greet=False) as client:
+        client.send(hello)
+        message = client.receive()
+        assert isinstance(message, Refused)
+        assert message.error.kind == kind
+        with pytest.raises(ConnectionError):
+            client.receive()
+
+
+def test_nothing_but_hello_from_a_stranger(engine):
+    for message in (Submit([request("a", [1])]), Abort(["a"]), Drain(0), Submit([request("a", [1] * 20_000)])):
+        with Client(engine.address, greet=False) as client:
+            client.send(message)
+            with pytest.raises(ConnectionError):
+                client.receive()
+    assert not engine.scheduler.busy
+
+
+def test_a_silent_stranger_is_let_go(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.05)
+    with Client(engine.address, greet=False) as client, pytest.raises(ConnectionError):
+        client.receive()
+
+
+def test_a_client_that_does_not_read_is_dropped(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_BACKLOG_BYTES", 10_000)
+    with Client(engine.address) as slow, Client(engine.address) as client:
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.submit(*(request("x" * 50_000 + str(n), [1], **LONG) for n in range(4)))
+        wait_until(lambda: len(engine.server._connections) == 1)
+        assert not engine.scheduler.busy
+        client.submit(request("a", [1]))
+        assert client.finish("a").finish == "length"
+
+
+def test_a_client_that_waits_hears_that_steps_are_made(engine, monkeypatch):
+    """A prompt may take minutes; without news its client could not tell that from an engine that hangs."""
+    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: (time.sleep(0.005), launch(plan))[1]
+    with Client(engine.address) as client, Client(engine.address) as idle:
+        client.submit(request("a", [1] * 1000))  # 32 chunks of 32
+        client.finish("a")
+        empty = [step for step in client.steps if not step.deltas]
+        assert len(empty) >= 3
+        assert [step.load.steps for step in empty] == sorted({step.load.steps for step in empty})
+        assert empty[0].load.running == 1
+        idle.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            idle.receive()
+
+
+def test_an_engine_that_makes_no_step_gives_no_sign_of_life(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(engine.scheduler, "plan", StepPlan)  # work, and nothing planned
+    with Client(engine.address) as client:
+        client.submit(request("a", [1]))
+        client.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            client.receive()
+
+
+def test_chores_are_done_when_nobody_has_asked_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    done_s = []
+
+    def idle_task():
+        done_s.append(time.monotonic())
+        return len(done_s) < 3
+
+    engine = Engine(tmp_path / "engine.sock", idle_task)
+    try:
+        with Client(engine.address) as client:
+            client.submit(request("a", [1, 2], max_tokens=3))
+            client.finish("a")
+            answered_s = time.monotonic()
+            wait_until(lambda: len(done_s) == 3)
+            assert done_s[0] > answered_s + 0.1
+            client.submit(request("b", [1, 2], max_tokens=3))
+            client.finish("b")
+        time.sleep(0.4)
+        assert len(done_s) == 3, "the last one said so"
+    finally:
+        engine.stop()
+
+
+def test_drain_finishes_what_runs_and_takes_nothing_new(engine):
+    engine.go.clear()
+    with Client(engine.address) as client:
+        client.submit(request("a", [1], max_tokens=50))
+        wait_until(lambda: engine.scheduler.busy)
+        client.send(Drain(20))
+        client.submit(request("b", [1]))
+        engine.go.set()
+        assert client.finish("b").error.kind == "unavailable"
+        assert client.finish("a").finish == "length"
+        with pytest.raises(ConnectionError):
+            client.receive()
+    engine.thread.join(5)
+    assert not engine.thread.is_alive()
+
+
+def test_drain_ends_what_takes_too_long(engine):
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: (threading.Event().wait(0.01), launch(plan))[1]
+    with Client(engine.address) as client:
+        client.submit(request("a", [1], **LONG))
+        client.step()
+        client.send(Drain(0.1))
+        assert client.finish("a").error.kind == "unavailable"
+    engine.thread.join(5)
+    assert not engine.thread.is_alive()
+
+
+def test_a_socket_file_is_private_replaced_when_stale_and_never_stolen(tmp_path):
+    path = tmp_path / "engine.sock"
+    with listening(f"unix:{path}") as (_, address):
+        assert address == f"unix:{path}"
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BadInput, match="another engine"), listening(str(path)):
+            pass
+    assert not path.exists()
+    left_behind = socket.socket(socket.AF_UNIX)
+    left_behind.bind(str(path))
+    left_behind.close()
+    with listening(str(path)):
+        pass
+
+
+def test_tcp_needs_a_token(monkeypatch):
+    monkeypatch.delenv("EMBERLINE_WORKER_TOKEN", raising=False)
+    with pytest.raises(BadInput, match="EMBERLINE_WORKER_TOKEN"):
+        join_token("tcp:127.0.0.1:0")
+    assert join_token("unix:/tmp/x") == ""
+    with pytest.raises(BadInput, match="tcp:HOST:PORT"), listening("tcp:80"):
+        pass

@@ -1,0 +1,228 @@
+"""Two schedulers and a wire between them that moves one message at a time, whenever a test says so.
+
+What threads and sockets do for real engines, in pure Python: a writer that was told to stop goes on until it hears it,
+and what it writes into a block before it is done is garbage.
+"""
+
+from collections import deque
+
+from emberline.engine.step_loop import StepLoop
+from emberline.kv.transfer.messages import Offer
+from emberline.kv.transfer.notices import (
+    BlocksReceived,
+    BlocksReleased,
+    EpochReleased,
+    OfferGranted,
+    OfferReceived,
+    SendAcked,
+    SenderGaveUp,
+    SenderLost,
+    SendRejected,
+)
+from tests.engine.fakes import FakeRunner, scheduler_of
+
+
+class Side:
+    """One engine."""
+
+    def __init__(self, transfers, **setup):
+        self.scheduler, self.cache = scheduler_of(transfers=transfers, **setup)
+        self.runner = FakeRunner(self.cache)
+        self.loop = StepLoop(self.scheduler, self.runner)
+        self.transfers = transfers
+        self.accepted, self.ended, self.tokens = {}, {}, {}
+
+    @property
+    def busy(self):
+        return self.loop.busy or bool(self.transfers.queued)
+
+
+class Queue:
+    def __init__(self):
+        self.queued = deque()
+
+    def notices(self):
+        taken, self.queued = list(self.queued), deque()
+        return taken
+
+
+class Prefill(Queue):
+    """The sender's thread, one tick at a time."""
+
+    def __init__(self, wire):
+        super().__init__()
+        self.wire = wire
+        self.commands = deque()
+        self.open = {}  # by number: [offer, epoch, targets]
+        self.cancelled = set()
+        self.writing = None
+
+    def offer(self, number, push, n_blocks):
+        layouts = [group.layout for group in self.wire.prefill.cache.groups]
+        tags, sizes = zip(*((layout.tag, layout.block_bytes) for layout in layouts))
+        self.commands.append(("offer", number, Offer(push.transfer, push.token or "fake", tags, sizes, n_blocks)))
+
+    def send(self, number, items):
+        for item in items:
+            self.commands.append(("send", number, [item]))
+
+    def cancel(self, number, message):
+        self.cancelled.add(number)
+        self.commands.append(("cancel", number, message))
+
+    def tick(self):
+        if self.writing is not None:
+            return self._wrote()
+        if self.wire.to_prefill:
+            return self._handle(*self.wire.to_prefill.popleft())
+        if self.commands:
+            self._execute(*self.commands.popleft())
+
+    def _execute(self, what, number, value):
+        if what == "offer":
+            self.open[number] = [value, 0, []]
+            if number not in self.cancelled:
+                self.wire.to_decode.append(("offer", value))
+        elif what == "cancel":
+            found = self.open.pop(number, None)
+            if found is not None:
+                self.wire.to_decode.append(("failed", found[0].transfer, found[1]))
+        elif number in self.open and number not in self.cancelled:
+            self.writing = number, self.open[number], value
+            for (g, j), _ in value:
+                self.wire.decode.runner.blocks[g][self.open[number][2][g][j]] = [("garbage", 0)] * 16
+        else:
+            self.queued.append(BlocksReleased(number, [item for item, _ in value]))
+
+    def _wrote(self):
+        number, (_, epoch, targets), items = self.writing
+        self.writing = None
+        for (g, j), source in items:
+            self.wire.decode.runner.blocks[g][targets[g][j]] = list(self.wire.prefill.runner.blocks[g][source])
+        self.wire.to_decode.append(("landed", epoch, [item for item, _ in items]))
+        self.queued.append(BlocksReleased(number, [item for item, _ in items]))
+
+    def _handle(self, what, *rest):
+        if what == "grant":
+            for number, found in self.open.items():
+                if found[0].transfer == rest[0]:
+                    found[1:] = rest[1:]
+                    self.queued.append(OfferGranted(number, [set(blocks) for blocks in rest[2]]))
+        elif what == "denied":
+            self._over([n for n, found in self.open.items() if found[0].transfer == rest[0]], SendRejected)
+        elif what == "revoke":
+            self.wire.to_decode.append(("revoked", rest[0]))
+            self._over([n for n, found in self.open.items() if found[1] == rest[0]], SendRejected)
+        else:
+            self._over([n for n, found in self.open.items() if found[1] == rest[0]], SendAcked)
+
+    def _over(self, numbers, kind):
+        for number in numbers:
+            del self.open[number]
+            self.queued.append(kind(number, "over") if kind is SendRejected else kind(number))
+
+    def lose(self):
+        """The connection is gone. What was being written is written to its end: then nothing more is."""
+        if self.writing is not None:
+            self._wrote()
+        for what, number, value in self.commands:
+            if what == "send":
+                self.queued.append(BlocksReleased(number, [item for item, _ in value]))
+            elif what == "offer":
+                self.open[number] = [value, 0, []]
+        self.commands.clear()
+        self._over(list(self.open), SendRejected)
+
+
+class Decode(Queue):
+    """The receiver's thread."""
+
+    def __init__(self, wire):
+        super().__init__()
+        self.wire = wire
+        self.commands = deque()
+        self.live, self.revoking = {}, set()
+
+    def grant(self, peer, transfer, epoch, blocks):
+        self._order(peer, ("grant", transfer, epoch, blocks))
+
+    def deny(self, peer, transfer, message):
+        self._order(peer, ("denied", transfer))
+
+    def revoke(self, peer, epoch):
+        self._order(peer, ("revoke", epoch))
+
+    def _order(self, peer, order):
+        if peer == self.wire.peer:
+            self.commands.append(order)
+
+    def tick(self):
+        if self.commands:
+            self._execute(self.commands.popleft())
+        elif self.wire.to_decode:
+            self._handle(*self.wire.to_decode.popleft())
+
+    def _execute(self, order):
+        if order[0] == "grant":
+            self.live[order[2]] = {(g, j) for g, blocks in enumerate(order[3]) for j in blocks}
+            self.wire.to_prefill.append(order)
+            self._finish(order[2])
+        elif order[0] == "revoke":
+            if self.live.pop(order[1], None) is None:
+                self.queued.append(EpochReleased(order[1]))
+            else:
+                self.revoking.add(order[1])
+                self.wire.to_prefill.append(order)
+        else:
+            self.wire.to_prefill.append(order)
+
+    def _finish(self, epoch):
+        if epoch in self.live and not self.live[epoch]:
+            del self.live[epoch]
+            self.wire.to_prefill.append(("received", epoch))
+
+    def _handle(self, what, *rest):
+        if what == "offer":
+            self.queued.append(OfferReceived(self.wire.peer, rest[0]))
+        elif what == "landed":
+            if rest[0] in self.live:
+                self.live[rest[0]] -= set(rest[1])
+                self.queued.append(BlocksReceived(rest[0], rest[1]))
+                self._finish(rest[0])
+        elif what == "failed":
+            self.live.pop(rest[1], None)
+            self.queued.append(SenderGaveUp(self.wire.peer, rest[0], rest[1], "gave up"))
+        elif rest[0] in self.revoking:
+            self.revoking.remove(rest[0])
+            self.queued.append(EpochReleased(rest[0]))
+
+    def lose(self):
+        self.commands.clear()
+        self.live.clear()
+        self.revoking.clear()
+        self.queued.append(SenderLost(self.wire.peer, "cut"))
+
+
+class Wire:
+    def __init__(self, prefill=None, decode=None):
+        self.to_prefill, self.to_decode = deque(), deque()
+        self.peer = 1
+        self.prefill = Side(Prefill(self), **(prefill or {}))
+        self.decode = Side(Decode(self), **(decode or {}))
+
+    def cut(self):
+        """The connection is lost; the next word is said on a new one."""
+        self.prefill.transfers.lose()
+        self.decode.transfers.lose()
+        self.to_prefill.clear()
+        self.to_decode.clear()
+        self.peer += 1
+
+    def tick(self):
+        self.prefill.transfers.tick()
+        self.decode.transfers.tick()
+
+    @property
+    def quiet(self):
+        busy = (self.to_prefill, self.to_decode, self.prefill.transfers.commands, self.decode.transfers.commands)
+        return not any(busy) and self.prefill.transfers.writing is None

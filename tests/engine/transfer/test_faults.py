@@ -1,0 +1,334 @@
+"""Real processes that push KV to each other, killed, cut off and lied to. The stand-in notices every wrong block."""
+
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from emberline.kv.transfer.messages import BlocksWritten, Offer, OpenTransport
+from emberline.protocol import frames
+from emberline.protocol.frames import Hello
+from tests.engine.client import Client, engine, wait_until
+from tests.engine.fakes import request
+from tests.engine.transfer.test_prefill_decode import halves
+
+STANDIN = "emberline.testing.standin_engine"
+SIZES = ("--head-dim", 256, "--token-budget", 64, "--kv-tokens", 4096, "--context-len", 2048, "--max-running", 16)
+
+
+@contextmanager
+def standin(path, role, *flags, script="chunk_ms=1"):
+    args = ("--socket", path, "--role", role, "--id", role, "--script", script, *SIZES, *flags)
+    with engine(STANDIN, *args) as made:
+        yield made
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def decode_address(request, tmp_path):
+    return tmp_path / "d.sock" if request.param == "shm" else "tcp:127.0.0.1:0"
+
+
+def ask(id, n=300, start=0, session=None, **sampling):
+    ids = [3 + (start + i * (start + 1)) % 40_000 for i in range(n)]
+    return request(id, ids, session=session, **{"max_tokens": 3, **sampling})
+
+
+def hand_over(prefill, decode, address, *requests, transfer="t", token="secret"):
+    for each in requests:
+        first, second = halves(each, address, f"{transfer}-{each.id}", token)
+        decode.submit(second)
+        prefill.submit(first)
+
+
+def at_rest(client, id="rest"):
+    """Poll until nothing is held; what is left over stays."""
+    for n in range(200):
+        client.submit(ask(f"{id}{n}", 2, max_tokens=1))
+        client.finish(f"{id}{n}")
+        load = client.steps[-1].load
+        if (load.kv_used_blocks, load.quarantined, load.awaiting, load.pushing, load.running, load.waiting) == (0,) * 6:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"left over: {load}")
+
+
+def ends_well(client, id, n_tokens=3):
+    assert client.finish(id).error is None
+    assert len(client.tokens(id)) == n_tokens
+
+
+def told_of_transfer(delta):
+    return delta.error is not None and (delta.error.kind, delta.error.param) == ("unavailable", "transfer")
+
+
+def test_blocks_arrive_as_they_are_under_random_aborts(tmp_path, decode_address):
+    rng = random.Random(3)
+    with (
+        standin(tmp_path / "p.sock", "prefill") as (_, p),
+        standin(decode_address, "decode") as (_, d),
+        Client(p) as prefill,
+        Client(d) as decode,
+    ):
+        ids = [f"r{n}" for n in range(40)]
+        for n, id in enumerate(ids):
+            hand_over(prefill, decode, d, ask(id, rng.randrange(1, 900), rng.randrange(6)))
+            if rng.random() < 0.4:
+                time.sleep(rng.random() * 0.02)
+                if rng.random() < 0.5:
+                    decode.abort(ids[rng.randrange(n + 1)])
+                else:
+                    prefill.abort(f"{ids[rng.randrange(n + 1)]}-p")
+        decode.finish(*ids)
+        prefill.finish(*(f"{id}-p" for id in ids))
+        ends = [decode.deltas[id][-1] for id in ids]
+        assert {end.finish for end in ends} == {"length", "cancelled", "error"}
+        assert all(told_of_transfer(end) for end in ends if end.finish == "error"), "wrong KV would be internal"
+        at_rest(prefill)
+        at_rest(decode)
+        load = decode.steps[-1].load
+        assert load.blocks_received > 100
+
+
+def test_a_prefill_engine_that_dies_leaves_nothing_behind(tmp_path, decode_address):
+    rng = random.Random(4)
+    with standin(decode_address, "decode") as (_, d), Client(d) as decode:
+        for n in range(3):
+            die = f"standin:die_at={rng.randrange(64, 700)}"
+            with standin(tmp_path / f"p{n}.sock", "prefill") as (process, p), Client(p) as prefill:
+                ids = [f"r{n}-{k}" for k in range(4)]
+                for k, id in enumerate(ids):
+                    hand_over(prefill, decode, d, ask(id, 800, 10 * n + k, session=die if k == 3 else None))
+                process.wait(20)
+                decode.finish(*ids)
+                for id in ids:
+                    end = decode.deltas[id][-1]
+                    assert end.finish == "length" or told_of_transfer(end)
+                assert told_of_transfer(decode.deltas[ids[3]][-1])
+            at_rest(decode, f"rest{n}-")
+        with standin(tmp_path / "p9.sock", "prefill") as (_, p), Client(p) as prefill:
+            hand_over(prefill, decode, d, ask("after", 800, 2))
+            ends_well(decode, "after")
+            used = decode.deltas["after"][0].usage.cached_by_tier
+            assert sum(used.values()) == 784
+
+
+def test_a_decode_engine_that_dies_leaves_nothing_behind(tmp_path, decode_address):
+    rng = random.Random(5)
+    with standin(tmp_path / "p.sock", "prefill") as (_, p), Client(p) as prefill:
+        for n in range(3):
+            address = tmp_path / f"d{n}.sock" if str(decode_address).endswith("sock") else decode_address
+            with standin(address, "decode") as (process, d), Client(d) as decode:
+                ids = [f"r{n}-{k}" for k in range(4)]
+                for k, id in enumerate(ids):
+                    hand_over(prefill, decode, d, ask(id, 800, 10 * n + k))
+                time.sleep(rng.random() * 0.03)
+                process.kill()
+                prefill.finish(*(f"{id}-p" for id in ids))
+                for id in ids:
+                    end = prefill.deltas[f"{id}-p"][-1]
+                    assert end.finish == "stop" or told_of_transfer(end)
+            at_rest(prefill, f"rest{n}-")
+
+
+class Proxy:
+    """TCP in between, cut after so many bytes towards the engine that decodes."""
+
+    def __init__(self, target, limit):
+        self.target, self.limit = target, limit
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp:127.0.0.1:{self.listener.getsockname()[1]}"
+        self.socks = []
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            try:
+                here, _ = self.listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(self.target)
+            self.socks += [here, there]
+            threading.Thread(target=self.relay, args=(here, there, self.limit), daemon=True).start()
+            threading.Thread(target=self.relay, args=(there, here, None), daemon=True).start()
+
+    def relay(self, source, target, limit):
+        n = 0
+        try:
+            while data := source.recv(4096):
+                data = data if limit is None else data[: limit - n]
+                target.sendall(data)
+                n += len(data)
+                if n == limit:
+                    break
+        except OSError:
+            pass
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for sock in (self.listener, *self.socks):
+            sock.close()
+
+
+def test_a_transfer_that_is_cut_in_half_costs_only_itself(tmp_path):
+    rng = random.Random(6)
+    with (
+        standin(tmp_path / "p.sock", "prefill") as (_, p),
+        standin("tcp:127.0.0.1:0", "decode") as (_, d),
+        Client(p) as prefill,
+        Client(d) as decode,
+    ):
+        target = ("127.0.0.1", int(d.rpartition(":")[2]))
+        for n in range(6):
+            proxy = Proxy(target, rng.randrange(300, 600_000))
+            hand_over(prefill, decode, proxy.address, ask(f"cut{n}", 800, n), transfer=f"x{n}")
+            hand_over(prefill, decode, d, ask(f"whole{n}", 400, 50 + n))
+            ends_well(decode, f"whole{n}")
+            decode.finish(f"cut{n}")
+            prefill.finish(f"cut{n}-p")
+            assert told_of_transfer(decode.deltas[f"cut{n}"][-1])
+            assert told_of_transfer(prefill.deltas[f"cut{n}-p"][-1])
+            proxy.close()
+            hand_over(prefill, decode, d, ask(f"again{n}", 800, n), transfer=f"y{n}")
+            ends_well(decode, f"again{n}")
+        at_rest(prefill)
+        at_rest(decode)
+
+
+def test_what_does_not_fit_fails_that_request_alone(tmp_path):
+    with ExitStack() as stack:
+        _, d = stack.enter_context(standin(tmp_path / "d.sock", "decode"))
+        decode = stack.enter_context(Client(d))
+        engines = {
+            "weights": standin(tmp_path / "w.sock", "prefill", "--fingerprint", "another"),
+            "layout": standin(tmp_path / "l.sock", "prefill", "--head-dim", 128),
+            "good": standin(tmp_path / "g.sock", "prefill"),
+        }
+        clients = {}
+        for name, each in engines.items():
+            clients[name] = stack.enter_context(Client(stack.enter_context(each)[1]))
+        for name in ("weights", "layout"):
+            hand_over(clients[name], decode, d, ask(name))
+            for end in (decode.finish(name), clients[name].finish(f"{name}-p")):
+                assert told_of_transfer(end)
+                assert "weights" in end.error.message or "another KV layout" in end.error.message
+        good = clients["good"]
+        first, _ = halves(ask("short", 300), d, "lengths", "secret")
+        _, second = halves(ask("short", 200), d, "lengths", "secret")
+        good.submit(first)
+        decode.submit(second)
+        for end in (decode.finish("short"), good.finish("short-p")):
+            assert told_of_transfer(end)
+            assert "blocks" in end.error.message
+        for name, token in (("token", "wrong"), ("nobody", "secret")):
+            address = d if name == "token" else f"unix:{tmp_path}/nobody.sock"
+            first, _ = halves(ask(name), address, name, token)
+            good.submit(first)
+            assert told_of_transfer(good.finish(f"{name}-p"))
+        hand_over(good, decode, d, ask("good"))
+        ends_well(decode, "good")
+        for client in (decode, *clients.values()):
+            at_rest(client)
+
+
+def test_two_engines_with_one_name(tmp_path):
+    with (
+        standin(tmp_path / "d.sock", "decode") as (_, d),
+        standin(tmp_path / "a.sock", "prefill") as (_, a),
+        standin(tmp_path / "b.sock", "prefill") as (_, b),
+        Client(d) as decode,
+        Client(a) as one,
+        Client(b) as other,
+    ):
+        for n in range(6):
+            hand_over(one if n % 2 else other, decode, d, ask(f"r{n}", 500, n))
+        for n in range(6):
+            ends_well(decode, f"r{n}")
+        first, _ = halves(ask("same", 300, 9), d, "same", "secret")
+        second, third = halves(ask("same", 300, 9), d, "same", "secret")
+        decode.submit(third)
+        one.submit(first)
+        other.submit(second)
+        ends_well(decode, "same")
+        ends = [one.finish("same-p"), other.finish("same-p")]
+        at_rest(decode)
+        assert sum(end.finish == "stop" for end in ends) >= 1
+        assert all(end.finish == "stop" or "offered twice" in end.error.message for end in ends)
+
+
+def garbage():
+    rng = random.Random(7)
+    yield b"\xff" * 64
+    yield struct.pack("<I", 1 << 31)
+    yield struct.pack("<I", 5) + b"hello"
+    yield frames.encode(Hello("secret"))
+    yield frames.encode(BlocksWritten(3, [(0, 1)]))
+    yield frames.encode(OpenTransport("shm"))
+    yield frames.encode(OpenTransport("shm")) + frames.encode(OpenTransport("tcp"))
+    yield frames.encode(OpenTransport("pigeon"))
+    yield frames.encode(Offer("t", "standin", ("x",), (1,), -1))
+    for _ in range(20):
+        payload = rng.randbytes(rng.randrange(1, 40))
+        yield struct.pack("<I", len(payload)) + payload
+
+
+def test_garbage_on_a_transfer_connection_is_contained(tmp_path, decode_address):
+    with (
+        standin(decode_address, "decode") as (process, d),
+        standin(tmp_path / "p.sock", "prefill") as (_, p),
+        Client(d) as decode,
+        Client(p) as prefill,
+    ):
+        for data in garbage():
+            stranger = Client(d, greet=False)
+            stranger.send(Hello("secret", peer="stranger"))
+            stranger.receive()
+            stranger.sock.sendall(data)
+            stranger.close()
+        early = Client(d, greet=False)
+        early.sock.sendall(frames.encode(Hello("secret", peer="early")) + b"\0")
+        early.close()
+        hand_over(prefill, decode, d, ask("after"))
+        ends_well(decode, "after")
+        assert process.poll() is None
+        at_rest(decode)
+
+
+def test_who_takes_no_kv_says_so(tmp_path):
+    with (
+        standin(tmp_path / "p.sock", "prefill") as (_, p),
+        standin(tmp_path / "b.sock", "both") as (_, b),
+        Client(p) as prefill,
+        Client(b) as both,
+    ):
+        for address in (p, b):
+            first, second = halves(ask("a"), address, "t", "secret")
+            prefill.submit(first)
+            end = prefill.finish("a-p")
+            assert told_of_transfer(end)
+            assert "receives no KV" in end.error.message
+            del prefill.deltas["a-p"]
+        both.submit(second)
+        assert told_of_transfer(both.finish("a"))
+
+
+def test_a_drained_prefill_engine_stays_until_its_blocks_are_read(tmp_path):
+    with (
+        standin(tmp_path / "p.sock", "prefill", script="chunk_ms=20") as (process, p),
+        standin(tmp_path / "d.sock", "decode") as (_, d),
+        Client(p) as prefill,
+        Client(d) as decode,
+    ):
+        hand_over(prefill, decode, d, ask("slow", 1000))
+        wait_until(lambda: prefill.step().deltas)
+        process.send_signal(signal.SIGTERM)
+        ends_well(decode, "slow")
+        assert prefill.finish("slow-p").finish == "stop"
+        assert process.wait(10) == 0
+        at_rest(decode)

@@ -1,0 +1,205 @@
+"""KV that travels, whatever is aborted, cut or late: right tokens, one end for each request, nothing left over."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.engine.transfer import incoming, outgoing
+from emberline.kv.block_pool import NULL_BLOCK
+from emberline.protocol.request import EngineRequest, Push, SamplingParams
+from emberline.protocol.token_ids import pack, unpack
+from tests.engine.fakes import FULL, VOCAB, expected, request, window_group
+from tests.engine.transfer.fake_wire import Wire
+
+prompts = st.builds(
+    lambda start, n, tail: [(start + i) % VOCAB for i in range(n)] + tail,
+    st.integers(0, 1),
+    st.sampled_from([0, 16, 31, 33, 48, 80]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+)
+setups = st.fixed_dictionaries(
+    {"n_blocks": st.integers(8, 24), "max_running": st.integers(1, 4), "token_budget": st.integers(5, 64)}
+)
+layouts = st.sampled_from([(FULL,), (FULL, window_group(20)), (window_group(37), FULL)])
+actions = st.one_of(
+    st.tuples(
+        st.just("pair"), prompts, st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["", "", "other"]))
+    ),
+    st.tuples(st.just("local"), prompts, st.booleans()),
+    st.tuples(st.just("abort"), st.booleans(), st.integers(0, 5)),
+    st.tuples(st.just("ticks"), st.sampled_from(["prefill", "decode", "both"]), st.integers(1, 12)),
+    st.tuples(st.just("steps"), st.sampled_from(["prefill", "decode", "both"]), st.integers(1, 6)),
+    st.tuples(st.just("cut"), st.none(), st.none()),
+    st.tuples(st.just("time"), st.sampled_from([1.0, incoming.LEASE_S, outgoing.TIMEOUT_S]), st.none()),
+)
+
+
+class Witness:
+    def __init__(self, layouts, prefill, decode):
+        common = {"layouts": layouts, "context_len": 128}
+        self.wire = Wire({**common, **prefill}, {**common, **decode})
+        self.layouts = layouts
+        self.now_s = 0.0
+        self.ids = []
+
+    def side(self, name):
+        return self.wire.prefill if name == "prefill" else self.wire.decode
+
+    def submit(self, side, wanted):
+        if len(wanted.prompt_ids) // 4 >= side.scheduler.limits.context_len:
+            return
+        side.scheduler.submit(wanted, self.now_s)
+        side.accepted[wanted.id] = wanted
+        side.tokens[wanted.id] = []
+        self.ids.append((side, wanted.id))
+
+    def pair(self, prompt, how):
+        priority, decode_first, fingerprint = how
+        id = f"r{len(self.ids)}"
+        push = Push(transfer=f"t-{id}", address="", token=fingerprint)
+        halves = [
+            (self.wire.decode, msgspec.structs.replace(request(id, prompt, priority), awaits=push.transfer)),
+            (
+                self.wire.prefill,
+                EngineRequest(
+                    id=f"{id}-p", prompt_ids=pack(prompt), sampling=SamplingParams(), push=push, priority=priority
+                ),
+            ),
+        ]
+        fits = min(side.scheduler.limits.context_len for side, _ in halves)
+        if len(prompt) < fits:
+            for side, wanted in halves if decode_first else reversed(halves):
+                self.submit(side, wanted)
+
+    def step(self, side):
+        if side.busy:
+            self.take(side, side.loop.step(self.now_s))
+        self.check_blocks()
+
+    def take(self, side, deltas):
+        for delta in deltas:
+            assert delta.id not in side.ended, "nothing follows a terminal delta"
+            side.tokens[delta.id] += unpack(delta.token_ids)
+            if delta.finish is not None:
+                side.ended[delta.id] = delta
+                if delta.finish == "error":
+                    assert (delta.error.kind, delta.error.param) == ("unavailable", "transfer")
+
+    def check_blocks(self):
+        """Each reference is somebody's: a running sequence's, an arrival's, the quarantine's or a pin's."""
+        for side in (self.wire.prefill, self.wire.decode):
+            transfers = side.scheduler._transfers
+            for g, group in enumerate(side.cache.groups):
+                tables = [seq.table for seq in side.scheduler._queues.running]
+                known = [*transfers.incoming._by_transfer.values(), *transfers.incoming._complete.values()]
+                tables += [each.table for each in known if each.table is not None]
+                refs = Counter(b for table in tables for b in table.groups[g].blocks if b != NULL_BLOCK)
+                for _, blocks in transfers.incoming._quarantine.values():
+                    refs.update(block for number, block in blocks if number == g)
+                for sending in [*transfers.outgoing._open.values(), *transfers.outgoing._ended.values()]:
+                    refs.update(block for (number, _), block in sending.pins.items() if number == g)
+                assert {b: n for b, n in enumerate(group.pool.refs) if n} == refs
+                assert len(refs) + group.pool.n_free == group.pool.n_total
+
+    def act(self, action, what, how):
+        if action == "pair":
+            self.pair(what, how)
+        elif action == "local":
+            side = self.wire.prefill if how else self.wire.decode
+            self.submit(side, request(f"r{len(self.ids)}", what))
+        elif action == "abort" and self.ids:
+            side, id = self.ids[-1 - how % len(self.ids)]
+            delta = side.scheduler.abort(id)
+            self.take(side, [] if delta is None else [delta])
+            self.check_blocks()
+        elif action == "ticks":
+            for _ in range(how):
+                for side in ("prefill", "decode") if what == "both" else (what,):
+                    self.side(side).transfers.tick()
+        elif action == "steps":
+            for _ in range(how):
+                for side in ("prefill", "decode") if what == "both" else (what,):
+                    self.step(self.side(side))
+        elif action == "cut":
+            self.wire.cut()
+        elif action == "time":
+            self.now_s += what
+
+    def finish(self):
+        for _ in range(3000):
+            if self.wire.quiet and not self.wire.prefill.busy and not self.wire.decode.busy:
+                return
+            self.wire.tick()
+            self.step(self.wire.prefill)
+            self.step(self.wire.decode)
+            sides = (self.wire.prefill, self.wire.decode)
+            if self.wire.quiet and not any(side.scheduler._queues.running or side.transfers.queued for side in sides):
+                self.now_s += 5.0  # for halves that wait for one that never came
+        raise AssertionError("it never ends")
+
+    def check(self):
+        for side in (self.wire.prefill, self.wire.decode):
+            assert side.ended.keys() == side.accepted.keys()
+            load = side.loop.load
+            assert (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks) == (0, 0, 0, 0)
+            assert (load.awaiting, load.awaiting_tokens, load.pushing, load.quarantined) == (0, 0, 0, 0)
+            for id, wanted in side.accepted.items():
+                ids, finish = expected(unpack(wanted.prompt_ids), wanted.sampling, self.layouts, 128)
+                if wanted.push is not None:
+                    assert not side.tokens[id]
+                    continue
+                assert side.tokens[id] == ids[: len(side.tokens[id])]
+                if side.ended[id].finish not in ("cancelled", "error"):
+                    assert (side.tokens[id], side.ended[id].finish) == (ids, finish)
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts, setups, setups, st.lists(actions, min_size=2, max_size=25))
+def test_whatever_happens_on_the_way(layouts, prefill, decode, script):
+    witness = Witness(layouts, prefill, decode)
+    for each in script:
+        witness.act(*each)
+    witness.finish()
+    witness.check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts, setups, setups, st.lists(prompts, min_size=1, max_size=6))
+def test_when_nothing_goes_wrong_everything_is_delivered(layouts, prefill, decode, wanted):
+    witness = Witness(layouts, prefill, decode)
+    for n, prompt in enumerate(wanted):
+        witness.pair(prompt, (n % 3, n % 2 == 0, ""))
+    witness.finish()
+    witness.check()
+    for side in (witness.wire.prefill, witness.wire.decode):
+        assert {delta.finish for delta in side.ended.values()} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("how", ["abort", "lease"])
+def test_a_block_that_may_still_be_written_is_not_used_again(how):
+    witness = Witness((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
+    wire = witness.wire
+    witness.pair([1, 2, 3, 4] * 25, (1, True, ""))
+    while not any(command[0] == "send" for command in wire.prefill.transfers.commands):
+        wire.tick()
+        witness.step(wire.prefill)
+        witness.step(wire.decode)
+    if how == "abort":
+        witness.act("abort", None, 1)
+    else:
+        for _ in range(2):
+            witness.act("time", incoming.LEASE_S + incoming.GRACE_S, None)
+            witness.step(wire.decode)
+    assert wire.decode.loop.load.quarantined >= 5
+    witness.submit(wire.decode, request("local", [5, 6] * 50, max_tokens=12))
+    for _ in range(3):
+        witness.step(wire.decode)
+    assert wire.decode.loop.load.running == 0, "there is no room for it but in quarantined blocks"
+    for _ in range(20):
+        wire.prefill.transfers.tick()  # nobody has told it yet: it writes all
+    witness.finish()
+    witness.check()
+    assert wire.decode.ended["local"].finish == "length"

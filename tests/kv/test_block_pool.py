@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool
+
+
+def test_hands_out_every_block_but_the_null_block():
+    pool = BlockPool(4)
+    assert sorted(pool.take_all(1)[0] for _ in range(3)) == [1, 2, 3]
+    assert pool.n_free == 0
+    with pytest.raises(AssertionError):
+        pool.take_all(1)[0]
+
+
+def test_worthless_blocks_are_reused_first_and_cached_ones_oldest_first():
+    pool = BlockPool(6)
+    a, b, c, d, e = (pool.take_all(1)[0] for _ in range(5))
+    pool.drop(b, keep=True)
+    pool.drop(d, keep=True)
+    pool.drop(a, keep=False)
+    assert pool.free_blocks() == [a, b, d]
+    assert [pool.take_all(1)[0], pool.take_all(1)[0]] == [a, b]
+    assert pool.refs[c] == pool.refs[e] == 1
+
+
+def test_holding_a_free_block_takes_it_off_the_list():
+    pool = BlockPool(4)
+    blocks = [pool.take_all(1)[0] for _ in range(3)]
+    for block in blocks:
+        pool.drop(block, keep=True)
+    pool.hold(blocks[1])
+    pool.hold(blocks[1])
+    assert pool.free_blocks() == [blocks[0], blocks[2]]
+    pool.drop(blocks[1], keep=True)
+    assert pool.n_free == 2
+    pool.drop(blocks[1], keep=True)
+    assert pool.free_blocks() == [blocks[0], blocks[2], blocks[1]]
+
+
+def test_a_drop_too_many_is_our_bug():
+    pool = BlockPool(3)
+    block = pool.take_all(1)[0]
+    pool.drop(block, keep=False)
+    with pytest.raises(AssertionError):
+        pool.drop(block, keep=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "hold", "keep", "lose"]), st.integers(0, 99)), max_size=80))
+def test_the_list_always_holds_exactly_the_unreferenced_blocks(operations):
+    pool = BlockPool(8)
+    refs = dict.fromkeys(range(1, 8), 0)
+    for operation, choice in operations:
+        held = [block for block in refs if refs[block]]
+        if operation == "take" and pool.n_free:
+            block = pool.take_all(1)[0]
+            assert refs[block] == 0
+            refs[block] = 1
+        elif operation == "hold":
+            block = choice % 7 + 1
+            pool.hold(block)
+            refs[block] += 1
+        elif held:
+            block = held[choice % len(held)]
+            pool.drop(block, keep=operation == "keep")
+            refs[block] -= 1
+        free = pool.free_blocks()
+        assert sorted(free) == [block for block in refs if not refs[block]]
+        assert pool.n_free == len(free)
+        assert pool.refs[1:] == list(refs.values())
+        assert NULL_BLOCK not in free
+
+
+@given(st.lists(st.integers(1, 7), max_size=7, unique=True), st.lists(st.booleans(), min_size=7, max_size=7), st.data())
+def test_many_at_once_are_the_same_as_one_by_one(kept, worth, data):
+    one, many = BlockPool(8), BlockPool(8)
+    taken = [one.take_all(1)[0] for _ in range(7)]
+    assert many.take_all(7) == taken
+    for block, is_worth in zip(taken, worth):
+        one.drop(block, keep=is_worth)
+    many.drop_all(taken, worth)
+    assert many.free_blocks() == one.free_blocks()
+    assert many.n_unheld(kept) == len(kept)
+    for block in kept:
+        one.hold(block)
+    many.hold_all(kept)
+    assert many.n_unheld(kept) == 0
+    n = data.draw(st.integers(0, one.n_free))
+    assert many.take_all(n) == [one.take_all(1)[0] for _ in range(n)]
+    state = [(pool.free_blocks(), pool.refs, pool.n_free, pool.n_releases) for pool in (one, many)]
+    assert state[0] == state[1]

@@ -1,0 +1,54 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.kv.prefix_index import PrefixIndex, first_visible
+
+KEYS = [bytes([n]) * 16 for n in range(20)]
+
+
+def test_the_first_block_with_a_key_stays():
+    index = PrefixIndex(8)
+    assert index.put(KEYS, (3, 5), range(2)) == [0, 1]
+    assert not index.put(KEYS, (4,), range(1))
+    assert index.block(KEYS[0]) == 3
+    assert index.key(4) is None
+    assert index.remove((4, 3, 5)) == [(KEYS[0], 3), (KEYS[1], 5)]
+    assert KEYS[0] not in index
+    assert index.remove((3, 4)) == []
+    assert len(index) == 0
+
+
+def test_leading_stops_at_the_first_gap():
+    index = PrefixIndex(8)
+    for n in (0, 1, 3):
+        index.put(KEYS, range(1, 21), range(n, n + 1))
+    assert index.n_leading(KEYS, 4) == 2
+    assert index.n_leading(KEYS, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("position", "window", "first"),
+    [
+        (0, 16, 0),
+        (15, 16, 0),
+        (16, 16, 0),
+        (30, 16, 0),
+        (31, 16, 1),
+        (32, 16, 1),
+        (32, 1, 2),
+        (48, 17, 2),
+        (99, None, 0),
+    ],
+)
+def test_first_visible_block(position, window, first):
+    assert first_visible(position, window) == first
+
+
+@given(st.sets(st.integers(0, 19)), st.integers(0, 20), st.integers(1, 120))
+def test_n_windowed_is_the_longest_prefix_whose_window_is_indexed(present, limit, window):
+    index = PrefixIndex(32)
+    for n in present:
+        index.put(KEYS, range(1, 21), range(n, n + 1))
+    usable = [n for n in range(limit + 1) if all(j in present for j in range(first_visible(16 * n, window), n))]
+    assert index.n_windowed(KEYS, limit, window) == max(usable)
