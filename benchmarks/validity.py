@@ -42,6 +42,7 @@ class Case:
     name: str
     schema: Any
     instances: tuple[Any, ...] = ()  # of the suite: values that the schema accepts
+    invalid: tuple[Any, ...] = ()  # of the suite: values that the schema rejects
     tool: bool = False
 
 
@@ -70,8 +71,11 @@ def suite(cache: Path) -> Iterator[Case]:
             file = archive.extractfile(member)
             assert file is not None
             for group in json.load(file):
-                instances = tuple(test["data"] for test in group["tests"] if test["valid"])
-                yield Case(f"{path.stem}: {group['description']}", group["schema"], instances)
+                valid, invalid = (
+                    tuple(test["data"] for test in group["tests"] if test["valid"] is wanted)
+                    for wanted in (True, False)
+                )
+                yield Case(f"{path.stem}: {group['description']}", group["schema"], valid, invalid)
 
 
 def functions() -> Iterator[Case]:
