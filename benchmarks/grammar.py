@@ -20,8 +20,7 @@ from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, OutputFormat, SamplingParams
-from emberline.text.grammar.build import build
-from emberline.text.grammar.spec import GrammarSpec
+from emberline.text.grammar.reply_grammar import GrammarSpec, build
 from emberline.text.text_model import TextModel
 
 STREAMS = 8

@@ -23,16 +23,15 @@ from llguidance import LLMatcher, LLParserLimits
 
 from benchmarks.ours import default_gguf
 from benchmarks.validity import ROOT, Case, _validator, functions, suite
-from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.closer import Closer
+from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.lark import to_lark
 from emberline.engine.grammar.matcher import LIMITS
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
 from emberline.protocol.request import OutputFormat
-from emberline.text.grammar.build import build
-from emberline.text.grammar.spec import GrammarSpec
+from emberline.text.grammar.reply_grammar import GrammarSpec, build
 from emberline.text.text_model import TextModel
 
 SAMPLES = 20

@@ -20,7 +20,7 @@ from emberline.service.responses import RETENTION_DAYS, Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
-from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels

@@ -17,20 +17,21 @@ from emberline.protocol.request import GenerateRequest, Message, Principal, Samp
 from emberline.service.core import Core, Memory
 from emberline.service.request_log import Clock
 from emberline.service.validation import validate, validate_prompt
-from emberline.text.grammar.spec import GrammarSpec
-from emberline.text.message_digest import chain_digests
+from emberline.text.grammar.reply_grammar import GrammarSpec
 from emberline.text.prompt import (
     Entry,
     Prompt,
     build_prompt,
+    chain_digests,
+    grammar_spec,
     prompt_kwargs,
     render_prompt,
     thinking_begun,
+    thinking_limit,
     turn_entries,
 )
 from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tokenizer import OFF_LOOP_BYTES
-from emberline.text.tool_calls.grammar import grammar_spec, thinking_limit
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from emberline.service.request_log import Clock
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
 from emberline.service.validation import validate
-from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest

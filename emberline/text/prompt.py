@@ -5,19 +5,87 @@ longest known beginning of that text lends its exact ids (the model's own, for r
 alone where a special token bounds it, so that no token could have reached across; otherwise the whole text is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.request import GenerateRequest, Message
+from emberline.protocol.request import GenerateRequest, Message, ThinkingLimit, Tool, ToolCall
 from emberline.protocol.token_ids import count, unpack
-from emberline.text.message_digest import TextHash, extend
+from emberline.text.grammar.reply_grammar import GrammarSpec, ThinkingForm, ToolGrammar
 from emberline.text.text_model import Rendered, TextModel
 from emberline.text.tool_calls import reasoning as thinking
 from emberline.text.tool_calls.formats import signed
 from emberline.text.tool_calls.parser import Reply
+
+DIGEST_BYTES = 16
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+
+def chain_digests(
+    messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Tool] = ()
+) -> list[bytes]:
+    """The digest after each message. `template_kwargs` and tools decide what the template writes: they root the
+    chain."""
+    root = _canonical.encode([template_kwargs or {}, tools])
+    digest = blake2b(root, key=b"emberline.messages", digest_size=DIGEST_BYTES)
+    digests: list[bytes] = []
+    parent = digest.digest()
+    for message in messages:
+        parent = extend(parent, message)
+        digests.append(parent)
+    return digests
+
+
+def extend(parent: bytes, message: Message) -> bytes:
+    digest = blake2b(key=parent, digest_size=DIGEST_BYTES)
+    fields = [b"r", message.role, b"c", message.content]
+    if message.name is not None:
+        fields += [b"n", message.name]
+    if message.tool_call_id is not None:
+        fields += [b"i", message.tool_call_id]
+    if message.reasoning is not None:
+        fields += [b"g", message.reasoning]
+    for call in message.tool_calls:
+        fields += [b"t", call.id, call.name, _arguments(call)]
+    for field in fields:
+        data = field if isinstance(field, bytes) else field.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+class TextHash:
+    """A digest of text that grows: `after(piece)` is the digest of all pieces so far."""
+
+    def __init__(self) -> None:
+        self.n_chars = 0
+        self._hash = blake2b(key=b"emberline.text", digest_size=DIGEST_BYTES)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextHash) and self._hash.digest() == other._hash.digest()
+
+    def after(self, piece: str) -> bytes:
+        self.n_chars += len(piece)
+        self._hash.update(piece.encode("utf-8", "surrogatepass"))
+        return self._hash.digest()
+
+    def copy(self) -> "TextHash":
+        """To go on from here more than once."""
+        other = TextHash()
+        other.n_chars, other._hash = self.n_chars, self._hash.copy()
+        return other
+
+
+def _arguments(call: ToolCall) -> bytes:
+    """Arguments as parsed: clients write the same JSON with other spaces and another order of keys."""
+    try:
+        return b"j" + _canonical.encode(msgspec.json.decode(call.arguments))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return b"x" + call.arguments.encode("utf-8", "surrogatepass")
+
 
 _WINDOW_BYTES = 1024
 
@@ -265,3 +333,57 @@ def _encode_rest(model: TextModel, rendered: Rendered, at: int, ids: bytes) -> b
     before = _last_bound(model, ids) or ""
     rest = model.tokenizer.encode_marked(before + rendered.text[at:], rendered.mark)
     return rest[4:] if before else rest
+
+
+def grammar_spec(model: TextModel, request: GenerateRequest, thinking: bool | None) -> GrammarSpec | None:
+    """None: anything goes. `thinking` is what `thinking_begun` says of the prompt."""
+    tools = _tools(model, request)
+    if request.output is None and tools is None:
+        return None
+    return GrammarSpec(
+        request.output, tools, None if thinking is False else _spec_thinking(model, begun=bool(thinking))
+    )
+
+
+def _tools(model: TextModel, request: GenerateRequest) -> ToolGrammar | None:
+    """Where no tool may be called, what opens a call may not be written."""
+    choice = request.tool_choice
+    if not request.tools:
+        return None
+    tools = tuple(tool for tool in request.tools if choice.name in (None, tool.name))
+    return ToolGrammar(tools, choice.mode, request.parallel_tool_calls, model.tool_form.family, model.tool_form.tokens)
+
+
+def _spec_thinking(model: TextModel, *, begun: bool) -> ThinkingForm:
+    form = model.think_form
+    assert form is not None
+    return ThinkingForm(
+        form.end,
+        form.tokens.get(form.end),
+        ("\n\n", "\n"),
+        "" if begun else form.start,
+        None if begun else form.tokens.get(form.start),
+    )
+
+
+def thinking_limit(model: TextModel, request: GenerateRequest, max_tokens: int) -> ThinkingLimit | None:
+    """For a reply whose prompt has begun reasoning; None: no bound.
+
+    Engines know the end of reasoning by its token. Where it is several, a budget is refused; an effort, which is a wish
+    and no bound, is left to the model.
+    """
+    form = model.think_form
+    assert form is not None
+    most = thinking.budget(request.reasoning, model.template.variables, max_tokens)
+    if most is None or most >= max_tokens:
+        return None
+    end_ids = unpack(model.encode(form.end, special=True))
+    if len(end_ids) != 1:
+        if request.reasoning.budget_tokens is None:
+            return None
+        message = f"this model's reasoning can have no budget, as its end {form.end} is no single token: leave it out"
+        raise BadInput(message, param="reasoning")
+    openings = (unpack(model.encode(opening, special=True)) for opening in model.tool_form.openings)
+    calls = [ids[0] for ids in openings if len(ids) == 1] if request.tools else []
+    ids = model.encode(form.before_end + form.end + form.after_end, special=True)
+    return ThinkingLimit(most, (*end_ids, *calls), ids)

@@ -9,15 +9,13 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Vocabulary
 from emberline.protocol.request import Message, Tool
 from emberline.protocol.token_ids import unpack
-from emberline.text.chat_messages import Turn, with_family_ids, with_system_text
-from emberline.text.chat_template import ChatTemplate
+from emberline.text.chat_template import ChatTemplate, Turn, with_family_ids, with_system_text
 from emberline.text.detokenizer import Detokenizer
 from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
 from emberline.text.special_tokens import Guard
 from emberline.text.tokenizer import Tokenizer
-from emberline.text.tool_calls import families
-from emberline.text.tool_calls import prompt as teach
+from emberline.text.tool_calls import formats
 from emberline.text.tool_calls import reasoning as thinking
 from emberline.text.tool_calls.parser import ReplyForm, ReplyParser
 from emberline.weights.gguf import GGUFFile
@@ -42,7 +40,7 @@ class TextModel:
         self.bos_id = tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size
         self.chat_stops = template.stops  # stop strings that chats with this model need beside its end tokens
-        self.tool_form = families.detect(template.source, "tools" in template.variables, tokenizer.special)
+        self.tool_form = formats.detect(template.source, "tools" in template.variables, tokenizer.special)
         self.think_form = thinking.detect(template.source, tokenizer.added, tokenizer.special)
         self._reply_forms = {True: ReplyForm(self.tool_form, self.think_form), False: ReplyForm(None, self.think_form)}
         self.reply_signs = self._reply_forms[True].signs
@@ -93,7 +91,7 @@ class TextModel:
         add_generation_prompt: bool = True,
     ) -> Rendered:
         turns = self._turns(messages, tools)
-        given = teach.template_tools(tools) if tools and not self.tool_form.own else None
+        given = formats.template_tools(tools) if tools and not self.tool_form.own else None
         try:
             mark = self.guard.choose(turns, kwargs, given)
             turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
@@ -105,7 +103,7 @@ class TextModel:
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
         if not tools or not self.tool_form.own:
             return self.template.turns(with_family_ids(messages, self.tool_form))
-        return with_system_text(self.template.turns(messages, self.tool_form), teach.system_text(tools))
+        return with_system_text(self.template.turns(messages, self.tool_form), formats.system_text(tools))
 
     def reply_parser(
         self, prompt_ids: bytes, tools: Sequence[Tool], thinking: bool | None, detokenizer: Detokenizer | None = None

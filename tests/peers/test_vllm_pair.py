@@ -21,7 +21,7 @@ from emberline.service.responses import Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
-from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
 from tests.peers.vllm import MODEL, Vllm

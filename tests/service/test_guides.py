@@ -9,8 +9,8 @@ from emberline.engine.grammar.compiler import Grammars
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
 from emberline.protocol.token_ids import unpack
-from emberline.text.grammar.build import build
-from emberline.text.tool_calls.grammar import grammar_spec
+from emberline.text.grammar.reply_grammar import build
+from emberline.text.prompt import grammar_spec
 from tests.text.tools.models import CALLERS, model
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

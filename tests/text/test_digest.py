@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.request import Message, ToolCall
-from emberline.text.message_digest import TextHash, chain_digests, extend
+from emberline.text.prompt import TextHash, chain_digests, extend
 
 messages = st.builds(
     Message,

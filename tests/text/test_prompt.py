@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.protocol.token_ids import pack, unpack
 from emberline.service.sessions import Sessions
-from emberline.text.message_digest import TextHash, chain_digests
-from emberline.text.prompt import Cut, Known, build_prompt, prompt_entry, reply_entry, turn_entries
+from emberline.text.prompt import (
+    Cut,
+    Known,
+    TextHash,
+    build_prompt,
+    chain_digests,
+    prompt_entry,
+    reply_entry,
+    turn_entries,
+)
 from emberline.text.text_model import TextModel
 from tests.text.chats import family
 from tests.text.strategies import snippets

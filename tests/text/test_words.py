@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.text.word_cache import FEW, MAX_WORD_CHARS, MAX_WORDS, Words, _cutter
+from emberline.text.tokenizer import FEW, MAX_WORD_CHARS, MAX_WORDS, Words, _cutter
 from tests.text.strategies import snippets
 
 

@@ -22,7 +22,7 @@ from emberline.service.sessions import Sessions
 from emberline.store import open_store
 from emberline.testing.standin_openai.replies import Script
 from emberline.testing.standin_openai.server import Kind, Standin
-from emberline.text.grammar.compiler import GrammarCompiler
+from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
 

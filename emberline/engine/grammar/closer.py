@@ -1,6 +1,6 @@
 """How a reply could end from here, for one sequence: the automaton's states, token by token."""
 
-from emberline.engine.grammar.automaton import DEAD, END, Automaton, State, TooComplex
+from emberline.engine.grammar.grammar_automaton import DEAD, END, Automaton, State, TooComplex
 from emberline.engine.grammar.vocabulary import MAX_PIECE_BYTES, Spelling, Vocabulary
 
 MAX_CLOSING_BYTES = 8192  # that are spelled to see whether they fit; it takes a step's time

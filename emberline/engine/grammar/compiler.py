@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.engine.grammar import bounds
-from emberline.engine.grammar.automaton import Automaton
+from emberline.engine.grammar import validation
+from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.guide import GrammarGuide
 from emberline.engine.grammar.lark import to_lark
 from emberline.engine.grammar.matcher import LIMITS, Prototype
 from emberline.engine.grammar.vocabulary import Vocabulary, digest
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded
 from emberline.protocol.frames import Vocabulary as Frame
-from emberline.protocol.grammar import Grammar
+from emberline.protocol.grammar import Grammar, Token, walk
 
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 32 << 20  # of encoded grammars
@@ -79,8 +79,10 @@ class Grammars:
         """The compiled grammar, now or soon."""
         if self._frame is None:
             raise BadInput("a grammar needs the model's vocabulary, which was not sent", param="grammar")
-        if len(encoded) > bounds.MAX_BYTES:
-            raise BadInput(f"the grammar has {len(encoded)} bytes, at most {bounds.MAX_BYTES} may be", param="grammar")
+        if len(encoded) > validation.MAX_BYTES:
+            raise BadInput(
+                f"the grammar has {len(encoded)} bytes, at most {validation.MAX_BYTES} may be", param="grammar"
+            )
         found = self._kept.get(encoded)
         if found is not None:
             self._kept.move_to_end(encoded)
@@ -130,7 +132,7 @@ class Grammars:
         vocabulary, library = self._library_of()
         from llguidance import LLMatcher, LLParserLimits
 
-        grammar = bounds.read(pending.encoded)
+        grammar = validation.read(pending.encoded)
         self._check_tokens(grammar, vocabulary)
         source = LLMatcher.grammar_from_lark(to_lark(grammar))
 
@@ -157,6 +159,6 @@ class Grammars:
         return self._vocabulary, self._library
 
     def _check_tokens(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
-        for token_id in bounds.tokens(grammar):
+        for token_id in {part.token_id for part in walk(*grammar.rules) if isinstance(part, Token)}:
             if token_id not in vocabulary.special:
                 raise BadInput(f"the grammar names token {token_id}, which is no special token here", param="grammar")

@@ -5,8 +5,8 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.closer import Closer
+from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.matcher import Matcher, Prototype
 from emberline.engine.grammar.vocabulary import Vocabulary
 

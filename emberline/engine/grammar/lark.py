@@ -1,9 +1,10 @@
-"""A grammar in the language of the matcher's library, whose parser reads lexemes, longest first.
+"""Translates a grammar into llguidance's Lark dialect, whose lexer takes the longest lexeme first.
 
-Whatever needs no recursion and no special token becomes part of a lexeme, so that longest-first has no say in it:
-between two calls of recursive rules, or two special tokens, lies exactly one. It is Glushkov's construction with calls
-in place of letters: which call may come first, which after which, which last, and what text lies between. Across the
-border of a recursive rule the longest reading wins; what the grammar means otherwise, the automaton knows.
+Our grammars have no lexer. Whatever needs neither recursion nor a special token therefore becomes part of a lexeme, so
+that longest-match has nothing to decide: between two references to recursive rules, or two special tokens, lies exactly
+one lexeme. This is Glushkov's construction with references in place of letters: which reference may come first, which
+may follow which, which may come last, and which regular text lies between them. Across the border of a recursive rule
+the longest match wins, so the matcher may allow less than the grammar there; `grammar_automaton` has the exact meaning.
 """
 
 import re
@@ -11,31 +12,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from emberline.engine.grammar.bounds import called_first, parts, references
 from emberline.protocol import grammar as ir
 from emberline.protocol.errors import BadInput
+from emberline.protocol.grammar import callees_first, references, walk
 
 MAX_LARK_BYTES = 8 << 20
-MAX_INLINED = 2_000  # expressions that rules without recursion may grow to where they are called
-MAX_INSIDE = 10
-MAX_WRITTEN_OUT = 1 << 20  # characters of a sequence in a lexeme: the library copies the named ones into it
-MAX_LEXEME_DEPTH = 600  # the library recurses: somewhere beyond 3,000 the process would die
-MAX_CALLS = 12  # in one part of an expression; more are put into a rule of their own
-_SHORT = 60  # bytes of a lexeme's part that are repeated rather than named
+MAX_INLINED = 2_000  # expressions up to which a rule without recursion is inlined at its references
+MAX_INLINE_DEPTH = 10
+MAX_LEXEME_CHARS = 1 << 20  # of a sequence in a lexeme, with the terminals that it names expanded, as llguidance does
+MAX_LEXEME_DEPTH = 600  # llguidance recurses: somewhere beyond 3,000 the process would die
+MAX_CALLS = 12  # references in one linearized part; more are moved into a rule of their own
+_MAX_UNNAMED_CHARS = 60  # longer parts of lexemes become named terminals instead of being copied
 
 _NESTING = re.compile(r"[()]|T\d+")
-_HEAD = '%llguidance {"no_forcing": true}\n'  # any tokens that spell the text, not only the tokenizer's own choice
-_NOTHING = ""  # the lexeme of the empty text
+_HEADER = '%llguidance {"no_forcing": true}\n'  # allow every tokenization of a text, not only the canonical one
+_EMPTY = ""  # the lexeme of the empty text
 
 
 @dataclass(slots=True)
-class _Shape:
-    """An expression around its calls. Texts are lexemes' parts, None where there is no way."""
+class _Linear:
+    """An expression linearized around its calls (references to recursive rules and special tokens), by number.
 
-    whole: str | None = None  # without any call
+    Values are parts of lexemes: the regular text before, after or between the calls.
+    """
+
+    plain: str | None = None  # the text without any call; None: there is none
     first: dict[int, str] = field(default_factory=dict)  # call → the text before it
     last: dict[int, str] = field(default_factory=dict)  # call → the text after it
-    between: dict[tuple[int, int], str] = field(default_factory=dict)
+    follow: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 def to_lark(grammar: ir.Grammar) -> str:
@@ -46,33 +50,33 @@ class _Translator:
     def __init__(self, grammar: ir.Grammar) -> None:
         self._grammar = grammar
         self._recursive = recursive_rules(grammar)
-        self._texts = _rules_without_calls(grammar, self._recursive)
-        self._plain: dict[int, str | None] = {}  # rules without calls, as lexemes' parts
+        self._regular = _regular_rules(grammar, self._recursive)
+        self._plain: dict[int, str | None] = {}  # regular rules as parts of lexemes
         self._sizes: dict[int, int] = {}
-        self._calls: list[str] = []  # what a call's number stands for
+        self._calls: list[str] = []  # by number: a rule's name or a special token
         self._terminals: dict[str, str] = {}  # body → name
         self._depths: dict[str, int] = {}  # of terminals
-        self._lengths: dict[str, int] = {}  # of terminals, with the parts they name written out
+        self._lengths: dict[str, int] = {}  # of terminals, with the terminals they name expanded
         self._rules: dict[str, str] = {}
-        self._n_inside = 0  # rules that are being inlined, one in the other
-        self._named: dict[int, str] = {}  # rules that were translated, or are about to be
+        self._inline_depth = 0  # nesting of the rules being inlined
+        self._named: dict[int, str] = {}  # rules that were translated or are in `_todo`
         self._todo: list[int] = []
         self._n_bytes = 0
 
     def translate(self) -> str:
-        for number in called_first(self._grammar):
-            if number in self._texts:
-                self._plain[number] = self._shape(self._grammar.rules[number]).whole
+        for number in callees_first(self._grammar.rules):
+            if number in self._regular:
+                self._plain[number] = self._linearize(self._grammar.rules[number]).plain
             else:
                 self._size(number)
         self._rule(0)
         while self._todo:
             number = self._todo.pop()
-            self._define(self._named[number], self._shape(self._grammar.rules[number]))
+            self._define(self._named[number], self._linearize(self._grammar.rules[number]))
         lines = [f"start: {self._named[0]}\n"]
         lines += [f"{name}: {body}\n" for name, body in self._rules.items()]
         lines += [f"{name}: {body}\n" for body, name in self._terminals.items()]
-        return _HEAD + "".join(lines)
+        return _HEADER + "".join(lines)
 
     def _rule(self, number: int) -> str:
         name = self._named.get(number)
@@ -81,22 +85,22 @@ class _Translator:
             self._todo.append(number)
         return name
 
-    def _define(self, name: str, shape: _Shape) -> None:
-        options = [] if shape.whole is None else [self._lexeme(shape.whole)]
-        behind = dict.fromkeys((*shape.last, *(call for _, call in shape.between), *shape.first))
-        for call in behind:
-            if (text := shape.last.get(call)) is not None:
+    def _define(self, name: str, linear: _Linear) -> None:
+        options = [] if linear.plain is None else [self._lexeme(linear.plain)]
+        calls = dict.fromkeys((*linear.last, *(call for _, call in linear.follow), *linear.first))
+        for call in calls:
+            if (text := linear.last.get(call)) is not None:
                 options.append(f"{name}_{call} {self._lexeme(text)}")
-            ways = []
-            if (text := shape.first.get(call)) is not None:
-                ways.append(f"{self._lexeme(text)} {self._calls[call]}")
-            ways += [
+            prefixes = []
+            if (text := linear.first.get(call)) is not None:
+                prefixes.append(f"{self._lexeme(text)} {self._calls[call]}")
+            prefixes += [
                 f"{name}_{before} {self._lexeme(text)} {self._calls[call]}"
-                for (before, after), text in shape.between.items()
+                for (before, after), text in linear.follow.items()
                 if after == call
             ]
-            if ways:
-                self._add(f"{name}_{call}", ways)
+            if prefixes:
+                self._add(f"{name}_{call}", prefixes)
         self._add(name, options)
 
     def _add(self, name: str, options: list[str]) -> None:
@@ -104,12 +108,12 @@ class _Translator:
         self._rules[name] = body
         self._count(body)
 
-    # --- shapes ------------------------------------------------------------------------------------------------------
+    # --- linearized expressions ---------------------------------------------------------------------------------------
 
-    def _shape(self, expression: ir.Expression) -> _Shape:
+    def _linearize(self, expression: ir.Expression) -> _Linear:
         match expression:
             case ir.Text() | ir.Chars() | ir.Free():
-                return _Shape(whole=_leaf(expression))
+                return _Linear(plain=_leaf(expression))
             case ir.Token(token_id):
                 return self._call(f"<[{token_id}]>")
             case ir.Rule(number):
@@ -117,111 +121,111 @@ class _Translator:
             case ir.Sequence(items):
                 return self._joined([self._small(item) for item in items])
             case ir.OneOf(options):
-                return self._choice([self._shape(option) for option in options])
+                return self._choice([self._linearize(option) for option in options])
             case ir.Repeat(item, least, most):
                 return self._repeat(item, least, most)
 
-    def _called(self, number: int) -> _Shape:
-        """A rule where it is called: plain text is written down once, what has calls is inlined while it is small."""
+    def _called(self, number: int) -> _Linear:
+        """A reference: a regular rule is one terminal; a rule with calls is inlined while it is small."""
         if number in self._plain:
-            return _Shape(whole=self._plain[number])
-        if number in self._recursive or self._size(number) > MAX_INLINED or self._n_inside >= MAX_INSIDE:
+            return _Linear(plain=self._plain[number])
+        if number in self._recursive or self._size(number) > MAX_INLINED or self._inline_depth >= MAX_INLINE_DEPTH:
             return self._call(self._rule(number))
-        self._n_inside += 1
-        shape = self._shape(self._grammar.rules[number])
-        self._n_inside -= 1
-        return shape
+        self._inline_depth += 1
+        linear = self._linearize(self._grammar.rules[number])
+        self._inline_depth -= 1
+        return linear
 
-    def _call(self, what: str) -> _Shape:
+    def _call(self, what: str) -> _Linear:
         self._calls.append(what)
         call = len(self._calls) - 1
-        return _Shape(first={call: _NOTHING}, last={call: _NOTHING})
+        return _Linear(first={call: _EMPTY}, last={call: _EMPTY})
 
-    def _small(self, expression: ir.Expression) -> _Shape:
-        """The shape, with many calls put behind one: texts between them are as many as their pairs."""
-        shape = self._shape(expression)
-        if len(shape.first) <= MAX_CALLS and len(shape.last) <= MAX_CALLS:
-            return shape
+    def _small(self, expression: ir.Expression) -> _Linear:
+        """Linearized, with many calls moved into a rule of their own: `follow` grows with the square of the calls."""
+        linear = self._linearize(expression)
+        if len(linear.first) <= MAX_CALLS and len(linear.last) <= MAX_CALLS:
+            return linear
         name = f"x{len(self._calls)}"
-        self._define(name, shape)
+        self._define(name, linear)
         return self._call(name)
 
-    def _joined(self, shapes: list[_Shape]) -> _Shape:
-        """One after the other; texts without calls between them in one go, so that long lists stay flat."""
-        found = _Shape(whole=_NOTHING)
-        for plain, group in groupby(shapes, key=lambda shape: not shape.first):
-            if plain:
-                texts = [shape.whole for shape in group]
-                whole = None if None in texts else self._part("".join(text for text in texts if text))
-                found = self._sequence(found, _Shape(whole=whole))
+    def _joined(self, linears: list[_Linear]) -> _Linear:
+        """A concatenation; neighbours without calls are joined at once, so that long lists stay flat."""
+        found = _Linear(plain=_EMPTY)
+        for regular, group in groupby(linears, key=lambda linear: not linear.first):
+            if regular:
+                texts = [linear.plain for linear in group]
+                plain = None if None in texts else self._part("".join(text for text in texts if text))
+                found = self._sequence(found, _Linear(plain=plain))
             else:
-                for shape in group:
-                    found = self._sequence(found, shape)
+                for linear in group:
+                    found = self._sequence(found, linear)
         return found
 
-    def _sequence(self, a: _Shape, b: _Shape) -> _Shape:
-        shape = _Shape(whole=_both(a.whole, b.whole), between=a.between | b.between)
-        shape.first = dict(a.first)
-        shape.last = dict(b.last)
-        if a.whole is not None:
-            shape.first |= {call: self._part(a.whole + text) for call, text in b.first.items()}
-        if b.whole is not None:
-            shape.last |= {call: self._part(text + b.whole) for call, text in a.last.items()}
+    def _sequence(self, a: _Linear, b: _Linear) -> _Linear:
+        linear = _Linear(plain=_both(a.plain, b.plain), follow=a.follow | b.follow)
+        linear.first = dict(a.first)
+        linear.last = dict(b.last)
+        if a.plain is not None:
+            linear.first |= {call: self._part(a.plain + text) for call, text in b.first.items()}
+        if b.plain is not None:
+            linear.last |= {call: self._part(text + b.plain) for call, text in a.last.items()}
         for before, left in a.last.items():
             for after, right in b.first.items():
-                shape.between[before, after] = self._part(left + right)
-        if shape.whole is not None:
-            shape.whole = self._part(shape.whole)
-        return shape
+                linear.follow[before, after] = self._part(left + right)
+        if linear.plain is not None:
+            linear.plain = self._part(linear.plain)
+        return linear
 
-    def _choice(self, shapes: list[_Shape]) -> _Shape:
-        found = _Shape()
-        wholes = [shape.whole for shape in shapes if shape.whole is not None]
-        if wholes:
-            found.whole = self._part(_either(wholes))
-        for shape in shapes:
-            found.first |= shape.first
-            found.last |= shape.last
-            found.between |= shape.between
+    def _choice(self, linears: list[_Linear]) -> _Linear:
+        found = _Linear()
+        plains = [linear.plain for linear in linears if linear.plain is not None]
+        if plains:
+            found.plain = self._part(_either(plains))
+        for linear in linears:
+            found.first |= linear.first
+            found.last |= linear.last
+            found.follow |= linear.follow
         return found
 
-    def _repeat(self, item: ir.Expression, least: int, most: int | None) -> _Shape:
+    def _repeat(self, item: ir.Expression, least: int, most: int | None) -> _Linear:
         if most == 0:
-            return _Shape(whole=_NOTHING)
-        shape = self._small(item)
-        if not shape.first:
-            if shape.whole is None:
-                return _Shape(whole=None if least else _NOTHING)
-            return _Shape(whole=self._part(_times(shape.whole, least, most)))
+            return _Linear(plain=_EMPTY)
+        linear = self._small(item)
+        if not linear.first:
+            if linear.plain is None:
+                return _Linear(plain=None if least else _EMPTY)
+            return _Linear(plain=self._part(_times(linear.plain, least, most)))
         if (least, most) == (0, 1):
-            shape.whole = self._part(_either([shape.whole or _NOTHING, _NOTHING]))
-            return shape
+            linear.plain = self._part(_either([linear.plain or _EMPTY, _EMPTY]))
+            return linear
         if most is not None or least > 1:
             name = f"x{len(self._calls)}"
-            self._define(f"{name}i", shape)
+            self._define(f"{name}i", linear)
             self._add(name, [f"{name}i{{{least},{'' if most is None else most}}}"])
             return self._call(name)
-        return self._loop(shape, least)
+        return self._loop(linear, least)
 
-    def _loop(self, shape: _Shape, least: int) -> _Shape:
-        around = _NOTHING if not shape.whole else self._part(_times(shape.whole, 0, None))
-        found = _Shape(between=dict(shape.between))
-        if not least or shape.whole is not None:
-            found.whole = around
-        found.first = {call: self._part(around + text) for call, text in shape.first.items()}
-        found.last = {call: self._part(text + around) for call, text in shape.last.items()}
-        for before, left in shape.last.items():
-            for after, right in shape.first.items():
+    def _loop(self, linear: _Linear, least: int) -> _Linear:
+        around = _EMPTY if not linear.plain else self._part(_times(linear.plain, 0, None))
+        found = _Linear(follow=dict(linear.follow))
+        if not least or linear.plain is not None:
+            found.plain = around
+        found.first = {call: self._part(around + text) for call, text in linear.first.items()}
+        found.last = {call: self._part(text + around) for call, text in linear.last.items()}
+        for before, left in linear.last.items():
+            for after, right in linear.first.items():
                 text = self._part(left + around + right)
-                old = found.between.get((before, after))
-                found.between[before, after] = text if old is None else self._part(_either([old, text]))
+                old = found.follow.get((before, after))
+                found.follow[before, after] = text if old is None else self._part(_either([old, text]))
         return found
 
     # --- text --------------------------------------------------------------------------------------------------------
 
     def _part(self, text: str) -> str:
-        """A part of lexemes; what is long gets a name, so that texts do not grow with every use."""
-        if len(text) <= _SHORT:
+        """A part of lexemes; a long one becomes a named terminal, so that texts do not grow with every use."""
+        if len(text) <= _MAX_UNNAMED_CHARS:
             return text
         return f" {self._name(text)} "
 
@@ -240,7 +244,7 @@ class _Translator:
         return name
 
     def _depth(self, text: str) -> int:
-        """How deep a lexeme's part is nested. The library recurses on it, on a stack of the process."""
+        """How deeply a part of a lexeme is nested, on which llguidance recurses."""
         now = deepest = 0
         for sign in _NESTING.findall(text):
             now += {"(": 1, ")": -1}.get(sign, 0)
@@ -250,12 +254,14 @@ class _Translator:
         return deepest + 1
 
     def _length(self, text: str) -> int:
-        """Parts that name parts twice, and those twice again, double each time. A group is one thing to the library."""
+        """Characters once named terminals are expanded: terminals that name two each double at every level.
+
+        llguidance shares groups in parentheses, so only the longest group counts."""
         open_lengths, at = [0], 0
         for sign in _NESTING.finditer(text):
             open_lengths[-1] += sign.start() - at + self._lengths.get(sign[0], 1)
             at = sign.end()
-            if open_lengths[-1] > MAX_WRITTEN_OUT:
+            if open_lengths[-1] > MAX_LEXEME_CHARS:
                 raise BadInput("the grammar is too large for its matcher; use a smaller schema", param="grammar")
             if sign[0] == "(":
                 open_lengths.append(0)
@@ -269,76 +275,50 @@ class _Translator:
             raise BadInput("the grammar is too large for its matcher; use a smaller schema", param="grammar")
 
     def _size(self, number: int) -> int:
-        """Expressions of a rule, with those of the rules it would be inlined with."""
+        """Expressions of a rule, including those of the rules that would be inlined into it."""
         found = self._sizes.get(number)
         if found is None:
             body = self._grammar.rules[number]
-            found = 0 if number in self._texts else _n_expressions(body)
+            found = 0 if number in self._regular else sum(1 for _ in walk(body))
             found += sum(self._size(called) for called in references(body) if found and called not in self._recursive)
             self._sizes[number] = found = min(found, MAX_INLINED + 1)
         return found
 
 
 def has_token(expression: ir.Expression) -> bool:
-    todo = [expression]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, ir.Token):
-            return True
-        todo += parts(one)
-    return False
+    return any(isinstance(part, ir.Token) for part in walk(expression))
 
 
 def recursive_rules(grammar: ir.Grammar) -> set[int]:
-    """Rules that lead back to themselves: Tarjan's strongly connected components, without recursion of its own."""
-    calls = [sorted(set(references(rule))) for rule in grammar.rules]
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
+    """Rules that refer to themselves, directly or through others: strongly connected components (Kosaraju)."""
+    calls = [set(references(rule)) for rule in grammar.rules]
+    callers: list[list[int]] = [[] for _ in calls]
+    for number, called in enumerate(calls):
+        for other in called:
+            callers[other].append(number)
     found: set[int] = set()
-    for start in range(len(calls)):
-        todo = [(start, 0)] if start not in index else []
-        while todo:
-            number, n = todo.pop()
-            if n == 0:
-                index[number] = low[number] = len(index)
-                stack.append(number)
-                on_stack.add(number)
-            else:
-                low[number] = min(low[number], low[calls[number][n - 1]])
-            while n < len(calls[number]) and calls[number][n] in index:
-                if calls[number][n] in on_stack:
-                    low[number] = min(low[number], index[calls[number][n]])
-                n += 1
-            if n < len(calls[number]):
-                todo += [(number, n + 1), (calls[number][n], 0)]
-            elif low[number] == index[number]:
-                component = [stack.pop()]
-                while component[-1] != number:
-                    component.append(stack.pop())
-                on_stack.difference_update(component)
-                if len(component) > 1 or number in calls[number]:
-                    found.update(component)
+    seen: set[int] = set()
+    for root in reversed(callees_first(grammar.rules)):
+        component: list[int] = []
+        stack = [root]
+        while stack:
+            if (number := stack.pop()) not in seen:
+                seen.add(number)
+                component.append(number)
+                stack += callers[number]
+        if len(component) > 1 or (component and root in calls[root]):
+            found.update(component)
     return found
 
 
-def _rules_without_calls(grammar: ir.Grammar, recursive: set[int]) -> set[int]:
-    """Rules that are nothing but text."""
+def _regular_rules(grammar: ir.Grammar, recursive: set[int]) -> set[int]:
+    """Rules without recursion and special tokens, also in those that they refer to."""
     found: set[int] = set()
-    for number in called_first(grammar):
+    for number in callees_first(grammar.rules):
         body = grammar.rules[number]
         if number not in recursive and not has_token(body) and found.issuperset(references(body)):
             found.add(number)
     return found
-
-
-def _n_expressions(expression: ir.Expression) -> int:
-    n, todo = 0, [expression]
-    while todo:
-        n += 1
-        todo += parts(todo.pop())
-    return n
 
 
 def _both(a: str | None, b: str | None) -> str | None:
@@ -346,11 +326,11 @@ def _both(a: str | None, b: str | None) -> str | None:
 
 
 def _either(options: Iterable[str]) -> str:
-    """Any of these; with the empty one, none is fine too."""
+    """An alternation; an empty option makes it optional."""
     distinct = list(dict.fromkeys(options))
     filled = [option for option in distinct if option]
     if not filled:
-        return _NOTHING
+        return _EMPTY
     body = filled[0] if len(filled) == 1 else " | ".join(filled)
     return f"({body})" + ("?" if len(filled) < len(distinct) else "")
 
@@ -366,7 +346,7 @@ def _times(text: str, least: int, most: int | None) -> str:
 def _leaf(expression: ir.Text | ir.Chars | ir.Free) -> str | None:
     match expression:
         case ir.Text(text):
-            return f" /{_spelled(text)}/ " if text else _NOTHING
+            return f" /{_spelled(text)}/ " if text else _EMPTY
         case ir.Chars(ranges):
             spelled = "".join(rf"\x{{{low:x}}}-\x{{{high:x}}}" for low, high in ranges)
             return f" /[{spelled}]/ " if ranges else None

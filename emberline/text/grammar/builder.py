@@ -1,11 +1,30 @@
-"""Collects the rules of one grammar and puts them in order: what cannot match or cannot be reached is dropped."""
+"""Expressions in normal form, and the builder that collects the rules of one grammar.
 
-from collections.abc import Hashable, Iterable
+`Builder.finish` drops rules that match nothing (unproductive) and rules that the start symbol cannot reach.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Expression, Grammar, OneOf, Repeat, Rule, Sequence, Text, encode
+from emberline.protocol.grammar import (
+    UNMATCHABLE,
+    Chars,
+    Expression,
+    Grammar,
+    OneOf,
+    Repeat,
+    Rule,
+    Sequence,
+    Text,
+    encode,
+    left_recursive,
+    references,
+    shortest_length,
+    shortest_lengths,
+)
 
 MAX_RULES = 20_000
 MAX_BYTES = 1 << 20
@@ -13,11 +32,11 @@ MAX_LEAST = 100_000
 MAX_MOST = 1 << 20
 
 EMPTY = Text("")
-NEVER = OneOf(())  # matches nothing at all; `finish` leaves none behind
+NEVER = OneOf(())  # matches nothing at all; a finished grammar has none
 
 
 def sequence(*items: Expression) -> Expression:
-    """One after the other: flat, with neighbouring texts joined."""
+    """A concatenation: flat, with adjacent texts joined."""
     flat: list[Expression] = []
     for item in items:
         for part in item.items if isinstance(item, Sequence) else (item,):
@@ -33,7 +52,7 @@ def sequence(*items: Expression) -> Expression:
 
 
 def choice(options: Iterable[Expression]) -> Expression:
-    """One of these: flat, without repetition."""
+    """An alternation: flat, without duplicates."""
     flat: dict[Expression, None] = {}
     for option in options:
         for part in option.options if isinstance(option, OneOf) else (option,):
@@ -52,8 +71,8 @@ def repeat(item: Expression, least: int = 0, most: int | None = None) -> Express
     if most == 0 or item == EMPTY:
         return EMPTY
     if least > MAX_LEAST:
-        raise BadInput(f"at least {least} of something are demanded; the limit is {MAX_LEAST}")
-    most = None if most is None else min(most, MAX_MOST)  # longer replies do not exist
+        raise BadInput(f"at least {least} repetitions are required; the limit is {MAX_LEAST}")
+    most = None if most is None else min(most, MAX_MOST)  # no reply is longer
     if item == NEVER:
         return NEVER if least else EMPTY
     if least == most == 1:
@@ -73,7 +92,7 @@ def separated(item: Expression, separator: Expression, least: int = 0, most: int
 
 
 class Builder:
-    """Rules by number, reserved first and defined once. A key makes a rule that is shared."""
+    """Rules by number: each is allocated first and defined once. A rule with a key is shared by all who ask for it."""
 
     def __init__(self) -> None:
         self._rules: list[Expression | None] = []
@@ -90,7 +109,7 @@ class Builder:
         self._rules[number] = expression
 
     def add(self, expression: Expression) -> Expression:
-        """A rule of its own for what is used more than once."""
+        """A rule of its own for an expression that is used more than once."""
         if isinstance(expression, Rule | Text | Chars):
             return expression
         number = self.rule()
@@ -102,13 +121,13 @@ class Builder:
         return None if number is None else Rule(number)
 
     def reserve(self, key: Hashable) -> int:
-        """A rule that `known(key)` finds from now on, before it is defined: recursion refers to it."""
+        """Allocates a rule that `known(key)` finds at once, before it is defined: recursion refers to it."""
         number = self.rule()
         self._shared[key] = number
         return number
 
     def share(self, key: Hashable, expression: Expression) -> Expression:
-        """The rule with this key, made of `expression` when it does not exist yet."""
+        """The rule with this key, defined as `expression` if it does not exist yet."""
         found = self.known(key)
         if found is None:
             self.define(self.reserve(key), expression)
@@ -117,92 +136,66 @@ class Builder:
         return found
 
     def possible(self, expression: Expression) -> bool:
-        """Whether anything can match."""
-        reachable: dict[int, None] = {}
-        waiting = list(rules_of(expression))
-        while waiting:
-            number = waiting.pop()
-            if number not in reachable:
-                reachable[number] = None
-                rule = self._rules[number]
-                waiting.extend(rules_of(rule) if rule is not None else ())
-        return _matches_something(
-            expression, _completable({number: self._rules[number] or NEVER for number in reachable})
-        )
+        """Whether any text matches."""
+        rules = [NEVER if rule is None else rule for rule in self._rules]
+        lengths = shortest_lengths(rules, list(references(expression)))
+        return shortest_length(expression, lengths) < UNMATCHABLE
+
+    def left_recursive(self) -> int | None:
+        """A rule that can begin with itself; None if there is none."""
+        return left_recursive([NEVER if rule is None else rule for rule in self._rules])
 
     def finish(self, start: Expression) -> Grammar | None:
-        """The grammar; None where nothing can match it."""
+        """The grammar; None where no text matches it."""
         start_number = self.rule()
         self.define(start_number, start)
-        rules = _productive(self._rules)
-        if rules[start_number] == NEVER:
+        defined = [NEVER if rule is None else rule for rule in self._rules]
+        productive = [length < UNMATCHABLE for length in shortest_lengths(defined, [start_number])]
+        if not productive[start_number]:
             return None
+        rules = [_prune(rule, productive) if n else NEVER for rule, n in zip(defined, productive)]
         grammar = Grammar(_reachable(rules, start_number))
         if len(encode(grammar)) > MAX_BYTES:
             raise BadInput(f"the grammar takes more than {MAX_BYTES >> 10} KiB: simplify it")
         return grammar
 
 
-def rules_of(expression: Expression) -> Iterable[int]:
-    """Numbers of the rules an expression names."""
-    stack = [expression]
-    while stack:
-        item = stack.pop()
-        match item:
-            case Rule(number):
-                yield number
-            case Sequence(items):
-                stack.extend(items)
-            case OneOf(options):
-                stack.extend(options)
-            case Repeat(inner, _, most):
-                if most != 0:
-                    stack.append(inner)
-
-
-def _matches_something(expression: Expression, productive: set[int]) -> bool:
+def expanded_chars(expression: Expression) -> int:
+    """How many single-character matchers an expression has once its repetitions are expanded."""
     match expression:
-        case Rule(number):
-            return number in productive
-        case Sequence(items):
-            return all(_matches_something(item, productive) for item in items)
-        case OneOf(options):
-            return any(_matches_something(option, productive) for option in options)
-        case Repeat(item, least, _):
-            return least == 0 or _matches_something(item, productive)
-        case Chars(ranges):
-            return bool(ranges)
+        case Sequence(items) | OneOf(items):
+            return sum(map(expanded_chars, items))
+        case Repeat(item, least, most):
+            return max(1, least, most or 0) * expanded_chars(item)
+        case Text(text):
+            return len(text)
         case _:
-            return True
+            return 1
 
 
-def _completable(rules: dict[int, Expression]) -> set[int]:
-    """Numbers of the rules that some finite text matches."""
-    users: dict[int, list[int]] = {number: [] for number in rules}
-    for number, rule in rules.items():
-        for used in rules_of(rule):
-            users[used].append(number)
-    productive: set[int] = set()
-    waiting = list(rules)
-    while waiting:
-        number = waiting.pop()
-        if number not in productive and _matches_something(rules[number], productive):
-            productive.add(number)
-            waiting.extend(users[number])
-    return productive
+def lengths_in_chars(expression: Expression) -> tuple[int, int | None]:
+    """Fewest and most characters (None: unbounded) of the texts that an expression without rules matches."""
+    match expression:
+        case Sequence(items) | OneOf(items) if items:
+            lows, highs = zip(*map(lengths_in_chars, items), strict=True)
+            concatenated = isinstance(expression, Sequence)
+            low = sum(lows) if concatenated else min(lows)
+            return low, None if None in highs else sum(highs) if concatenated else max(highs)
+        case Repeat(item, least, most):
+            low, high = lengths_in_chars(item)
+            return low * least, 0 if high == 0 else None if most is None or high is None else high * most
+        case Text(text):
+            return len(text), len(text)
+        case Chars(_):
+            return 1, 1
+        case _:
+            return 0, 0
 
 
-def _productive(rules: list[Expression | None]) -> list[Expression]:
-    """The rules, with NEVER in place of each that can never be completed."""
-    defined = [NEVER if rule is None else rule for rule in rules]
-    productive = _completable(dict(enumerate(defined)))
-    return [_prune(rule, productive) if n in productive else NEVER for n, rule in enumerate(defined)]
-
-
-def _prune(expression: Expression, productive: set[int]) -> Expression:
+def _prune(expression: Expression, productive: list[bool]) -> Expression:
     match expression:
         case Rule(number):
-            return expression if number in productive else NEVER
+            return expression if productive[number] else NEVER
         case Sequence(items):
             return sequence(*(_prune(item, productive) for item in items))
         case OneOf(options):
@@ -215,8 +208,19 @@ def _prune(expression: Expression, productive: set[int]) -> Expression:
             return expression
 
 
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Names the request field in errors that were raised without one."""
+    try:
+        yield
+    except BadInput as error:
+        if error.param is not None:
+            raise
+        raise type(error)(error.message, param=param) from None
+
+
 def _reachable(rules: list[Expression], start: int) -> tuple[Expression, ...]:
-    """The rules that `start` needs, it first. A rule that only names another is left out."""
+    """The rules reachable from `start`, breadth first. A rule that only refers to another is replaced by it."""
 
     def target(number: int) -> int:
         seen: set[int] = set()
@@ -228,7 +232,7 @@ def _reachable(rules: list[Expression], start: int) -> tuple[Expression, ...]:
     order = {target(start): 0}
     waiting = [target(start)]
     while waiting:
-        for used in sorted({target(number) for number in rules_of(rules[waiting.pop(0)])}):
+        for used in sorted({target(number) for number in references(rules[waiting.pop(0)])}):
             if used not in order:
                 order[used] = len(order)
                 waiting.append(used)

@@ -1,14 +1,22 @@
-"""Grammars as text: `root ::= …` as vLLM and llama.cpp write them."""
+"""Grammars in EBNF (`root ::= …`), in the syntax of vLLM and llama.cpp."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Rule, Sequence, Text
-from emberline.text.grammar.automaton import tidy
-from emberline.text.grammar.blame import blaming
-from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
-from emberline.text.grammar.ranges import ANY, Ranges, chars, complement, union
-from emberline.text.grammar.regex import MAX_EXPANDED, expanded, parse
+from emberline.protocol.grammar import Chars, Expression, OneOf, Rule, Sequence, Text
+from emberline.text.grammar.builder import (
+    EMPTY,
+    NEVER,
+    Builder,
+    blaming,
+    choice,
+    expanded_chars,
+    repeat,
+    sequence,
+)
+from emberline.text.grammar.character_dfa import without_empty_loops
+from emberline.text.grammar.characters import ANY, Ranges, chars, complement, union
+from emberline.text.grammar.regex import MAX_EXPANDED, parse
 
 MAX_TEXT = 256 << 10
 MAX_DEPTH = 50
@@ -20,20 +28,26 @@ _SIZES = {"x": 2, "u": 4, "U": 8}
 
 
 def grammar_expression(builder: Builder, text: Any) -> Expression:
-    """The expression of the rule called `root` (or `start`)."""
+    """The expression of the rule named `root` (or `start`)."""
     if not isinstance(text, str):
         raise BadInput("a grammar must be a string", param=PARAM)
     if len(text) > MAX_TEXT:
         raise BadInput(f"a grammar may have {MAX_TEXT >> 10} KiB, not {len(text) >> 10}", param=PARAM)
     with blaming(PARAM):
-        rules = _Reader(builder, text).rules()
+        rules = _Parser(builder, text).rules()
     start = next((name for name in ("root", "start") if name in rules.bodies), None)
     if start is None:
-        raise BadInput("the grammar has no rule called root: root ::= …", param=PARAM)
+        raise BadInput("the grammar has no rule named root: root ::= …", param=PARAM)
     for name, line in rules.used.items():
         if name not in rules.bodies:
             raise BadInput(f"the grammar uses the rule {name!r} (line {line}), which it does not define", param=PARAM)
-    _define(builder, rules)
+    for name, body in rules.bodies.items():
+        number = rules.number(name)
+        builder.define(number, _without_left_recursion(number, body))
+    if (recursive := builder.left_recursive()) is not None:
+        name = next(name for name, number in rules.numbers.items() if number == recursive)
+        message = f"the grammar's rule {name!r} begins with itself through other rules: avoid left recursion"
+        raise BadInput(message, param=PARAM)
     expression = Rule(rules.numbers[start])
     if not builder.possible(expression):
         raise BadInput(f"the grammar's rule {start!r} can never be completed: its recursion has no end", param=PARAM)
@@ -41,7 +55,7 @@ def grammar_expression(builder: Builder, text: Any) -> Expression:
 
 
 class _Rules:
-    """Rules by name: number, body, and where names were used first."""
+    """Rules by name: number, body, and the line of their first use."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -55,62 +69,8 @@ class _Rules:
         return self.numbers[name]
 
 
-def _define(builder: Builder, rules: _Rules) -> None:
-    """Defines the rules, direct left recursion turned into repetition; any other is an error."""
-    bodies = {rules.number(name): body for name, body in rules.bodies.items()}
-    names = {number: name for name, number in rules.numbers.items()}
-    nullable = _nullable(bodies)
-    bodies = {number: _unrolled(number, body, nullable) for number, body in bodies.items()}
-    lefts = {number: _lefts(body, nullable) for number, body in bodies.items()}
-    done: set[int] = set()
-    for first in lefts:
-        path: list[int] = []
-        stack: list[tuple[int, bool]] = [(first, False)]
-        while stack:
-            number, leaving = stack.pop()
-            if leaving:
-                done.add(path.pop())
-            elif number in path:
-                raise BadInput(
-                    f"the grammar's rule {names[number]!r} begins with itself through other rules: "
-                    "rewrite it so that recursion does not come first",
-                    param=PARAM,
-                )
-            elif number not in done:
-                path.append(number)
-                stack.append((number, True))
-                stack.extend((left, False) for left in lefts[number])
-    for number, body in bodies.items():
-        builder.define(number, body)
-
-
-def _nullable(bodies: dict[int, Expression]) -> set[int]:
-    found: set[int] = set()
-    while True:
-        more = {number for number, body in bodies.items() if number not in found and _may_be_empty(body, found)}
-        if not more:
-            return found
-        found |= more
-
-
-def _may_be_empty(expression: Expression, nullable: set[int]) -> bool:
-    match expression:
-        case Text(text):
-            return not text
-        case Rule(number):
-            return number in nullable
-        case Sequence(items):
-            return all(_may_be_empty(item, nullable) for item in items)
-        case OneOf(options):
-            return any(_may_be_empty(option, nullable) for option in options)
-        case Repeat(item, least, _):
-            return least == 0 or _may_be_empty(item, nullable)
-        case _:
-            return False
-
-
-def _unrolled(number: int, body: Expression, nullable: set[int]) -> Expression:
-    """a ::= a x | y becomes a ::= y x*."""
+def _without_left_recursion(number: int, body: Expression) -> Expression:
+    """Direct left recursion as repetition: a ::= a x | y becomes a ::= y x*."""
     options = body.options if isinstance(body, OneOf) else (body,)
     tails: list[Expression] = []
     others: list[Expression] = []
@@ -124,34 +84,14 @@ def _unrolled(number: int, body: Expression, nullable: set[int]) -> Expression:
     return sequence(choice(others), repeat(choice(tails))) if tails else choice(others)
 
 
-def _lefts(expression: Expression, nullable: set[int]) -> set[int]:
-    """Rules that an expression may begin with."""
-    match expression:
-        case Rule(number):
-            return {number}
-        case OneOf(options):
-            return set().union(*(_lefts(option, nullable) for option in options))
-        case Repeat(item, _, _):
-            return _lefts(item, nullable)
-        case Sequence(items):
-            found: set[int] = set()
-            for item in items:
-                found |= _lefts(item, nullable)
-                if not _may_be_empty(item, nullable):
-                    break
-            return found
-        case _:
-            return set()
-
-
-class _Reader:
-    """Reads `name ::= alternatives`, and `name: alternatives` as Lark writes them."""
+class _Parser:
+    """Parses `name ::= alternatives`, and `name: alternatives` in Lark's syntax."""
 
     def __init__(self, builder: Builder, text: str) -> None:
         self._builder, self._text, self._at = builder, text, 0
         self._rules = _Rules(builder)
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
         raise BadInput(f"the grammar cannot be read: {what} (line {line})", param=PARAM)
 
@@ -160,8 +100,8 @@ class _Reader:
         while self._at < len(self._text):
             if self._text.startswith("%", self._at):
                 self._fail("directives (%import, %ignore …) are not supported")
-            name = self._name() or ""
-            if not name:
+            name = self._name()
+            if name is None:
                 self._fail(f"a rule's name was expected, not {self._text[self._at : self._at + 10]!r}")
             self._skip()
             if not (self._take("::=") or self._take(":") or self._take("=")):
@@ -198,7 +138,7 @@ class _Reader:
         return self._text[start : self._at].lstrip("?!") or None
 
     def _begins_rule(self) -> bool:
-        """Whether the name that stands here is the next rule's."""
+        """Whether the name at this position begins the next rule."""
         start = self._at
         self._name()
         self._skip()
@@ -240,7 +180,7 @@ class _Reader:
 
     def _repeated(self, item: Expression, least: int, most: int | None) -> Expression:
         found = repeat(item, least, most)
-        if expanded(found) > MAX_EXPANDED:
+        if expanded_chars(found) > MAX_EXPANDED:
             self._fail(f"counted repetitions of more than {MAX_EXPANDED} characters in all")
         return found
 
@@ -278,7 +218,6 @@ class _Reader:
         name = self._name()
         if name is None:
             self._fail(f"{char!r} has no meaning here")
-            raise AssertionError
         self._rules.used.setdefault(name, self._text.count("\n", 0, self._at) + 1)
         return Rule(self._rules.number(name))
 
@@ -339,4 +278,4 @@ class _Reader:
         pattern = self._text[start : self._at].replace("\\/", "/")
         if not self._take("/"):
             self._fail("a /regex/ is not closed")
-        return tidy(parse(pattern, search=False, param=PARAM), self._builder)
+        return without_empty_loops(parse(pattern, search=False, param=PARAM), self._builder)

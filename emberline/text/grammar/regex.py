@@ -1,23 +1,31 @@
-"""Regular expressions: what JSON Schema's ECMA-262, Rust and Python have in common, as expressions over characters.
+"""Parses regular expressions (the common subset of ECMA-262, Rust and Python) into expressions over characters.
 
-Dialects disagree on details (is a Bengali digit a \\d?). A pattern is read `narrow`, so that what is matched, every
-dialect matches; or `wide`, for complements, so that what any dialect matches is covered.
+Dialects disagree on details (is a Bengali digit a \\d?). The `narrow` reading contains only what every dialect matches;
+the `wide` one, for complements, everything that any dialect matches.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Sequence, Text
-from emberline.text.grammar import unicode
-from emberline.text.grammar.blame import blaming
-from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
-from emberline.text.grammar.ranges import ANY, Ranges, chars, complement, union
+from emberline.text.grammar.builder import EMPTY, NEVER, Builder, blaming, choice, expanded_chars, repeat, sequence
+from emberline.text.grammar.character_dfa import without_empty_loops
+from emberline.text.grammar.characters import (
+    ANY,
+    Ranges,
+    category,
+    chars,
+    complement,
+    digit_characters,
+    union,
+    word_characters,
+)
 
 MAX_PATTERN = 16 << 10
 MAX_DEPTH = 50
-MAX_EXPANDED = 50_000  # characters, were every counted repetition written out
+MAX_EXPANDED = 50_000  # characters once counted repetitions are expanded
 
 _SPACE = union(chars(" \t\n\r\v\f\u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), [(0x2000, 0x200A)])
 _DIGIT: Ranges = ((48, 57),)
@@ -42,21 +50,19 @@ class Anchor(msgspec.Struct, frozen=True):
     end: bool
 
 
-Tree: TypeAlias = Any  # an Expression in which anchors occur, until `_settle` has placed them
+Tree: TypeAlias = Any  # an Expression in which anchors occur, until `_split_anchors` has removed them
 
 
 def regex_expression(builder: Builder, pattern: Any, param: str = "output") -> Expression:
-    """The whole text must match. `^` and `$` at the ends change nothing."""
+    """The texts that the pattern matches as a whole; `^` and `$` at its ends change nothing."""
     if not isinstance(pattern, str):
         raise BadInput("a regex must be a string", param=param)
-    from emberline.text.grammar.automaton import tidy
-
     with blaming(param):
-        return tidy(parse(pattern, search=False, param=param), builder)
+        return without_empty_loops(parse(pattern, search=False, param=param), builder)
 
 
 def parse(pattern: str, *, search: bool, wide: bool = False, param: str | None = None) -> Expression:
-    """The texts a pattern matches: as a whole, or, when searching, anywhere in them."""
+    """The texts that a pattern matches as a whole or, with `search`, somewhere in them."""
     if len(pattern) > MAX_PATTERN:
         raise BadInput(f"a regex may have {MAX_PATTERN} characters, not {len(pattern)}", param=param)
     parser = _Parser(pattern, wide, param)
@@ -69,53 +75,15 @@ def parse(pattern: str, *, search: bool, wide: bool = False, param: str | None =
             body,
             repeat(Chars(ANY)) if search and not ends else (_line_end(wide) if ends else EMPTY),
         )
-        for begins, body, ends in _settle(tree, parser)
+        for begins, body, ends in _split_anchors(tree, parser)
     )
-    if expanded(found) > MAX_EXPANDED:
+    if expanded_chars(found) > MAX_EXPANDED:
         parser.fail(f"counted repetitions of more than {MAX_EXPANDED} characters in all")
     return found
 
 
 def _line_end(wide: bool) -> Expression:
     return repeat(Text("\n"), 0, 1) if wide else EMPTY  # Python's $ allows a last line break
-
-
-def expanded(expression: Expression) -> int:
-    """How many characters' places an expression has when its repetitions are written out."""
-    match expression:
-        case Sequence(items):
-            return sum(map(expanded, items))
-        case OneOf(options):
-            return sum(map(expanded, options))
-        case Repeat(item, least, most):
-            return max(1, least, most or 0) * expanded(item)
-        case Text(text):
-            return len(text)
-        case _:
-            return 1
-
-
-def lengths(expression: Expression) -> tuple[int, int | None]:
-    """Fewest and most characters (None: no limit) of what a rule-free expression matches."""
-    match expression:
-        case Sequence(items) | OneOf(items) if items:
-            pairs = [lengths(item) for item in items]
-            total = sum if isinstance(expression, Sequence) else None
-            least = sum(low for low, _ in pairs) if total else min(low for low, _ in pairs)
-            highs = [high for _, high in pairs]
-            if None in highs:
-                return least, None
-            known = [high for high in highs if high is not None]
-            return least, sum(known) if total else max(known)
-        case Repeat(item, least, most):
-            low, high = lengths(item)
-            return low * least, 0 if high == 0 else None if most is None or high is None else high * most
-        case Text(text):
-            return len(text), len(text)
-        case Chars(_):
-            return 1, 1
-        case _:
-            return 0, 0
 
 
 def _has_anchor(tree: Tree) -> bool:
@@ -130,12 +98,12 @@ def _has_anchor(tree: Tree) -> bool:
             return False
 
 
-def _settle(tree: Tree, parser: "_Parser") -> list[tuple[bool, Expression, bool]]:
-    """The alternatives without anchors: (tied to the beginning, body, tied to the end)."""
+def _split_anchors(tree: Tree, parser: "_Parser") -> list[tuple[bool, Expression, bool]]:
+    """The alternatives without anchors: (anchored at the start, body, anchored at the end)."""
     if not _has_anchor(tree):
         return [(False, tree, False)]
     if isinstance(tree, OneOf):
-        return [each for option in tree.options for each in _settle(option, parser)]
+        return [each for option in tree.options for each in _split_anchors(option, parser)]
     items = list(tree.items) if isinstance(tree, Sequence) else [tree]
     begins = ends = False
     while items and isinstance(items[0], Anchor) and not items[0].end:
@@ -146,8 +114,8 @@ def _settle(tree: Tree, parser: "_Parser") -> list[tuple[bool, Expression, bool]
         isinstance(item, Anchor | Repeat) and _has_anchor(item) for item in items
     ):
         parser.fail("^ or $ inside it (only at its ends can they match)")
-    first = _settle(items[0], parser) if items else [(False, EMPTY, False)]
-    last = _settle(items[-1], parser) if len(items) > 1 else [(False, EMPTY, False)]
+    first = _split_anchors(items[0], parser) if items else [(False, EMPTY, False)]
+    last = _split_anchors(items[-1], parser) if len(items) > 1 else [(False, EMPTY, False)]
     middle = items[1:-1]
     if len(items) > 1 and (any(each[2] for each in first) or any(each[0] for each in last)):
         parser.fail("^ or $ inside it (only at its ends can they match)")
@@ -163,7 +131,7 @@ class _Parser:
         self.pattern, self.at, self.wide, self._param = pattern, 0, wide, param
         self._any_case = False
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str) -> NoReturn:
         short = self.pattern if len(self.pattern) <= 80 else self.pattern[:77] + "..."
         message = f"the regex {short!r} has {what} near position {self.at}: rewrite it without"
         raise BadInput(message, param=self._param)
@@ -181,6 +149,12 @@ class _Parser:
             self.fail("an unfinished end")
         self.at += 1
         return self.pattern[self.at - 1]
+
+    def _until(self, mark: str) -> str:
+        """What precedes the next `mark`, which is consumed too."""
+        end = self.pattern.find(mark, self.at)
+        text, self.at = self.pattern[self.at : max(end, self.at)], end + 1
+        return text
 
     def alternatives(self, depth: int) -> Tree:
         if depth > MAX_DEPTH:
@@ -213,7 +187,7 @@ class _Parser:
                 self.fail("a possessive quantifier")
             self._take("?")  # lazy or greedy: the same texts match
             atom = repeat(atom, least, most)
-            if expanded(atom) > MAX_EXPANDED:
+            if expanded_chars(atom) > MAX_EXPANDED:
                 self.fail(f"counted repetitions of more than {MAX_EXPANDED} characters in all")
         return atom
 
@@ -303,16 +277,10 @@ class _Parser:
         return self._literal(self._escaped_character(char))
 
     def _escaped_character(self, char: str) -> str:
-        if char == "u" and self._take("{"):
-            end = self.pattern.find("}", self.at)
-            text, self.at = self.pattern[self.at : max(end, self.at)], end + 1
-            return self._code(text)
+        if char in "ux" and self._take("{"):
+            return self._code(self._until("}"))
         if char in "xuU":
             size = {"x": 2, "u": 4, "U": 8}[char]
-            if char == "x" and self._take("{"):
-                end = self.pattern.find("}", self.at)
-                text, self.at = self.pattern[self.at : max(end, self.at)], end + 1
-                return self._code(text)
             text = self.pattern[self.at : self.at + size]
             self.at += size
             code = self._code(text)
@@ -346,9 +314,9 @@ class _Parser:
         loose = wide != negated
         match char.lower():
             case "d":
-                ranges = unicode.digits() if loose else _DIGIT
+                ranges = digit_characters() if loose else _DIGIT
             case "w":
-                ranges = union(unicode.words(), _WORD) if loose else _WORD
+                ranges = union(word_characters(), _WORD) if loose else _WORD
             case _:
                 ranges = (
                     union(_SPACE, [(0x1C, 0x1F), (0x85, 0x85)]) if loose else chars(" \t\n\r\v\f\u00a0\u2028\u2029")
@@ -356,16 +324,11 @@ class _Parser:
         return complement(ranges) if negated else ranges
 
     def _property(self, negated: bool) -> Ranges:
-        if self._take("{"):
-            end = self.pattern.find("}", self.at)
-            name, self.at = self.pattern[self.at : max(end, self.at)], end + 1
-        else:
-            name = self._next()
+        name = self._until("}") if self._take("{") else self._next()
         negated ^= name.startswith("^")
-        ranges = unicode.category(name.removeprefix("^"))
+        ranges = category(name.removeprefix("^"))
         if ranges is None:
             self.fail(f"an unknown Unicode property \\p{{{name}}}")
-            raise AssertionError
         return complement(ranges) if negated else ranges
 
     def _class(self) -> Ranges:
@@ -411,7 +374,7 @@ class _Parser:
 
 
 def _any_case(ranges: Ranges) -> Ranges:
-    """With the other case of ASCII letters."""
+    """With both cases of ASCII letters."""
     letters = (code for low, high in ranges for code in range(max(low, 65), min(high, 122) + 1))
     return union(ranges, *(chars(chr(code).swapcase()) for code in letters))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from emberline.protocol.request import ToolCall
-from emberline.text.tool_calls.families import GENERIC
+from emberline.text.tool_calls.formats import GENERIC
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):

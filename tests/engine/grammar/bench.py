@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberline.engine.grammar.automaton import Automaton
 from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 from hypothesis import assume, given, settings
 
-from emberline.engine.grammar.automaton import DEAD, END, Automaton, TooComplex
-from emberline.engine.grammar.bounds import MAX_DEPTH, check, read
 from emberline.engine.grammar.closer import Closer
+from emberline.engine.grammar.grammar_automaton import DEAD, END, Automaton, TooComplex
+from emberline.engine.grammar.validation import MAX_DEPTH, check, read
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
@@ -160,7 +160,7 @@ def test_a_text_of_endless_readings_is_given_up():
     [
         (Grammar(()), "no rules"),
         (Grammar((Rule(1),)), "does not exist"),
-        (Grammar((seq(Repeat(Text("a")), Rule(0)),)), "begins with itself"),
+        (Grammar((seq(Repeat(Text("a")), Rule(0)),)), "left-recursive"),
         (Grammar((seq(Text("a"), Rule(0)),)), "no text"),
         (Grammar((OneOf(()),)), "no text"),
         (Grammar((Token(-1),)), "token id"),
@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_refused():
     with pytest.raises(BadInput, match="deep"):
         read(encode(Grammar((nested,))))
     for raw in (b"", b"\xff\xff", encode(Grammar((Text("a"),)))[:-1]):
-        with pytest.raises(BadInput, match="cannot be read"):
+        with pytest.raises(BadInput, match="cannot be decoded"):
             read(raw)
 
 

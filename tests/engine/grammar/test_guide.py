@@ -8,13 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import automaton as automaton_module
 from emberline.engine.grammar import compiler, matcher
-from emberline.engine.grammar.automaton import DEAD, Automaton
-from emberline.engine.grammar.bounds import check
+from emberline.engine.grammar import grammar_automaton as automaton_module
 from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.grammar_automaton import DEAD, Automaton
 from emberline.engine.grammar.lark import recursive_rules
 from emberline.engine.grammar.matcher import MatcherFailed
+from emberline.engine.grammar.validation import check
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Overloaded
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode

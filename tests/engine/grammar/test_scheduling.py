@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.engine.grammar import automaton, matcher
-from emberline.engine.grammar.automaton import Automaton
+from emberline.engine.grammar import grammar_automaton as automaton
+from emberline.engine.grammar import matcher
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token

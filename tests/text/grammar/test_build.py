@@ -5,8 +5,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Free, Grammar, Token
 from emberline.protocol.request import OutputFormat
-from emberline.text.grammar.build import build
-from emberline.text.grammar.spec import GrammarSpec, ThinkingForm
+from emberline.text.grammar.reply_grammar import GrammarSpec, ThinkingForm, build
 from tests.text.grammar.reference import Sampler, matches
 
 

@@ -12,9 +12,9 @@ import pytest
 from emberline.protocol.errors import BadInput, Internal, Overloaded
 from emberline.protocol.grammar import decode
 from emberline.protocol.request import OutputFormat
-from emberline.text.grammar import turns
-from emberline.text.grammar.compiler import GrammarCompiler, _encode
-from emberline.text.grammar.spec import GrammarSpec
+from emberline.text.grammar import compiler_pool as turns
+from emberline.text.grammar.compiler_pool import GrammarCompiler, _encode
+from emberline.text.grammar.reply_grammar import GrammarSpec
 from tests.text.grammar.reference import matches
 
 
@@ -143,7 +143,8 @@ async def test_closed_means_closed(compiler: GrammarCompiler) -> None:
 
 
 async def test_the_child_needs_no_torch(compiler: GrammarCompiler) -> None:
-    code = "import sys, emberline.text.grammar.child; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    unwanted = "'torch' in sys.modules or 'tokenizers' in sys.modules"
+    code = f"import sys, emberline.text.grammar.compiler_process; sys.exit({unwanted})"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await child.wait() == 0
 
@@ -162,8 +163,8 @@ async def test_a_waiting_caller_may_leave(compiler: GrammarCompiler) -> None:
 # Answers in its own time: as many milliseconds as the regex says.
 SLEEPER = """
 import os, sys, time, msgspec
-from emberline.text.grammar.child import LENGTH, READY, Reply
-from emberline.text.grammar.spec import GrammarSpec
+from emberline.text.grammar.compiler_process import LENGTH, READY, Reply
+from emberline.text.grammar.reply_grammar import GrammarSpec
 sys.stdout.buffer.write(READY)
 sys.stdout.buffer.flush()
 while head := sys.stdin.buffer.read(LENGTH.size):

@@ -64,7 +64,7 @@ def test_texts_of_a_grammar(text: str, possible: list[str], impossible: list[str
     ("text", "named"),
     [
         ('root ::= "a" other', "'other'"),
-        ('a ::= "x"', "no rule called root"),
+        ('a ::= "x"', "no rule named root"),
         ('root ::= a "x"\na ::= b\nb ::= root', "begins with itself"),
         ('root ::= "a" root', "never be completed"),
         ('root ::= "a', "not closed"),
@@ -74,7 +74,7 @@ def test_texts_of_a_grammar(text: str, possible: list[str], impossible: list[str
         ('root ::= "a"\nroot ::= "b"', "twice"),
         ("%import common.WORD\nstart: WORD", "directives"),
         ("root = = 3", "="),
-        ("", "no rule called root"),
+        ("", "no rule named root"),
         ('root ::= [z-a]', "reversed"),
         ("root ::= " + "(" * 100 + '"a"' + ")" * 100, "deep"),
         ('root ::= "a"\n' * 40_000, "256 KiB"),

@@ -10,7 +10,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar, Text
 from emberline.text.grammar.builder import Builder, choice, sequence
-from emberline.text.grammar.schema import object_expression, schema_expression
+from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
 from tests.text.grammar.reference import Sampler, matches
 
 FUNCTIONS = json.loads((Path(__file__).parent / "function_schemas.json").read_text())
@@ -192,7 +192,7 @@ def test_refusals_name_what_is_wrong(schema: Any, named: str) -> None:
 
 def test_any_object() -> None:
     builder = Builder()
-    found = builder.finish(object_expression(builder))
+    found = builder.finish(any_object_expression(builder))
     assert found is not None
     assert matches(found, '{"a":[1,{"b":null}]}')
     assert not matches(found, "[]")

@@ -8,7 +8,7 @@ import pytest
 
 from emberline.protocol.errors import BadInput
 from emberline.text.grammar.builder import Builder
-from emberline.text.grammar.schema import schema_expression
+from emberline.text.grammar.json_schema.compile import schema_expression
 
 LIMIT_S = 5.0  # a loaded machine's; alone each takes well under one
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput
 from emberline.text.grammar.builder import Builder
-from emberline.text.grammar.schema import schema_expression
+from emberline.text.grammar.json_schema.compile import schema_expression
 from tests.text.grammar.reference import Sampler
 
 NAMES = st.sampled_from(["a", "b", "c", "ab", "1"])

@@ -8,11 +8,10 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, Reasoning, Tool, ToolCall
 from emberline.protocol.token_ids import pack, unpack
-from emberline.text.message_digest import chain_digests, extend
-from emberline.text.prompt import Cut, Known, build_prompt, reply_entry, thinking_begun
+from emberline.text.prompt import Cut, Known, build_prompt, chain_digests, extend, reply_entry, thinking_begun
 from emberline.text.text_model import TextModel
+from emberline.text.tool_calls.formats import system_text
 from emberline.text.tool_calls.parser import Reply
-from emberline.text.tool_calls.prompt import system_text
 from tests.text.tools.models import CALLERS, model
 
 WEATHER = Tool("get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})

@@ -1,6 +1,6 @@
 import pytest
 
-from emberline.text.tool_calls.families import FORMS, detect
+from emberline.text.tool_calls.formats import FORMS, detect
 from tests.text.chats import CHATML, FAMILIES, family
 from tests.text.chats import LLAMA3 as LLAMA3_PLAIN
 from tests.text.tools.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST, QWEN, model

@@ -9,8 +9,8 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Grammar
 from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
 from emberline.protocol.token_ids import unpack
-from emberline.text.grammar.build import build
-from emberline.text.tool_calls.grammar import grammar_spec
+from emberline.text.grammar.reply_grammar import build
+from emberline.text.prompt import grammar_spec
 from emberline.text.tool_calls.parser import Reply
 from tests.text.grammar.reference import Sampler
 from tests.text.tools.models import CALLERS, model

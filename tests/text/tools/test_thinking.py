@@ -3,7 +3,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Reasoning, Tool
 from emberline.protocol.token_ids import unpack
-from emberline.text.tool_calls.grammar import thinking_limit
+from emberline.text.prompt import thinking_limit
 from emberline.text.tool_calls.reasoning import budget, template_kwargs
 from tests.text.chats import FAMILIES, family
 from tests.text.tools.models import model

@@ -1,17 +1,47 @@
-"""Replies with calls and reasoning as grammar expressions: what the reply's automaton reads, and nothing else."""
+"""A whole grammar from its spec: thinking, then the output or tool calls."""
+
+from typing import Any, Literal
+
+import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.grammar import Chars, Expression, Free, Text, Token
-from emberline.protocol.request import GenerateRequest, ThinkingLimit, Tool
-from emberline.protocol.token_ids import unpack
+from emberline.protocol.grammar import Chars, Expression, Free, Grammar, Text, Token
+from emberline.protocol.request import OutputFormat, Tool
 from emberline.text.grammar.builder import EMPTY, Builder, choice, optional, repeat, sequence
-from emberline.text.grammar.document import UnsupportedSchema
-from emberline.text.grammar.schema import object_expression, schema_expression
-from emberline.text.grammar.spec import GrammarSpec, ThinkingForm, ToolGrammar
-from emberline.text.text_model import TextModel
-from emberline.text.tool_calls import reasoning as thinking
-from emberline.text.tool_calls.families import FORMS
-from emberline.text.tool_calls.formats import ToolForm, split_tokens
+from emberline.text.grammar.ebnf import grammar_expression
+from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
+from emberline.text.grammar.json_schema.document import UnsupportedSchema
+from emberline.text.grammar.regex import regex_expression
+from emberline.text.tool_calls.formats import FORMS, ToolForm, split_tokens
+
+
+class ToolGrammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tool calls as one model family writes them."""
+
+    tools: tuple[Tool, ...]
+    mode: Literal["auto", "none", "required"]  # "none": text, and what opens a call never occurs in it
+    parallel: bool
+    form: str  # the family's name, as `text/tools` knows it
+    token_ids: dict[str, int] = {}  # the form's special tokens that this model's vocabulary has, by their text
+
+
+class ThinkingForm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How thinking ends, and, where the prompt leaves it to the reply to begin it, how it begins."""
+
+    end: str  # e.g. "</think>"
+    end_id: int | None = None  # where the end is a special token; else `end` is plain text
+    after: tuple[str, ...] = ()  # what may stand between the end and the reply, e.g. "\n\n"; nothing may too
+    start: str = ""  # empty: it has begun already
+    start_id: int | None = None  # where the start is a special token
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """At least one of `output` and `tools` is set. With both, the reply is one or the other."""
+
+    output: OutputFormat | None = None
+    tools: ToolGrammar | None = None
+    thinking: ThinkingForm | None = None
+
 
 MAX_CALLS = 32  # in one reply; a model that repeats itself ends there
 _SAYS_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
@@ -80,7 +110,7 @@ def _call(builder: Builder, tools: tuple[Tool, ...], form: ToolForm) -> Expressi
 def _arguments(builder: Builder, tool: Tool) -> Expression:
     """Bound to the tool's schema; to any object where that is beyond us and the tool is not strict about it."""
     if not tool.parameters:
-        return object_expression(builder) if not tool.strict else Text("{}")
+        return any_object_expression(builder) if not tool.strict else Text("{}")
     if tool.parameters.get("properties") == {} and tool.parameters.keys() <= _SAYS_NOTHING:
         return Text("{}")  # it takes none; a schema alone would allow any
     try:
@@ -88,7 +118,7 @@ def _arguments(builder: Builder, tool: Tool) -> Expression:
     except UnsupportedSchema as error:
         if tool.strict:
             raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
-        return object_expression(builder)
+        return any_object_expression(builder)
     except BadInput as error:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 
@@ -110,55 +140,42 @@ def _mark(text: str, token_id: int | None) -> Expression:
     return Text(text) if token_id is None else Token(token_id)
 
 
-def grammar_spec(model: TextModel, request: GenerateRequest, thinking: bool | None) -> GrammarSpec | None:
-    """None: anything goes. `thinking` is what `thinking_begun` says of the prompt."""
-    tools = _tools(model, request)
-    if request.output is None and tools is None:
-        return None
-    return GrammarSpec(
-        request.output, tools, None if thinking is False else _spec_thinking(model, begun=bool(thinking))
-    )
+MAX_CHOICES = 10_000
+MAX_CHOICE_CHARACTERS = 256 << 10
 
 
-def _tools(model: TextModel, request: GenerateRequest) -> ToolGrammar | None:
-    """Where no tool may be called, what opens a call may not be written."""
-    choice = request.tool_choice
-    if not request.tools:
-        return None
-    tools = tuple(tool for tool in request.tools if choice.name in (None, tool.name))
-    return ToolGrammar(tools, choice.mode, request.parallel_tool_calls, model.tool_form.family, model.tool_form.tokens)
+def build(spec: GrammarSpec) -> Grammar:
+    """Raises BadInput where the spec is at fault."""
+    builder = Builder()
+    output = None if spec.output is None else output_expression(builder, spec.output)
+    grammar = builder.finish(reply_expression(builder, spec, output))
+    if grammar is None:
+        raise BadInput("no reply can satisfy the demanded format: its constraints contradict each other")
+    return grammar
 
 
-def _spec_thinking(model: TextModel, *, begun: bool) -> ThinkingForm:
-    form = model.think_form
-    assert form is not None
-    return ThinkingForm(
-        form.end,
-        form.tokens.get(form.end),
-        ("\n\n", "\n"),
-        "" if begun else form.start,
-        None if begun else form.tokens.get(form.start),
-    )
+def output_expression(builder: Builder, output: OutputFormat) -> Expression:
+    match output.kind:
+        case "json_object":
+            return any_object_expression(builder)
+        case "json_schema":
+            return schema_expression(builder, output.value)
+        case "regex":
+            return regex_expression(builder, output.value)
+        case "choice":
+            return choice_expression(output.value)
+        case "grammar":
+            return grammar_expression(builder, output.value)
 
 
-def thinking_limit(model: TextModel, request: GenerateRequest, max_tokens: int) -> ThinkingLimit | None:
-    """For a reply whose prompt has begun reasoning; None: no bound.
-
-    Engines know the end of reasoning by its token. Where it is several, a budget is refused; an effort, which is a wish
-    and no bound, is left to the model.
-    """
-    form = model.think_form
-    assert form is not None
-    most = thinking.budget(request.reasoning, model.template.variables, max_tokens)
-    if most is None or most >= max_tokens:
-        return None
-    end_ids = unpack(model.encode(form.end, special=True))
-    if len(end_ids) != 1:
-        if request.reasoning.budget_tokens is None:
-            return None
-        message = f"this model's reasoning can have no budget, as its end {form.end} is no single token: leave it out"
-        raise BadInput(message, param="reasoning")
-    openings = (unpack(model.encode(opening, special=True)) for opening in model.tool_form.openings)
-    calls = [ids[0] for ids in openings if len(ids) == 1] if request.tools else []
-    ids = model.encode(form.before_end + form.end + form.after_end, special=True)
-    return ThinkingLimit(most, (*end_ids, *calls), ids)
+def choice_expression(values: Any) -> Expression:
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, str) for value in values):
+        raise BadInput("a choice must be a list of at least one string", param="output")
+    if len(values) > MAX_CHOICES or sum(map(len, values)) > MAX_CHOICE_CHARACTERS:
+        raise BadInput(
+            f"a choice may have {MAX_CHOICES} strings of {MAX_CHOICE_CHARACTERS} characters together, not more",
+            param="output",
+        )
+    if any(not value for value in values):
+        raise BadInput("a choice must not contain an empty string", param="output")
+    return choice(Text(value) for value in values)

@@ -1,4 +1,5 @@
-"""Deterministic automata over characters: for what expressions alone cannot say (and, not, counted lengths)."""
+"""Deterministic finite automata (DFAs) over characters, for what expressions cannot say: intersection, complement and
+bounded lengths."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -7,21 +8,22 @@ from typing import TypeVar
 
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Expression, OneOf, Repeat, Rule, Sequence, Text
-from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, repeat, sequence
-from emberline.text.grammar.ranges import ANY, Ranges, union
-from emberline.text.grammar.regex import lengths
+from emberline.text.grammar.builder import EMPTY, NEVER, Builder, choice, lengths_in_chars, repeat, sequence
+from emberline.text.grammar.characters import ANY, Ranges, overlapping, subtract, union
+from emberline.text.grammar.characters import intersect as intersect_ranges
 
-MAX_NODES = 40_000
+MAX_NFA_STATES = 40_000
 MAX_STATES = 3_000
 MAX_EDGES = 60_000
-MAX_WORK = 500_000
+MAX_SUBSET_WORK = 500_000
 
 State = TypeVar("State", bound=Hashable)
 
 
 @dataclass(slots=True)
-class Automaton:
-    """State 0 is the start; of each state the edges are (low, high, target), ascending and apart; no edge: dead end."""
+class CharacterDfa:
+    """State 0 is the start. Edges of a state are (low, high, target): ascending, disjoint; without an edge the text is
+    rejected."""
 
     edges: list[list[tuple[int, int, int]]]
     accepting: set[int] = field(default_factory=set)
@@ -39,7 +41,7 @@ class Automaton:
         return state in self.accepting
 
     def shortest(self) -> str | None:
-        """A shortest text; None where there is none. Letters and digits are preferred."""
+        """A shortest accepted text, of letters and digits where possible; None where there is none."""
         queue: deque[tuple[int, str]] = deque([(0, "")])
         seen = {0}
         while queue:
@@ -53,7 +55,7 @@ class Automaton:
         return None
 
     def words(self, most: int) -> list[str] | None:
-        """All texts; None where there are more than `most`."""
+        """Every accepted text; None where there are more than `most`."""
         found: list[str] = []
         stack = [(0, "")]
         live = _live(self)
@@ -82,13 +84,13 @@ def _readable(low: int, high: int) -> str:
     return chr(low)
 
 
-def _live(automaton: Automaton) -> set[int]:
-    """States from which the end can be reached."""
-    sources: list[list[int]] = [[] for _ in automaton.edges]
-    for state, edges in enumerate(automaton.edges):
+def _live(dfa: CharacterDfa) -> set[int]:
+    """States from which an accepting state can be reached."""
+    sources: list[list[int]] = [[] for _ in dfa.edges]
+    for state, edges in enumerate(dfa.edges):
         for _, _, target in edges:
             sources[target].append(state)
-    live, waiting = set(automaton.accepting), list(automaton.accepting)
+    live, waiting = set(dfa.accepting), list(dfa.accepting)
     while waiting:
         for source in sources[waiting.pop()]:
             if source not in live:
@@ -97,31 +99,31 @@ def _live(automaton: Automaton) -> set[int]:
     return live
 
 
-class _Net:
-    """Thompson's construction: nodes with silent and with labelled edges."""
+class _Nfa:
+    """Thompson's construction: states with epsilon and with labelled edges."""
 
     def __init__(self) -> None:
-        self.silent: list[list[int]] = []
+        self.epsilon: list[list[int]] = []
         self.labelled: list[list[tuple[Ranges, int]]] = []
 
-    def node(self) -> int:
-        if len(self.silent) >= MAX_NODES:
+    def state(self) -> int:
+        if len(self.epsilon) >= MAX_NFA_STATES:
             raise BadInput("a pattern is too large to be combined with the constraints beside it: simplify one of them")
-        self.silent.append([])
+        self.epsilon.append([])
         self.labelled.append([])
-        return len(self.silent) - 1
+        return len(self.epsilon) - 1
 
     def add(self, expression: Expression, start: int) -> int:
-        """Wires the expression from `start` on; returns its last node."""
+        """Adds the expression from the state `start` on; returns its last state."""
         match expression:
             case Text(text):
                 for char in text:
-                    end = self.node()
+                    end = self.state()
                     self.labelled[start].append((((ord(char), ord(char)),), end))
                     start = end
                 return start
             case Chars(ranges):
-                end = self.node()
+                end = self.state()
                 self.labelled[start].append((ranges, end))
                 return end
             case Sequence(items):
@@ -129,63 +131,63 @@ class _Net:
                     start = self.add(item, start)
                 return start
             case OneOf(options):
-                end = self.node()
+                end = self.state()
                 for option in options:
-                    first = self.node()
-                    self.silent[start].append(first)
-                    self.silent[self.add(option, first)].append(end)
+                    first = self.state()
+                    self.epsilon[start].append(first)
+                    self.epsilon[self.add(option, first)].append(end)
                 return end
             case Repeat(item, least, most):
                 return self._repeat(item, least, most, start)
-        raise AssertionError(f"no automaton for {type(expression).__name__}")
+        raise AssertionError(f"no dfa for {type(expression).__name__}")
 
     def _repeat(self, item: Expression, least: int, most: int | None, start: int) -> int:
         for _ in range(least):
             start = self.add(item, start)
         if most is None:
-            loop = self.node()
-            self.silent[start].append(loop)
-            self.silent[self.add(item, loop)].append(loop)
-            end = self.node()
-            self.silent[loop].append(end)
+            loop = self.state()
+            self.epsilon[start].append(loop)
+            self.epsilon[self.add(item, loop)].append(loop)
+            end = self.state()
+            self.epsilon[loop].append(end)
             return end
-        end = self.node()
+        end = self.state()
         for _ in range(most - least):
-            self.silent[start].append(end)
+            self.epsilon[start].append(end)
             start = self.add(item, start)
-        self.silent[start].append(end)
+        self.epsilon[start].append(end)
         return end
 
-    def closure(self, nodes: Iterable[int]) -> frozenset[int]:
-        seen = set(nodes)
+    def closure(self, states: Iterable[int]) -> frozenset[int]:
+        seen = set(states)
         waiting = list(seen)
         while waiting:
-            for target in self.silent[waiting.pop()]:
+            for target in self.epsilon[waiting.pop()]:
                 if target not in seen:
                     seen.add(target)
                     waiting.append(target)
         return frozenset(seen)
 
 
-def from_expression(expression: Expression) -> Automaton:
-    net = _Net()
-    end = net.add(expression, net.node())
-
+def from_expression(expression: Expression) -> CharacterDfa:
+    """By the subset construction."""
+    nfa = _Nfa()
+    end = nfa.add(expression, nfa.state())
     work = 0
 
     def edges_of(state: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
         nonlocal work
         work += len(state)
-        if work > MAX_WORK:
+        if work > MAX_SUBSET_WORK:
             raise BadInput("a pattern is too complex to be combined with the constraints beside it: simplify it")
-        pairs = [(low, high, target) for node in state for ranges, target in net.labelled[node] for low, high in ranges]
-        return [(low, high, net.closure(targets)) for low, high, targets in _split(pairs)]
+        pairs = [(low, high, target) for each in state for ranges, target in nfa.labelled[each] for low, high in ranges]
+        return [(low, high, nfa.closure(targets)) for low, high, targets in _split(pairs)]
 
-    return _explore(net.closure([0]), edges_of, lambda state: end in state)
+    return explore(nfa.closure([0]), edges_of, lambda state: end in state)
 
 
 def _split(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
-    """Overlapping labelled ranges cut into separate ones, each with all its targets."""
+    """Overlapping labelled ranges cut into disjoint ones, each with all its targets."""
     if len(pairs) == 1:
         return [(pairs[0][0], pairs[0][1], [pairs[0][2]])]
     opening: dict[int, list[int]] = {}
@@ -209,106 +211,87 @@ def _split(pairs: list[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]
     return pieces
 
 
-def _explore(
+def explore(
     start: State,
     edges_of: Callable[[State], list[tuple[int, int, State]]],
     accepting: Callable[[State], bool],
-) -> Automaton:
-    """The automaton of every state that can be reached; neighbouring ranges with one target are joined."""
+) -> CharacterDfa:
+    """The DFA of all reachable states; adjacent ranges with one target are joined."""
     numbers = {start: 0}
     order = [start]
     edges: list[list[tuple[int, int, int]]] = []
-    count = 0
+    n_edges = 0
+
+    def number_of(state: State) -> int:
+        number = numbers.setdefault(state, len(order))
+        if number == len(order):
+            order.append(state)
+        return number
+
     while len(edges) < len(order):
-        row: list[tuple[int, int, int]] = []
-        for low, high, state in edges_of(order[len(edges)]):
-            target = numbers.setdefault(state, len(order))
-            if target == len(order):
-                order.append(state)
-            if row and row[-1][2] == target and row[-1][1] + 1 == low:
-                row[-1] = (row[-1][0], high, target)
-            else:
-                row.append((low, high, target))
+        following = edges_of(order[len(edges)])
+        row = _joined((low, high, number_of(state)) for low, high, state in following)
         edges.append(row)
-        count += len(row)
-        if len(order) > MAX_STATES or count > MAX_EDGES:
+        n_edges += len(row)
+        if len(order) > MAX_STATES or n_edges > MAX_EDGES:
             raise BadInput("a pattern and the constraints beside it are too large together: simplify one of them")
-    return _trim(Automaton(edges, {number for state, number in numbers.items() if accepting(state)}))
+    return _trim(CharacterDfa(edges, {number for state, number in numbers.items() if accepting(state)}))
 
 
-def _trim(automaton: Automaton) -> Automaton:
-    """Without edges that lead nowhere."""
-    live = _live(automaton)
-    kept = [[edge for edge in row if edge[2] in live] for row in automaton.edges]
-    return Automaton(kept, automaton.accepting)
+def _trim(dfa: CharacterDfa) -> CharacterDfa:
+    """Without edges to states from which nothing is accepted."""
+    live = _live(dfa)
+    kept = [[edge for edge in row if edge[2] in live] for row in dfa.edges]
+    return CharacterDfa(kept, dfa.accepting)
 
 
-def complement(automaton: Automaton) -> Automaton:
-    dead = len(automaton.edges)
+def complement(dfa: CharacterDfa) -> CharacterDfa:
+    dead = len(dfa.edges)
     edges: list[list[tuple[int, int, int]]] = []
-    for row in [*automaton.edges, []]:
-        full: list[tuple[int, int, int]] = []
-        for first, last in ANY:
-            start = first
-            for low, high, target in row:
-                low, high = max(low, first), min(high, last)
-                if low > high:
-                    continue
-                if low > start:
-                    full.append((start, low - 1, dead))
-                full.append((low, high, target))
-                start = high + 1
-            if start <= last:
-                full.append((start, last, dead))
-        edges.append(full)
-    return _trim(Automaton(edges, set(range(dead + 1)) - automaton.accepting))
+    for row in [*dfa.edges, []]:
+        gaps = subtract(ANY, union((low, high) for low, high, _ in row))
+        valid = ((low, high, to) for first, last, to in row for low, high in intersect_ranges(((first, last),), ANY))
+        edges.append(sorted([*valid, *((low, high, dead) for low, high in gaps)]))
+    return _trim(CharacterDfa(edges, set(range(dead + 1)) - dfa.accepting))
 
 
-def intersect(first: Automaton, second: Automaton) -> Automaton:
+def intersect(first: CharacterDfa, second: CharacterDfa) -> CharacterDfa:
     def edges_of(state: tuple[int, int]) -> list[tuple[int, int, tuple[int, int]]]:
-        found: list[tuple[int, int, tuple[int, int]]] = []
-        left, right = first.edges[state[0]], second.edges[state[1]]
-        i = j = 0
-        while i < len(left) and j < len(right):
-            low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-            if low <= high:
-                found.append((low, high, (left[i][2], right[j][2])))
-            if left[i][1] < right[j][1]:
-                i += 1
-            else:
-                j += 1
-        return found
+        return [
+            (max(left[0], right[0]), min(left[1], right[1]), (left[2], right[2]))
+            for left, right in overlapping(first.edges[state[0]], second.edges[state[1]])
+        ]
 
-    return _explore((0, 0), edges_of, lambda state: state[0] in first.accepting and state[1] in second.accepting)
+    return explore((0, 0), edges_of, lambda state: state[0] in first.accepting and state[1] in second.accepting)
 
 
-def unite(first: Automaton, second: Automaton) -> Automaton:
+def unite(first: CharacterDfa, second: CharacterDfa) -> CharacterDfa:
     return complement(intersect(complement(first), complement(second)))
 
 
-def of_length(automaton: Automaton, least: int, most: int | None) -> Automaton:
-    """Only texts of these lengths. Where counting far would need too many states, the longest are left out."""
-    size = max(1, len(automaton.edges))
+def of_length(dfa: CharacterDfa, least: int, most: int | None) -> CharacterDfa:
+    """Only texts of these lengths. Where counting would need too many states, the longest are left out."""
+    size = max(1, len(dfa.edges))
     reach = MAX_STATES // size - 1
     if most is None and least <= reach:
-        return _counted(automaton, least, None)
-    shortest = automaton.shortest()
+        return _counted(dfa, least, None)
+    shortest = dfa.shortest()
     floor = max(least, len(shortest or ""))
-    return _counted(automaton, least, min(most if most is not None else floor + 64, max(floor + 1, reach)))
+    return _counted(dfa, least, min(most if most is not None else floor + 64, max(floor + 1, reach)))
 
 
-def _counted(automaton: Automaton, least: int, most: int | None) -> Automaton:
+def _counted(dfa: CharacterDfa, least: int, most: int | None) -> CharacterDfa:
     def edges_of(state: tuple[int, int]) -> list[tuple[int, int, tuple[int, int]]]:
         at, count = state
         if most is not None and count >= most:
             return []
         following = min(count + 1, least) if most is None else count + 1
-        return [(low, high, (target, following)) for low, high, target in automaton.edges[at]]
+        return [(low, high, (target, following)) for low, high, target in dfa.edges[at]]
 
-    return _explore((0, 0), edges_of, lambda state: state[0] in automaton.accepting and state[1] >= least)
+    return explore((0, 0), edges_of, lambda state: state[0] in dfa.accepting and state[1] >= least)
 
 
-def of_words(words: Iterable[str]) -> Automaton:
+def of_words(words: Iterable[str]) -> CharacterDfa:
     trie: list[dict[str, int]] = [{}]
     accepting: set[int] = set()
     for word in words:
@@ -319,56 +302,57 @@ def of_words(words: Iterable[str]) -> Automaton:
                 trie[at][char] = len(trie) - 1
             at = trie[at][char]
         accepting.add(at)
-    return Automaton([sorted((ord(char), ord(char), to) for char, to in node.items()) for node in trie], accepting)
+    return CharacterDfa([sorted((ord(char), ord(char), to) for char, to in node.items()) for node in trie], accepting)
 
 
 def to_expression(
-    automaton: Automaton, builder: Builder, written: Callable[[Expression], Expression] = lambda plain: plain
+    dfa: CharacterDfa, builder: Builder, transform: Callable[[Expression], Expression] = lambda plain: plain
 ) -> Expression:
-    """A rule for each state that several lead to; the others, and loops of one state, are written in place."""
-    if 0 not in _live(automaton):
+    """A rule for each state that several lead to; the others, and loops of one state, are inlined."""
+    if 0 not in _live(dfa):
         return NEVER
-    automaton = _smallest(automaton)
-    arrivals = [0] * len(automaton.edges)
-    for state, row in enumerate(automaton.edges):
+    dfa = _minimized(dfa)
+    arrivals = [0] * len(dfa.edges)
+    for state, row in enumerate(dfa.edges):
         for target in {target for _, _, target in row if target != state}:
             arrivals[target] += 1
     arrivals[0] += 1
-    return _Writer(automaton, builder, arrivals, written).start()
+    return _Writer(dfa, builder, arrivals, transform).start()
 
 
-def _smallest(automaton: Automaton) -> Automaton:
-    """With states that the same texts complete made one."""
-    groups = [int(state in automaton.accepting) for state in range(len(automaton.edges))]
+def _minimized(dfa: CharacterDfa) -> CharacterDfa:
+    """Minimized by partition refinement (Moore)."""
+    groups = [int(state in dfa.accepting) for state in range(len(dfa.edges))]
     n_groups = 0
     while len(set(groups)) != n_groups:
         n_groups = len(set(groups))
         known: dict[tuple[int, tuple[tuple[int, int, int], ...]], int] = {}
-        rows = [_joined((low, high, groups[to]) for low, high, to in row) for row in automaton.edges]
+        rows = [tuple(_joined((low, high, groups[to]) for low, high, to in row)) for row in dfa.edges]
         groups = [known.setdefault((groups[state], row), len(known)) for state, row in enumerate(rows)]
     edges: list[list[tuple[int, int, int]]] = [[] for _ in range(n_groups)]
-    for state, row in enumerate(automaton.edges):
-        edges[groups[state]] = list(_joined((low, high, groups[to]) for low, high, to in row))
-    return Automaton(edges, {groups[state] for state in automaton.accepting})
+    for state, row in enumerate(dfa.edges):
+        edges[groups[state]] = _joined((low, high, groups[to]) for low, high, to in row)
+    return CharacterDfa(edges, {groups[state] for state in dfa.accepting})
 
 
-def _joined(row: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+def _joined(row: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Adjacent ranges with one target made one."""
     joined: list[tuple[int, int, int]] = []
     for low, high, target in row:
         if joined and joined[-1][2] == target and joined[-1][1] + 1 == low:
             joined[-1] = (joined[-1][0], high, target)
         else:
             joined.append((low, high, target))
-    return tuple(joined)
+    return joined
 
 
 class _Writer:
-    MAX_INLINE = 24  # how deep states are written into each other
+    MAX_INLINE = 24  # nesting of inlined states
 
     def __init__(
-        self, automaton: Automaton, builder: Builder, arrivals: list[int], written: Callable[[Expression], Expression]
+        self, dfa: CharacterDfa, builder: Builder, arrivals: list[int], transform: Callable[[Expression], Expression]
     ) -> None:
-        self._automaton, self._builder, self._arrivals, self._written = automaton, builder, arrivals, written
+        self._dfa, self._builder, self._arrivals, self._transform = dfa, builder, arrivals, transform
         self._rules: dict[int, int] = {}
         self._waiting: list[int] = []
 
@@ -380,7 +364,7 @@ class _Writer:
         return first
 
     def _state(self, state: int, depth: int) -> Expression:
-        if not self._automaton.edges[state]:
+        if not self._dfa.edges[state]:
             return EMPTY
         if self._arrivals[state] <= 1 and depth < self.MAX_INLINE and state not in self._rules:
             return self._body(state, depth)
@@ -391,37 +375,38 @@ class _Writer:
 
     def _body(self, state: int, depth: int) -> Expression:
         by_target: dict[int, list[tuple[int, int]]] = {}
-        for low, high, target in self._automaton.edges[state]:
+        for low, high, target in self._dfa.edges[state]:
             by_target.setdefault(target, []).append((low, high))
         loop = by_target.pop(state, None)
         options = [
-            sequence(self._written(_of(pairs)), self._state(target, depth + 1)) for target, pairs in by_target.items()
+            sequence(self._transform(_chars(pairs)), self._state(target, depth + 1))
+            for target, pairs in by_target.items()
         ]
-        if state in self._automaton.accepting:
+        if state in self._dfa.accepting:
             options.append(EMPTY)
         body = choice(options)
-        return sequence(repeat(self._written(_of(loop))), body) if loop else body
+        return sequence(repeat(self._transform(_chars(loop))), body) if loop else body
 
 
-def _of(pairs: list[tuple[int, int]]) -> Expression:
+def _chars(pairs: list[tuple[int, int]]) -> Expression:
     ranges = union(pairs)
     return Text(chr(ranges[0][0])) if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else Chars(ranges)
 
 
-def tidy(
-    expression: Expression, builder: Builder, written: Callable[[Expression], Expression] = lambda plain: plain
+def without_empty_loops(
+    expression: Expression, builder: Builder, transform: Callable[[Expression], Expression] = lambda plain: plain
 ) -> Expression:
-    """The same texts without a loop over something that may be empty: (a*)* has endless ways to read one text."""
-    if _loops_over_nothing(expression):
-        return to_expression(from_expression(expression), builder, written)
-    return written(expression)
+    """The same texts without a loop over what may be empty: (a*)* can match one text in infinitely many ways."""
+    if _has_empty_loop(expression):
+        return to_expression(from_expression(expression), builder, transform)
+    return transform(expression)
 
 
-def _loops_over_nothing(expression: Expression) -> bool:
+def _has_empty_loop(expression: Expression) -> bool:
     match expression:
         case Sequence(items) | OneOf(items):
-            return any(map(_loops_over_nothing, items))
+            return any(map(_has_empty_loop, items))
         case Repeat(item, _, most):
-            return ((most is None or most > 1) and lengths(item)[0] == 0) or _loops_over_nothing(item)
+            return ((most is None or most > 1) and lengths_in_chars(item)[0] == 0) or _has_empty_loop(item)
         case _:
             return False

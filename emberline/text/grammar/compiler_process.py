@@ -2,13 +2,64 @@
 
 import asyncio
 import contextlib
+import resource
+import signal
+import struct
+import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 
-from emberline.protocol.errors import BadInput, Internal
-from emberline.text.grammar.child import LENGTH, READY, Reply
+from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal
+from emberline.protocol.grammar import encode
+from emberline.text.grammar.reply_grammar import GrammarSpec, build
+
+LENGTH = struct.Struct("<I")
+READY = LENGTH.pack(0)  # an empty frame, before the first request
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    grammar: bytes = b""
+    error: ErrorInfo | None = None
+
+
+def answer(spec: bytes) -> Reply:
+    try:
+        return Reply(grammar=encode(build(msgspec.msgpack.decode(spec, type=GrammarSpec))))
+    except EmberlineError as error:
+        return Reply(error=error.info())
+    except (MemoryError, RecursionError):
+        return Reply(error=ErrorInfo("bad_input", "the demanded format is too complex: simplify it"))
+
+
+def _read(stream: BinaryIO, size: int) -> bytes | None:
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+def main() -> None:
+    memory_bytes, cpu_s = int(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when this ends
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    sink.write(READY)
+    sink.flush()
+    while (head := _read(source, LENGTH.size)) is not None:
+        spec = _read(source, LENGTH.unpack(head)[0])
+        if spec is None:
+            return
+        try:
+            reply = answer(spec)
+        except Exception as error:  # our bug: the request is told, the log too, and the next one is served
+            print(f"building a grammar failed: {error!r}", file=sys.stderr, flush=True)
+            reply = Reply(error=Internal("building the grammar failed").info())
+        data = msgspec.msgpack.encode(reply)
+        sink.write(LENGTH.pack(len(data)) + data)
+        sink.flush()
+
 
 START_S: Final = 30.0
 
@@ -80,3 +131,7 @@ async def _exchange(child: asyncio.subprocess.Process, data: bytes) -> Reply:
     await child.stdin.drain()
     size = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))[0]
     return msgspec.msgpack.decode(await child.stdout.readexactly(size), type=Reply)
+
+
+if __name__ == "__main__":
+    main()

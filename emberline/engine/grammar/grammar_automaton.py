@@ -11,8 +11,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Final
 
-from emberline.engine.grammar.bounds import NEVER, costs
 from emberline.protocol import grammar as ir
+from emberline.protocol.grammar import UNMATCHABLE
 
 MAX_STATES = 20_000  # kept for the next time; what is in use lives on
 MAX_NESTING = 280  # of what is still open, where a text can be read in several ways
@@ -109,7 +109,7 @@ class _Call(State):
         self.number = number
 
 
-DEAD: Final = State(NEVER)
+DEAD: Final = State(UNMATCHABLE)
 END: Final = State(0)
 
 
@@ -117,7 +117,7 @@ class Automaton:
     """Of one grammar; for one thread at a time."""
 
     def __init__(self, grammar: ir.Grammar) -> None:
-        self._costs = costs(grammar)
+        self._costs = ir.shortest_lengths(grammar.rules)
         self._known: dict[tuple[object, ...], State] = {}
         self._characters: dict[tuple[tuple[int, int], ...], State] = {}
         self._avoiders: dict[tuple[str, ...], _Avoider] = {}
@@ -334,7 +334,7 @@ class Automaton:
                 found = self._derive(self._rules[state.number], symbol)
             case _:
                 found = self._derive_leaf(state, symbol)
-        if found.cost >= NEVER:
+        if found.cost >= UNMATCHABLE:
             found = DEAD  # it could go on, but never end
         state.next[symbol] = found
         return found
