@@ -151,7 +151,7 @@ class ModelledFleet:
         mixed = loads[member].batch_active > 0
         first_s = await member.run(sequence(request_id, Priority.DEFAULT))
         self.grants.observe_ttft(MODEL, member.name, first_s, mixed)
-        self.grants.stir()
+        self.grants.notify_room()
         return first_s
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class JobQuota:
 
 
 class Grant:
-    """Room for one job on a worker. Given back once."""
+    """Room for one job on a worker. Released once."""
 
     __slots__ = ("_n", "_on_return", "_quota", "exclusive")
 
@@ -132,12 +132,12 @@ class Grant:
     def engine(self) -> str:
         return self._quota.worker.name
 
-    def widen(self, n: int) -> None:
+    def resize(self, n: int) -> None:
         """The job needs `n` sequences."""
         self._quota.granted += n - self._n
         self._n = n
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self._quota.granted -= self._n
         assert self._quota.granted >= 0
         self._n = 0
@@ -160,10 +160,10 @@ class Grants:
         grants: list[Grant] = []
         for quota in sorted(self._of(model), key=lambda quota: quota.granted / quota.max_running):
             n = min(quota.free(now_s), most - len(grants))
-            grants += [Grant(quota, self.stir) for _ in range(n)]
+            grants += [Grant(quota, self.notify_room) for _ in range(n)]
         return grants
 
-    def issue_alone(self, model: str) -> Grant | None:
+    def issue_exclusive(self, model: str) -> Grant | None:
         """A worker without other jobs. None: not yet, one is being emptied; ask again."""
         now_s = self._clock()
         quotas = [quota for quota in self._of(model) if quota.worker.is_healthy(now_s)]
@@ -171,13 +171,13 @@ class Grants:
             return None
         quota = min(quotas, key=lambda quota: (not quota.emptying, quota.granted))
         quota.emptying = True
-        return Grant(quota, self.stir, exclusive=True) if not quota.granted else None
+        return Grant(quota, self.notify_room, exclusive=True) if not quota.granted else None
 
-    def call_off(self, model: str) -> None:
+    def cancel_exclusive(self, model: str) -> None:
         """No job is waiting to run alone any more."""
         for quota in self._of(model):
             quota.emptying = quota.exclusive
-        self.stir()
+        self.notify_room()
 
     def observe_ttft(self, model: str, worker: str, ttft_s: float, mixed: bool) -> None:
         """The TTFT of a request on this worker; `mixed`: jobs ran there when the request was dispatched."""
@@ -185,11 +185,11 @@ class Grants:
             if quota.worker.name == worker:
                 quota.observe_ttft(ttft_s, mixed, self._clock())
 
-    def stir(self) -> None:
+    def notify_room(self) -> None:
         """There may be room where there was none."""
         self._room.set()
 
-    async def stirred(self) -> None:
+    async def wait_for_room(self) -> None:
         await self._room.wait()
         self._room.clear()
 

@@ -107,7 +107,7 @@ class LocalCore:
         row = settlement.row
         self._observe_ttft(row)
         self.admission.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
-        self.grants.stir()
+        self.grants.notify_room()
         for memory in settlement.memories:
             entry = memory.entry
             self._sessions.remember(

@@ -34,7 +34,7 @@ class Bench:
                 steps = worker.load.steps + round(0.25 / step_s)
                 self.report(msgspec.structs.replace(worker.load, steps=steps), i)
             for grant in self.grants.issue(MODEL, most):
-                grant.give_back()
+                grant.release()
 
     def start(self, n: int = 1) -> None:
         """Requests that run on e0, however full it is."""
@@ -62,7 +62,7 @@ class Bench:
     def free(self) -> int:
         grants = self.grants.issue("m", 1000)
         for grant in grants:
-            grant.give_back()
+            grant.release()
         return len(grants)
 
 
@@ -94,7 +94,7 @@ def test_some_room_is_always_granted() -> None:
     assert bench.free() == 2
     held = bench.grants.issue("m", 10)
     assert bench.free() == 0
-    held[0].give_back()
+    held[0].release()
     assert bench.free() == 1
 
 
@@ -164,21 +164,21 @@ def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
     held = bench.grants.issue("m", 18)
     here = [grant for grant in held if grant.engine == "e0"]
     there = [grant for grant in held if grant.engine == "e1"]
-    there.pop().give_back()
-    assert bench.grants.issue_alone("m") is None
+    there.pop().release()
+    assert bench.grants.issue_exclusive("m") is None
     assert bench.free() == 0  # e1 is being emptied
     for grant in there:
-        grant.give_back()
-    alone = bench.grants.issue_alone("m")
+        grant.release()
+    alone = bench.grants.issue_exclusive("m")
     assert alone is not None
     assert alone.engine == "e1"
-    assert bench.grants.issue_alone("m") is None
+    assert bench.grants.issue_exclusive("m") is None
     for grant in here:
-        grant.give_back()
+        grant.release()
     assert bench.free() == 9
-    bench.grants.call_off("m")
+    bench.grants.cancel_exclusive("m")
     assert bench.free() == 9  # e0 again; e1 is still taken
-    alone.give_back()
+    alone.release()
     assert bench.free() == 18
 
 
@@ -198,7 +198,7 @@ def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
         if act == "issue":
             held += bench.grants.issue("m", n)
         elif act == "back" and held:
-            held.pop().give_back()
+            held.pop().release()
         elif act == "sync":
             bench.start(n)
         elif act == "end" and bench.requests:
@@ -211,5 +211,5 @@ def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
         most = bench.free() + len(held)
         assert most >= min(1, most)
     for grant in held:
-        grant.give_back()
+        grant.release()
     assert bench.free() >= 1

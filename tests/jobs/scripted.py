@@ -101,28 +101,28 @@ class Places:
         self.n = n
         self.taken = 0
         self.emptied = False
-        self._stirred = asyncio.Event()
+        self._room = asyncio.Event()
 
     def issue(self, model: str, most: int) -> list["Seat"]:
         free = 0 if self.emptied else max(0, self.n - self.taken)
         return [Seat(self) for _ in range(min(free, most))]
 
-    def issue_alone(self, model: str) -> "Seat | None":
+    def issue_exclusive(self, model: str) -> "Seat | None":
         if not self.n:
             return None
         self.emptied = True
         return Seat(self, alone=True) if not self.taken else None
 
-    def call_off(self, model: str) -> None:
+    def cancel_exclusive(self, model: str) -> None:
         self.emptied = False
-        self.stir()
+        self.notify_room()
 
-    def stir(self) -> None:
-        self._stirred.set()
+    def notify_room(self) -> None:
+        self._room.set()
 
-    async def stirred(self) -> None:
-        await self._stirred.wait()
-        self._stirred.clear()
+    async def wait_for_room(self) -> None:
+        await self._room.wait()
+        self._room.clear()
 
 
 class Seat:
@@ -134,14 +134,14 @@ class Seat:
         self._n = 1
         places.taken += 1
 
-    def widen(self, n: int) -> None:
+    def resize(self, n: int) -> None:
         self._places.taken += n - self._n
         self._n = n
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         assert self._n, "given back once"
         self._places.taken -= self._n
         self._n = 0
         if self._alone:
             self._places.emptied = False
-        self._places.stir()
+        self._places.notify_room()

@@ -113,7 +113,7 @@ async def test_without_room_nothing_is_claimed(bench: Bench) -> None:
     await asyncio.sleep(0.2)
     assert states(await bench.queue.jobs(batch.id)) == ["queued"]
     bench.places.n = 1
-    bench.places.stir()
+    bench.places.notify_room()
     await bench.ended(batch)
 
 

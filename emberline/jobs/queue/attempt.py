@@ -47,10 +47,10 @@ class AdmissionGrant(Protocol):
     @property
     def engine(self) -> str: ...
 
-    def widen(self, n: int) -> None:
+    def resize(self, n: int) -> None:
         """The job runs `n` sequences."""
 
-    def give_back(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class StopReason(Enum):
@@ -72,7 +72,7 @@ class JobAttempt:
         self._count = count  # an event, for a model
         self._usage: UsageRow | None = None
         self._running: asyncio.Task[Answer] | None = None
-        grant.widen(lease.request.n)
+        grant.resize(lease.request.n)
 
     def stop(self, reason: StopReason) -> None:
         self.stop_reason = self.stop_reason or reason
@@ -86,7 +86,7 @@ class JobAttempt:
                 self._running.cancel()
             await asyncio.wait([self._running])
         finally:
-            self._grant.give_back()  # before the outcome is written: the next job need not wait for that
+            self._grant.release()  # before the outcome is written: the next job need not wait for that
         await self._write_outcome(self._running)
 
     async def _generate(self, service: GenerationService, principal: Principal) -> Answer:

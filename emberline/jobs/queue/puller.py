@@ -122,16 +122,16 @@ class BatchAdmission(Protocol):
 
     def issue(self, model: str, most: int) -> Sequence[AdmissionGrant]: ...
 
-    def issue_alone(self, model: str) -> AdmissionGrant | None:
+    def issue_exclusive(self, model: str) -> AdmissionGrant | None:
         """A grant for an engine without other jobs; None: not yet, one is being drained."""
 
-    def call_off(self, model: str) -> None:
+    def cancel_exclusive(self, model: str) -> None:
         """Stop draining an engine for an exclusive grant."""
 
-    def stir(self) -> None:
-        """Wake `stirred`."""
+    def notify_room(self) -> None:
+        """Wake `wait_for_room`."""
 
-    async def stirred(self) -> None:
+    async def wait_for_room(self) -> None:
         """Return when there may be room where there was none."""
 
 
@@ -196,7 +196,7 @@ class Puller:
             for model in self._models:
                 if model not in self._empty and not self._stop.is_set():
                     await self._claim(model)
-            await _wait(self._admission.stirred(), CAPACITY_POLL_S * random.uniform(0.5, 1.5))
+            await _wait(self._admission.wait_for_room(), CAPACITY_POLL_S * random.uniform(0.5, 1.5))
 
     async def _claim(self, model: str) -> None:
         """As many jobs as engines have room for."""
@@ -206,14 +206,14 @@ class Puller:
         try:
             leases = await self._queue.claim(self._owner.name, model, len(grants))
         except BaseException:
-            _give_back(grants)
+            _release(grants)
             raise
         if len(leases) < len(grants):
             self._empty.add(model)
         self.metrics.count("claimed", model, len(leases))
         for lease, grant in zip(leases, grants, strict=False):
             self._start_attempt(lease, grant)
-        _give_back(grants[len(leases) :])
+        _release(grants[len(leases) :])
 
     def _start_attempt(self, lease: Lease, grant: AdmissionGrant) -> asyncio.Task[None]:
         attempt = JobAttempt(self._queue, lease, grant, self.metrics.count)
@@ -242,7 +242,7 @@ class Puller:
     async def _listen_for_jobs(self) -> None:
         async for _ in self._queue.listen("lines", POLL_S):
             self._empty.clear()
-            self._admission.stir()
+            self._admission.notify_room()
 
     async def _listen_for_stops(self) -> None:
         """The channel also announces every job that ends, so check before sending a heartbeat."""
@@ -277,7 +277,7 @@ class Puller:
             quarantined = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
             for model in self._draining - quarantined:
                 self._draining.discard(model)
-                self._admission.call_off(model)
+                self._admission.cancel_exclusive(model)
             others = {depth.model for depth in depths if depth.n_queued > depth.n_quarantined}
             again = [
                 await self._run_quarantined(model, model in others) for model in quarantined if not self._stop.is_set()
@@ -286,7 +286,7 @@ class Puller:
 
     async def _run_quarantined(self, model: str, others_wait: bool) -> bool:
         """Whether to try again soon: an engine is being drained, or there may be another quarantined job."""
-        grant = self._admission.issue_alone(model)
+        grant = self._admission.issue_exclusive(model)
         if grant is None:
             self._draining.add(model)
             return True
@@ -294,10 +294,10 @@ class Puller:
         try:
             leases = await self._queue.claim(self._owner.name, model, 1, quarantined=True)
         except BaseException:
-            grant.give_back()
+            grant.release()
             raise
         if not leases:  # claimed by another process, or in backoff
-            grant.give_back()
+            grant.release()
             return False
         self.metrics.count("claimed", model)
         began_s = asyncio.get_running_loop().time()
@@ -333,6 +333,6 @@ async def _wait(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
             await waiting
 
 
-def _give_back(grants: Sequence[AdmissionGrant]) -> None:
+def _release(grants: Sequence[AdmissionGrant]) -> None:
     for grant in grants:
-        grant.give_back()
+        grant.release()
