@@ -1,1 +1,1 @@
-"""Who asks, and what they used: the root secret, authentication, the usage ledger."""
+"""Authentication, the root secret, and the usage ledger."""

@@ -1,4 +1,4 @@
-"""The root secret of an installation, and a key derived from it for each purpose."""
+"""The root secret of an installation, from which a key is derived for each purpose."""
 
 import os
 import secrets
@@ -9,11 +9,11 @@ from emberline.protocol.errors import BadInput
 
 ENVIRONMENT = "EMBERLINE_SECRET"
 FILE = "secret"
-MIN_LENGTH = 32  # characters; what `openssl rand -hex 16` gives
+MIN_LENGTH = 32  # characters, as of `openssl rand -hex 16`
 
 
 class Secret:
-    """Holds the root; hands out only what is derived from it."""
+    """Owns the root secret and only returns keys derived from it."""
 
     def __init__(self, root: str) -> None:
         if len(root) < MIN_LENGTH:
@@ -22,7 +22,7 @@ class Secret:
 
     @classmethod
     def open(cls, data_dir: Path) -> "Secret":
-        """The secret of the environment, or of the data folder's file, which is made when there is none."""
+        """The secret from the environment, or from the data folder's file, which is created if missing."""
         if root := os.environ.get(ENVIRONMENT):
             return cls(root)
         path = data_dir / FILE
@@ -34,7 +34,7 @@ class Secret:
             raise BadInput(f"cannot use the root secret {path}: {error.strerror}") from error
 
     def derive(self, purpose: str, *context: str, size: int = 16) -> bytes:
-        """A key for one purpose (and, say, one account). Different inputs never give the same key."""
+        """A key for one purpose and context (such as an account); inputs are length-prefixed, so none collide."""
         keyed = blake2b(key=self._key, digest_size=size)
         for part in (purpose, *context):
             raw = part.encode()
@@ -44,7 +44,7 @@ class Secret:
 
 
 def _create(path: Path) -> None:
-    """Write a fresh secret under another name first, so that a reader never sees half of it."""
+    """Written under another name first, so that a reader never sees a partial secret."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -55,7 +55,7 @@ def _create(path: Path) -> None:
             os.fsync(file.fileno())
         os.link(fresh, path)
     except FileExistsError:
-        pass  # another process was first: its secret counts
+        pass  # another process was first, and its secret is used
     finally:
         fresh.unlink()
 

@@ -1,4 +1,4 @@
-"""The usage ledger: rows are written once, durably, and never changed."""
+"""The usage ledger: one immutable row per accepted request."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ UsageStatus = Literal["finished", "failed", "cancelled"]
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Immutable, one per accepted request, keyed by the request's id. Times are Unix time in microseconds."""
+    """Keyed by the request's id. Times are Unix time in microseconds."""
 
     id: str
     account: str
@@ -33,36 +33,17 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(self.cached_by_tier.values())
 
 
-_COLUMNS = (
-    "id, account, key_id, model, model_version, class, input_tokens, cached_by_tier, output_tokens, reasoning_tokens, "
-    "status, created_us, first_token_us, finished_us, price_version"
-)
-_INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_COLUMNS = ", ".join(UsageRow.__struct_fields__).replace("priority", "class")
+_PLACEHOLDERS = ", ".join("?" * len(UsageRow.__struct_fields__))
+_INSERT = f"INSERT INTO usage ({_COLUMNS}) VALUES ({_PLACEHOLDERS}) ON CONFLICT DO NOTHING"
 _SELECT = f"SELECT {_COLUMNS} FROM usage WHERE id = ?"
 
 
 def insert_usage(row: UsageRow) -> Query:
-    """What records a row, for those who do so in a transaction of their own."""
-    return Query(
-        _INSERT,
-        (
-            row.id,
-            row.account,
-            row.key_id,
-            row.model,
-            row.model_version,
-            row.priority,
-            row.input_tokens,
-            msgspec.json.encode(row.cached_by_tier).decode(),
-            row.output_tokens,
-            row.reasoning_tokens,
-            row.status,
-            row.created_us,
-            row.first_token_us,
-            row.finished_us,
-            row.price_version,
-        ),
-    )
+    """The statement that records a row, for a transaction of the caller."""
+    values = msgspec.structs.asdict(row)
+    values["cached_by_tier"] = msgspec.json.encode(row.cached_by_tier).decode()
+    return Query(_INSERT, tuple(values.values()))
 
 
 class UsageLedger:
@@ -70,7 +51,7 @@ class UsageLedger:
         self._store = store
 
     async def record(self, row: UsageRow) -> None:
-        """Return once the row is durable. The first row of an id stands; recording it again changes nothing."""
+        """Return once the row is durable. Recording a second row of the same id changes nothing."""
         await self._store.write(*insert_usage(row))
 
     async def find(self, request_id: str) -> UsageRow | None:

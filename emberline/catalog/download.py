@@ -1,4 +1,4 @@
-"""How far a download is, seen from outside: by the size of what it has written."""
+"""What every download shares: progress by the size of what was written, the errors, and disk space."""
 
 import errno
 import shutil
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from emberline.protocol.errors import Unavailable
 
 INTERVAL_S = 0.2
-WINDOW_S = 5.0  # the rate is that of the last few seconds, so that a stall shows
+WINDOW_S = 5.0  # over which the rate is measured, so that a stall shows
 
 
 class DownloadProgress(NamedTuple):
@@ -28,7 +28,7 @@ ReportProgress = Callable[[DownloadProgress], None]
 
 @contextmanager
 def watched(folder: Path, total_bytes: int, report: ReportProgress | None) -> Iterator[None]:
-    """Reports the growth of `folder` while the block runs, and its end when the block succeeds."""
+    """Report the growth of `folder` while the block runs, and completion when the block succeeds."""
     if report is None:
         yield
         return
@@ -48,7 +48,7 @@ def _watch(folder: Path, total_bytes: int, report: ReportProgress, stop: threadi
     while not stop.wait(INTERVAL_S):
         now, done = time.monotonic(), min(folder_bytes(folder), total_bytes)
         if not done:
-            samples.clear()  # the rate counts from the first byte, not from the start of the program that fetches
+            samples.clear()  # measure the rate from the first byte, not from the start of the download program
         samples.append((now, done))
         while now - samples[0][0] > WINDOW_S:
             samples.popleft()
@@ -58,7 +58,7 @@ def _watch(folder: Path, total_bytes: int, report: ReportProgress, stop: threadi
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files below; one that goes while we look counts nothing."""
+    """The size of all files below; one that disappears meanwhile counts as 0."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -70,7 +70,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 class PullFailed(Unavailable):
-    """The model did not arrive; nothing of it is left that could be taken for whole."""
+    """The model was not downloaded; no partial model is left in the store."""
 
 
 class NoSpace(PullFailed):
@@ -86,12 +86,12 @@ class HashMismatch(PullFailed):
 
 
 class AccessDenied(PullFailed):
-    """The hub wants a token, or another one."""
+    """The hub requires a token, or another one."""
 
 
 @contextmanager
 def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
-    """NoSpace at once when `needed_bytes` do not fit, and later when the disk fills up inside the block."""
+    """Raise NoSpace at once if `needed_bytes` do not fit, or later when the disk fills up inside the block."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise _no_space(folder, f"{needed_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")

@@ -1,7 +1,7 @@
-"""Models from the Hugging Face hub, or a mirror (HF_ENDPOINT): weights and descriptions only, never pickles or code.
+"""Models from the Hugging Face Hub or a mirror (HF_ENDPOINT): weights and configuration only, never pickles or code.
 
-HF_TOKEN (or the token of `hf auth login`), proxies and HF_HUB_OFFLINE are honoured; offline means what is already in
-the hub's own cache on this machine.
+HF_TOKEN (or the token of `hf auth login`), proxies and HF_HUB_OFFLINE are respected; offline, only the hub's own cache
+on this machine is used.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.hf_checkpoint import folder_config
 
 _SPEC = re.compile(r"hf:([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/((?:[\w. -]+/)*[\w. -]+\.gguf))?")
-# Which of a repository's GGUF files to take when none is named, best first.
+# Which of a repository's GGUF files is preferred when none is named, best first.
 _PREFERRED = ("q4_k_m", "q4_k_s", "q4_1", "q4_0", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "bf16", "f16", "f32")
 _TEXT_FILE = re.compile(r"[\w.-]+\.json|tokenizer\.model|chat_template\.jinja")
 _SPARE_BYTES = 16 << 20
@@ -52,9 +52,9 @@ def parse(spec: str) -> HubSource:
 
 
 def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None) -> Fetched:
-    """Brings the model's files into `folder`; whole files of a broken-off try are not fetched again.
+    """Download the model's files into `folder`; complete files of an interrupted download are kept.
 
-    Offline, the path lies in the hub's own cache instead.
+    Offline, the path is in the hub's own cache instead.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return _cached(source)
@@ -63,7 +63,7 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
 
     disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT") or None
-    with _explained(source):
+    with _translated_errors(source):
         info = HfApi(endpoint=endpoint).model_info(source.repo, revision=source.revision, files_metadata=True)
         listed = [
             HubFile(item.rfilename, item.size or 0, item.lfs.sha256 if item.lfs else None)
@@ -77,13 +77,13 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
                 hf_hub_download(source.repo, file.name, revision=info.sha, local_dir=folder, endpoint=endpoint)
                 _check(folder / file.name, file)
                 if file.name == "config.json":
-                    folder_config(folder)  # refuses a model that is not built before its weights are fetched
+                    folder_config(folder)  # refuses an unsupported model before its weights are downloaded
     pinned = HubSource(source.repo, info.sha, source.file)
     return Fetched(folder / files[0].name if files[0].name.endswith(".gguf") else folder, pinned)
 
 
 def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
-    """What to fetch of a repository: the named GGUF, or the safetensors with what describes them, or the best GGUF."""
+    """The files to download: the named GGUF, or the safetensors with their configuration, or the preferred GGUF."""
     top = [file for file in files if "/" not in file.name]
     if source.file is not None:
         wanted = [file for file in files if file.name == source.file]
@@ -92,7 +92,7 @@ def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
         return wanted
     texts = [file for file in top if _TEXT_FILE.fullmatch(file.name)]
     tensors = [file for file in top if file.name.endswith(".safetensors")]
-    tensors = [file for file in tensors if file.name.startswith("model")] or tensors  # not a second, other layout
+    tensors = [file for file in tensors if file.name.startswith("model")] or tensors  # not a copy in another layout
     if tensors and any(file.name == "config.json" for file in texts):
         return sorted(texts, key=lambda file: file.name != "config.json") + tensors  # config.json first
     ggufs = {file.name.lower(): file for file in top if file.name.lower().endswith(".gguf")}
@@ -109,7 +109,7 @@ def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
 
 
 def _check(path: Path, file: HubFile) -> None:
-    """A file that is not what the hub lists is deleted, so that the next pull fetches it again."""
+    """Delete a file whose hash differs from the hub's, so that the next pull downloads it again."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -136,17 +136,17 @@ def _cached(source: HubSource) -> Fetched:
 
 
 @contextmanager
-def _explained(source: HubSource) -> Iterator[None]:
-    """The hub's errors in words that say what to do."""
+def _translated_errors(source: HubSource) -> Iterator[None]:
+    """Translate the hub's errors into ours, which say what to do."""
     from huggingface_hub import errors
 
     try:
         yield
-    except errors.LocalEntryNotFoundError as error:  # what is raised for a file when there is no connection
+    except errors.LocalEntryNotFoundError as error:  # raised for a file when there is no connection
         raise _unreachable(source) from error
     except (errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise ModelNotFound(f"{source.repo} has no revision {source.revision or 'main'} with that file") from error
-    except errors.RepositoryNotFoundError as error:  # gated ones too: the hub does not say that a private one exists
+    except errors.RepositoryNotFoundError as error:  # also for gated ones: the hub hides that a private one exists
         raise _denied(source) from error
     except errors.HfHubHTTPError as error:
         if error.response.status_code in (401, 403):

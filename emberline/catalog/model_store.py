@@ -1,7 +1,7 @@
-"""The models of this machine: one folder each under `$EMBERLINE_HOME/models`, the card beside the weights.
+"""The model store: one folder per model under `$EMBERLINE_HOME/models`, with the card next to the weights.
 
-A folder bears its final name only when it is whole: it is filled under a name that begins with a dot, synced, and then
-renamed. What a broken-off pull leaves behind is therefore never taken for a model.
+A folder is filled under a name that begins with a dot, synced, and then renamed, so an interrupted pull is never taken
+for a model.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ class ModelEntry(NamedTuple):
     path: Path  # the GGUF file or the Hugging Face folder
 
 
-class _Placed(msgspec.Struct, frozen=True):
-    """What card.json holds: the card, and the weights' place, absolute or relative to the model's folder."""
+class _StoredCard(msgspec.Struct, frozen=True):
+    """The content of card.json: the card and the weights' path, absolute or relative to the model's folder."""
 
     card: ModelCard
     path: str
@@ -38,7 +38,7 @@ class ModelStore:
         self.root = home / "models"
 
     def entries(self) -> list[ModelEntry]:
-        """What is pulled and still there, by id."""
+        """The pulled models whose weights still exist, by id."""
         return [entry for entry in self._all() if entry.path.exists()]
 
     def _all(self) -> list[ModelEntry]:
@@ -46,11 +46,11 @@ class ModelStore:
         return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.card.id)
 
     def find(self, name: str) -> ModelEntry | None:
-        """The pulled model of that id or alias, in any case of letters; `hf:org/repo` is an alias."""
+        """The pulled model of that id or alias, case-insensitive; `hf:org/repo` is an alias."""
         return _named(name, self.entries())
 
     def resolve(self, name: str) -> ModelEntry:
-        """The model of that id, alias or path, ready to load. Takes the user's own words, never a client's."""
+        """The model of that id, alias or path. Only for names the operator gave: a client must not name paths."""
         entry = self.find(name)
         if entry is not None:
             return entry
@@ -62,43 +62,44 @@ class ModelStore:
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
 
     def remove(self, name: str) -> ModelCard:
-        """Forgets a pulled model and deletes what was downloaded for it; a linked file stays where it is."""
+        """Remove a pulled model and what was downloaded for it; a linked file stays where it is."""
         entry = _named(name, self._all())
         if entry is None:
             raise ModelNotFound(f"model {name!r} is not pulled; `emberline ls` shows what is")
         with self.lock():
-            # Renamed first, so that no reader finds half a model while it goes.
-            doomed = self.staging(entry.card.id)
-            shutil.rmtree(doomed, ignore_errors=True)
-            self.folder(entry.card.id).rename(doomed)
-            shutil.rmtree(doomed)
+            # Renamed first, so that no reader finds a partial model.
+            staging = self.staging(entry.card.id)
+            shutil.rmtree(staging, ignore_errors=True)
+            self.folder(entry.card.id).rename(staging)
+            shutil.rmtree(staging)
         return entry.card
 
     def folder(self, model_id: str) -> Path:
         return self.root / _slug(model_id)
 
     def staging(self, model_id: str) -> Path:
-        """Where a pull of that model is prepared; the same each time, so that what has arrived is found again."""
+        """Where a pull of that model downloads to; always the same, so that it can be resumed."""
         return self.root / f".{_slug(model_id)}"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held while the shelf changes, by one process of all that share it; the others wait."""
+        """Exclusive among all processes that share the store; held while it changes."""
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def place(self, card: ModelCard, path: str) -> ModelEntry:
-        """Makes the staging folder of that card the model's folder. Call with the lock held."""
+        """Make the card's staging folder the model's folder. Call with the lock held."""
         staging, folder = self.staging(card.id), self.folder(card.id)
         staging.mkdir(parents=True, exist_ok=True)
-        (staging / CARD).write_bytes(msgspec.json.encode(_Placed(card, path)))
-        _sync(staging)
+        (staging / CARD).write_bytes(msgspec.json.encode(_StoredCard(card, path)))
+        for file in [*staging.rglob("*"), staging]:
+            _sync(file)
         if folder.exists():
             shutil.rmtree(folder)
         staging.rename(folder)
-        _sync_one(self.root)
+        _sync(self.root)
         return ModelEntry(card, folder / path)
 
 
@@ -114,26 +115,20 @@ def _slug(model_id: str) -> str:
 
 def _read(folder: Path) -> ModelEntry | None:
     try:
-        placed = msgspec.json.decode((folder / CARD).read_bytes(), type=_Placed)
+        stored = msgspec.json.decode((folder / CARD).read_bytes(), type=_StoredCard)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-    return ModelEntry(placed.card, folder / placed.path)
+    return ModelEntry(stored.card, folder / stored.path)
 
 
 def _named(name: str, entries: list[ModelEntry]) -> ModelEntry | None:
-    card = built_in(name)  # whose names no other model can take
+    card = built_in(name)  # its names take precedence
     wanted = card.id if card else name.lower()
     by_id = next((entry for entry in entries if entry.card.id == wanted), None)
     return by_id or next((entry for entry in entries if wanted in entry.card.aliases), None)
 
 
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync_one(path)
-    _sync_one(folder)
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

