@@ -16,20 +16,7 @@ from emberline.kv.cache import KVEventFeed
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import (
-    Abort,
-    Drain,
-    EngineInfo,
-    EngineLoad,
-    FrameBuffer,
-    Hello,
-    Refused,
-    Step,
-    Submit,
-    Vocabulary,
-    WatchKV,
-    Welcome,
-)
+from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Hello
 from emberline.protocol.request import EngineRequest
 
 HELLO_TIMEOUT_S = 5.0
@@ -237,25 +224,25 @@ class Server:
             self._greet(connection, message)
         elif not connection.greeted:
             raise ClientLost(f"{type(message).__name__} before Hello")
-        elif isinstance(message, Submit):
+        elif isinstance(message, frames.Submit):
             for request in message.requests:
                 self._submit(connection, request)
-        elif isinstance(message, Abort):
+        elif isinstance(message, frames.Abort):
             for request_id in connection.request_ids.intersection(message.ids):
                 if (delta := self._loop.scheduler.abort(request_id)) is not None:
                     self._route([delta])
-        elif isinstance(message, Vocabulary):
+        elif isinstance(message, frames.Vocabulary):
             try:
                 self._loop.scheduler.set_vocabulary(message)
             except EmberlineError as error:  # its requests would be bound to grammars of other tokens
                 raise ClientLost(error.message) from None
-        elif isinstance(message, WatchKV):
+        elif isinstance(message, frames.WatchKV):
             self._send_kv_events()  # earlier subscribers get the changes; the snapshot contains them
             for event in self._kv_events.subscribe():
                 self._send(connection, frames.encode(event))
             connection.subscribed = True
         else:
-            assert isinstance(message, Drain)
+            assert isinstance(message, frames.Drain)
             self.drain(message.limit_s)
 
     def _greet(self, connection: ClientConnection, hello: Hello) -> None:
@@ -270,13 +257,13 @@ class Server:
             refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
             connection.greeted = True
-            self._send(connection, frames.encode(Welcome(self._info, self._loop.load)))
+            self._send(connection, frames.encode(frames.Welcome(self._info, self._loop.load)))
             if hello.peer:
                 self._hand_over(connection, hello.peer)
         else:
             _log.warning("refused a client: %s", refusal.message)
             connection.closing = True
-            self._send(connection, frames.encode(Refused(refusal.info())))
+            self._send(connection, frames.encode(frames.Refused(refusal.info())))
 
     def _hand_over(self, connection: ClientConnection, peer: str) -> None:
         """The client is an engine that sends KV: a receiver thread takes the connection over."""
@@ -356,7 +343,7 @@ class Server:
             changed = connection.subscribed and load != before
             if not connection.deltas and not changed and load.steps == (before.steps if before is not None else 0):
                 continue  # nothing advances: no heartbeat
-            frame = frames.encode(Step(connection.deltas, load))
+            frame = frames.encode(frames.Step(connection.deltas, load))
             connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
             self._send_or_close(connection, frame)
         ended, self._ended = self._ended, []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, Masks, Row, Sampled, StepPlan
-from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork, TokenBudget
+from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
 from emberline.kernels.sampling import SamplerRow, sample
 from emberline.kv.block_pool import NULL_BLOCK, blocks_of
 from emberline.kv.host_memory import HostMemory, Pages, private_pages, shared_pages
@@ -74,7 +74,7 @@ class TorchRunner:
         shared: bool = False,
     ) -> None:
         self._model = model
-        self._prefill = prefill or TokenBudget()
+        self._prefill = prefill or PrefillPolicy()
         self._device = torch.device(device)
         self.memory: HostMemory | None = None  # of the pools on a CPU; `shared`: other processes may write it
         if self._device.type == "cpu":

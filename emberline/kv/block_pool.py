@@ -80,14 +80,6 @@ class BlockPool:
         self.n_free += n_freed
         self.n_releases += n_freed
 
-    def free_blocks(self) -> list[int]:
-        """In order of reuse. For tests: O(free)."""
-        blocks, block = [], self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            blocks.append(block)
-            block = self._next[block]
-        return blocks
-
 
 UNBOUNDED = 1 << 40  # tokens: a pool that holds a whole window holds sequences of any length
 

@@ -258,16 +258,30 @@ class KVCache:
         return bool(new)
 
 
-class KVEventLog:
-    """A KVListener that collects the net change between two calls of `take`.
+class KVEventFeed:
+    """The KV events of a cache, collected while there is a subscriber: the net change between two calls of `take`.
 
     Content is reported by the keys of one group, the one without a window: without it there is no prefix hit.
     """
 
-    def __init__(self, group: KVGroup) -> None:
-        self._group = group
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._group = unwindowed_group(group.layout for group in cache.groups)
         self._stored: dict[bytes, None] = {}  # in order
         self._removed: dict[bytes, None] = {}
+        self._subscribed = False
+
+    def subscribe(self) -> list[KVEvents]:
+        """The content of the cache; from now on `take` returns the changes."""
+        if not self._subscribed:
+            self._subscribed = True
+            self._cache.add_listener(self)
+        return snapshot(next(group.index for group in self._cache.groups if group.layout is self._group))
+
+    def unsubscribe(self) -> None:
+        self._cache.remove_listener(self)
+        self._subscribed = False
+        self.take()
 
     def stored(self, group: KVGroup, key: bytes, block: int) -> None:
         if group is self._group:
@@ -289,31 +303,6 @@ class KVEventLog:
         removed, self._removed = self._removed, {}
         frames = [KVEvents(removed=part) for part in _frames_of(removed)]
         return frames + [KVEvents(stored=part) for part in _frames_of(stored)]
-
-
-class KVEventFeed:
-    """The KV events of a cache, collected only while there is a subscriber."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._group = unwindowed_group(group.layout for group in cache.groups)
-        self._log: KVEventLog | None = None
-
-    def subscribe(self) -> list[KVEvents]:
-        """The content of the cache; from now on `take` returns the changes."""
-        if self._log is None:
-            self._log = KVEventLog(self._group)
-            self._cache.add_listener(self._log)
-        return snapshot(next(group.index for group in self._cache.groups if group.layout is self._group))
-
-    def take(self) -> list[KVEvents]:
-        """What changed since the last call."""
-        return [] if self._log is None else self._log.take()
-
-    def unsubscribe(self) -> None:
-        if self._log is not None:
-            self._cache.remove_listener(self._log)
-            self._log = None
 
 
 def snapshot(keys: Iterable[bytes]) -> list[KVEvents]:

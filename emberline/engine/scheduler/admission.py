@@ -61,6 +61,11 @@ class AdmissionPolicy:
             plan.admissions.append(Admission(seq.slot, seq.request, seq.seed, output, blocks))
         return True
 
+    def release(self, seq: Sequence) -> None:
+        """Take a running sequence's slot and blocks back; its full blocks stay cached until others need the room."""
+        self._cache.release(seq.table)
+        self._queues.vacate(seq)
+
     def grant_transfers(self, now_s: float) -> None:
         """Reserve blocks for offered prompts, in rank order; not ahead of a waiting sequence that does not fit."""
         for seq in self._transfers.incoming.ungranted():

@@ -1,14 +1,12 @@
 """Chunked prefill: how many prompt tokens a step computes besides one token for each decoding sequence.
 
-The scheduler asks a `PrefillPolicy`, chosen once at start; the runner reports to it how long steps took. `TokenBudget`
-limits a step by its token budget alone, `BatchTimeLimit` also bounds the time of batch-class prompts (CPU), and
-`latency_target.LatencyTarget` keeps the inter-token latency of decoding sequences (GPU).
+The scheduler asks a `PrefillPolicy`, chosen once at start. `BatchTimeLimit` bounds batch-class prompts in time (CPU);
+`latency_target.LatencyTarget` also keeps the inter-token latency of decoding sequences (GPU).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from emberline.engine.scheduler.plan import Row
 from emberline.engine.scheduler.sequence import Sequence
@@ -46,9 +44,12 @@ class StepWork:
         return self.attended // max(1, self.n_tokens)
 
 
-class PrefillPolicy(Protocol):
+class PrefillPolicy:
+    """By itself it limits a step by its token budget alone."""
+
     def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
         """Token limit of a step. `untargeted` counts the prompt tokens that no latency target applies to."""
+        return budget
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         """Tokens, up to `most`, that the step's work may gain from a prompt of which `context` are computed.
@@ -56,30 +57,17 @@ class PrefillPolicy(Protocol):
         slack: multiple of the latency target that the step may take; from NO_TARGET on there is no target.
         limit_s: what the prompt tokens of the step may take.
         """
-
-    def align(self, work: StepWork, start: int, n: int) -> int:
-        """How many of the next n tokens to take from a prompt that has more than n left."""
-
-    def observe(self, work: StepWork, seconds: float) -> None: ...
-
-
-class TokenBudget:
-    """A step is limited by its token budget alone."""
-
-    def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
-        return budget
-
-    def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         return most
 
     def align(self, work: StepWork, start: int, n: int) -> int:
+        """How many of the next n tokens to take from a prompt that has more than n left."""
         return n
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        pass
+        """The runner reports how long a step took."""
 
 
-class BatchTimeLimit(TokenBudget):
+class BatchTimeLimit(PrefillPolicy):
     """Learns the time of a prompt token, by context length, and keeps chunks with a time limit to it."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Running and waiting sequences by rank, the slots they run in, and which of them gives way to which."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import inf
 from operator import attrgetter
 
@@ -71,8 +71,11 @@ class BatchYielding:
     def __init__(self) -> None:
         self._interactive_step = -QUIET_STEPS  # when a request of another class last ended
         self._n_paused = 0  # consecutive steps that batch-class sequences have yielded
+        self._promoted: Sequence | None = None
 
     def ended(self, seq: Sequence, step: int) -> None:
+        if seq is self._promoted:
+            self._promoted = None
         if seq.request.priority != Priority.BATCH:
             self._interactive_step = step
 
@@ -81,13 +84,14 @@ class BatchYielding:
         batch = seq.effective_class == Priority.BATCH
         return BATCH_PREFILL_S if batch and step - self._interactive_step < QUIET_STEPS else inf
 
-    def promote(self, queues: Queues, sequences: Iterable[Sequence], step: int) -> None:
+    def promote(self, queues: Queues, step: int) -> None:
         """Rank a starved sequence with the default class; one at a time."""
         waiting = queues.waiting
         if not waiting or waiting[-1].effective_class != Priority.BATCH:
             return
         first = waiting[-n_batch(waiting)]
-        if step - first.queued_step >= STARVED_STEPS and not any(seq.promoted for seq in sequences):
+        if step - first.queued_step >= STARVED_STEPS and self._promoted is None:
+            self._promoted = first
             waiting.remove(first)
             first.effective_class = Priority.DEFAULT
             insort(waiting, first, key=by_rank)

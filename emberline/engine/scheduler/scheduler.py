@@ -1,8 +1,7 @@
-"""Which tokens of which sequences the next step computes. Pure Python: no torch, no I/O, no clock of its own."""
+"""The scheduler: requests in, plans out, results absorbed. Pure Python: no torch, no I/O, no clock of its own."""
 
 import logging
 from collections.abc import Iterable
-from itertools import islice
 from math import inf
 
 import msgspec
@@ -11,15 +10,10 @@ from emberline.engine import token_rules
 from emberline.engine.grammar import masks as masking
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import Guides, Masks, Row, Sampled, StepPlan
-from emberline.engine.scheduler.prefill_policy import (
-    NO_TARGET,
-    DecodingSequences,
-    PrefillPolicy,
-    StepWork,
-    TokenBudget,
-)
-from emberline.engine.scheduler.queues import BatchYielding, PreemptionPolicy, Queues, by_rank, n_batch
+from emberline.engine.scheduler.plan import Guides, Masks, Sampled, StepPlan
+from emberline.engine.scheduler.planner import StepPlanner
+from emberline.engine.scheduler.prefill_policy import PrefillPolicy
+from emberline.engine.scheduler.queues import BatchYielding, Queues, n_batch
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.engine.transfer.coordinator import TransferCoordinator
 from emberline.kv.cache import KVCache
@@ -28,10 +22,8 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, ErrorInfo, Internal
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs
 from emberline.protocol.frames import EngineLoad, Vocabulary
-from emberline.protocol.request import EngineRequest, Priority
+from emberline.protocol.request import EngineRequest
 from emberline.protocol.token_ids import pack
-
-LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +31,7 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """Continuous batching over one KVCache.
 
-    The tokens of a step go to decoding sequences first, one each, then to prompts in chunks, by rank: priority class,
-    then arrival. Policies decide how large a chunk is, which waiting sequence is admitted, and which running one gives
-    way when slots or blocks run out.
+    Owns the sequences from `submit` to their terminal delta. Which tokens a step computes is the planner's decision.
     """
 
     def __init__(
@@ -63,15 +53,14 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._next_deadline_s = inf
-        self._decoding = DecodingSequences()
-        self._none_passed = [0] * len(cache.groups)
         self._totals = EngineLoad(kv_total_blocks=cache.n_total)
         self._queues = Queues(limits.max_running)
         self._transfers = TransferCoordinator(cache, transfers, fingerprint)
         self._admission = AdmissionPolicy(cache, self._queues, self._transfers, self._totals)
-        self._prefill = prefill or TokenBudget()
-        self._preemption = PreemptionPolicy()
         self._batch_class = BatchYielding()
+        self._planner = StepPlanner(
+            cache, limits, self._queues, self._admission, prefill or PrefillPolicy(), self._batch_class, self._totals
+        )
 
     @property
     def busy(self) -> bool:
@@ -140,28 +129,7 @@ class Scheduler:
         return self._expire(now_s) + self._poll_transfers(now_s) + self._bind_grammars()
 
     def plan(self) -> StepPlan:
-        plan, queues = StepPlan(), self._queues
-        self._batch_class.promote(queues, self._by_number.values(), self._totals.steps)
-        self._displace()
-        paused = self._batch_class.pauses(queues)
-        prefills = []
-        self._decoding = DecodingSequences()
-        for seq in tuple(queues.running):
-            if seq.slot == NO_SLOT or (paused and seq.effective_class == Priority.BATCH):
-                continue  # preempted for one before it, or yields
-            n_due = seq.n_due
-            if not n_due:
-                continue  # a prefill-only sequence that is planned to its end
-            if n_due > 1:
-                prefills.append(seq)
-                continue
-            self._decoding.add(seq)
-            if not seq.n_sampling or _can_run_ahead(seq):
-                self._add_row(plan, seq, 1)
-        self._plan_prefills(plan, prefills)
-        if plan.rows:
-            self._totals.steps += 1
-        return plan
+        return self._planner.plan()
 
     def needs_masks(self, plan: StepPlan) -> bool:
         """Whether a grammar restricts what the plan samples."""
@@ -264,118 +232,6 @@ class Scheduler:
                 self._compiling.remove(seq)
         return deltas
 
-    # --- planning ---------------------------------------------------------------------------------------------------
-
-    def _displace(self) -> None:
-        """Let waiting sequences of a better class take the place of running ones of a worse class."""
-        while (pair := self._preemption.displaced(self._queues)) is not None:
-            first, last = pair
-            if self._queues.free_slots and self._admission.fits(first, self._admission.match(first)):
-                return
-            self._preempt(last)
-
-    def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
-        """Spend the rest of the token budget on prompts by rank, whether they are running or still waiting."""
-        queues, full = self._queues, bool(plan.n_preempted)
-        if queues.waiting and queues.free_slots and not full:
-            waiting = islice(queues.admissible(), 2 * self.limits.max_running)
-            prefills = sorted([*prefills, *waiting], key=by_rank)
-        work = StepWork(self._decoding.n)
-        budget = self._prefill.step_tokens(
-            plan.n_tokens, self.limits.token_budget, lambda: self._n_untargeted(plan, prefills)
-        )
-        for seq in prefills:
-            if full and seq.slot == NO_SLOT:
-                continue
-            left = self._chunk(work, seq, budget - plan.n_tokens)
-            if left <= 0:
-                return
-            if seq.slot == NO_SLOT:
-                full = bool(plan.n_preempted) or not self._admission.try_admit(plan, seq)
-                if seq.slot == NO_SLOT:
-                    continue
-            start, n = seq.n_computed, seq.n_tokens - seq.n_computed
-            if n > left:
-                n = self._prefill.align(work, start, left)
-            if self._add_row(plan, seq, n):
-                work.add(n, seq.n_computed)
-                keys = seq.keys[start // BLOCK_TOKENS : seq.n_computed // BLOCK_TOKENS]
-                self._admission.computes(plan, keys)
-
-    def _chunk(self, work: StepWork, seq: Sequence, left: int) -> int:
-        """Tokens that the step may compute of the sequence's prompt, of those that its budget has left."""
-        if left <= 0:
-            return 0
-        limit_s = self._batch_class.prefill_limit_s(seq, self._totals.steps)
-        return self._prefill.chunk(work, seq.n_computed, left, self._slack(seq), limit_s)
-
-    def _n_untargeted(self, plan: StepPlan, prefills: list[Sequence]) -> int:
-        """Tokens of the step's prompts that no latency target applies to."""
-        n, slots = 0, len(self._queues.free_slots)
-        for seq in prefills:
-            slots -= seq.slot == NO_SLOT
-            if slots < 0 or plan.n_tokens + n >= self.limits.token_budget:
-                break
-            if self._slack(seq) >= NO_TARGET:
-                n += seq.n_tokens - self._admission.n_known(seq)
-        return n
-
-    def _slack(self, seq: Sequence) -> float:
-        """Multiple of the latency target that a step may take for the sequence's prompt.
-
-        The target protects decoding sequences from prompts that come after them. Prompts that arrived together are
-        computed in full steps: the first replies wait for the last prompts, and all are done sooner. Not so a prompt
-        that takes many steps, nor one that waited because of its class.
-        """
-        if self._decoding.first_step == inf:
-            return inf
-        if self._decoding.came_after(seq):
-            waiting = seq.slot == NO_SLOT
-            uncached = seq.n_tokens - self._admission.n_known(seq) if waiting else seq.n_uncached
-            if uncached <= self.limits.token_budget:
-                return inf
-        return max(1.0, self._queues.waiting_tokens / LONG_QUEUE)
-
-    def _add_row(self, plan: StepPlan, seq: Sequence, n: int) -> bool:
-        """Plan the next n tokens of a running sequence. False: it was preempted itself."""
-        start, end = seq.n_computed, seq.n_computed + n
-        while (blocks := self.cache.grow(seq.table, start, end)) is None:
-            victim = self._preemption.victim(self._queues.running, self._totals.steps)
-            plan.n_preempted += 1
-            self._preempt(victim)
-            if victim is seq:
-                return False
-        samples = n == seq.n_due and not seq.prefill_only
-        follows = seq.n_sampling > 0
-        plan.rows.append(
-            Row(
-                number=seq.number,
-                slot=seq.slot,
-                start=start,
-                token_ids=b"" if follows else bytes(memoryview(seq.ids)[4 * start : 4 * end]),
-                blocks=blocks or None,
-                passed=[held.n_passed for held in seq.table.groups] if self.cache.windowed else self._none_passed,
-                samples=samples,
-                banned=token_rules.banned(seq) if seq.request.sampling.min_tokens else (),
-                admission=seq.admission,
-                follows=follows,
-            )
-        )
-        plan.n_tokens += n
-        seq.n_computed = end
-        seq.n_sampling += samples
-        seq.planned_step = self._totals.steps
-        if start < seq.n_prompt:
-            self._totals.prompt_tokens += min(end, seq.n_prompt) - start
-        return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
-        self._leave_slot(seq)
-        seq.n_computed = seq.n_sampling = 0
-        self._totals.preemptions += 1
-        self._queues.enqueue(seq, self._totals.steps)
-
     # --- after a step -----------------------------------------------------------------------------------------------
 
     def _take_sample(self, seq: Sequence, sample: Sampled) -> TokenDelta:
@@ -406,7 +262,7 @@ class Scheduler:
         """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""
         self._transfers.outgoing.send(seq, seq.table.n_published)
         if n_computed == seq.n_tokens:
-            self._leave_slot(seq)
+            self._admission.release(seq)
             seq.n_computed, seq.in_transfer = 0, True
         first = self._transfers.outgoing.is_first_report(seq)
         return [TokenDelta(seq.id, usage=seq.usage())] if first else []
@@ -428,21 +284,8 @@ class Scheduler:
         if seq.pending_guide is not None:
             self._compiling.remove(seq)
         if seq.slot != NO_SLOT:
-            self._leave_slot(seq)
+            self._admission.release(seq)
         elif not seq.in_transfer:
             self._queues.dequeue(seq)
         self._transfers.leave(seq)
         return TokenDelta(seq.id, token_ids, finish, seq.usage(), logprobs, error)
-
-    def _leave_slot(self, seq: Sequence) -> None:
-        self.cache.release(seq.table)
-        self._queues.vacate(seq)
-
-
-def _can_run_ahead(seq: Sequence) -> bool:
-    """Whether its next token can be computed before the one in front of it was absorbed.
-
-    Not while the thinking limit may insert other tokens; nor when that one is the last for sure. An end token shows
-    one step late, and what was computed behind it is thrown away.
-    """
-    return not seq.limits_thinking and seq.n_sampling < seq.n_output_left

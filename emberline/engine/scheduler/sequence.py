@@ -95,10 +95,6 @@ class Sequence:
         return self.effective_class, self.number
 
     @property
-    def promoted(self) -> bool:
-        return self.effective_class != self.request.priority
-
-    @property
     def n_tokens(self) -> int:
         return len(self.ids) >> 2
 

@@ -6,15 +6,8 @@ from emberline.engine.scheduler.sequence import Sequence
 from emberline.engine.transfer.incoming import IncomingTransfers, transfer_failed
 from emberline.engine.transfer.outgoing import OutgoingTransfers
 from emberline.kv.cache import KVCache
-from emberline.kv.transfer.notices import (
-    BlocksReleased,
-    Notice,
-    OfferGranted,
-    SendAcked,
-    SenderNotice,
-    SendRejected,
-    TransferPort,
-)
+from emberline.kv.transfer import notices
+from emberline.kv.transfer.notices import Notice, SenderNotice, TransferPort
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import EngineRequest
@@ -125,11 +118,11 @@ class TransferCoordinator:
 
     def _handle_sender(self, notice: SenderNotice, now_s: float) -> None:
         seq = self.outgoing.handle(notice, now_s)
-        if seq is None or isinstance(notice, BlocksReleased):
+        if seq is None or isinstance(notice, notices.BlocksReleased):
             return
-        if isinstance(notice, OfferGranted):
+        if isinstance(notice, notices.OfferGranted):
             (self._update.ready if seq.in_transfer else self._update.granted).append(seq)
-        elif isinstance(notice, SendAcked):
+        elif isinstance(notice, notices.SendAcked):
             self._update.ended.append((seq, None))
-        elif isinstance(notice, SendRejected):
+        elif isinstance(notice, notices.SendRejected):
             self._fail(seq, notice.message)

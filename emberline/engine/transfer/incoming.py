@@ -7,17 +7,9 @@ from math import inf
 
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.kv.cache import BlockTable, KVCache, unwindowed_group
+from emberline.kv.transfer import notices
 from emberline.kv.transfer.messages import Item, Offer
-from emberline.kv.transfer.notices import (
-    BlocksReceived,
-    EpochReleased,
-    LeaseRenewed,
-    OfferReceived,
-    ReceiverNotice,
-    ReceiverPort,
-    SenderGaveUp,
-    SenderLost,
-)
+from emberline.kv.transfer.notices import ReceiverNotice, ReceiverPort
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.errors import BadInput, Unavailable
 
@@ -83,7 +75,7 @@ class IncomingTransfers:
         self._by_transfer: dict[str, IncomingTransfer] = {}
         self._by_epoch: dict[int, IncomingTransfer] = {}
         self._complete: dict[int, IncomingTransfer] = {}  # by the sequence's number, until it is admitted
-        self._offers: dict[str, tuple[OfferReceived, float]] = {}  # unclaimed, and since when
+        self._offers: dict[str, tuple[notices.OfferReceived, float]] = {}  # unclaimed, and since when
         self._given_up: dict[str, tuple[str, float]] = {}  # by one side before the other came: why, since when
         self._quarantine: dict[int, tuple[int, list[Item]]] = {}  # by epoch: the sender, (group, block)
         self._n_epochs = 0
@@ -172,17 +164,17 @@ class IncomingTransfers:
     # --- notices of the receiver threads ----------------------------------------------------------------------------
 
     def handle(self, notice: ReceiverNotice, now_s: float) -> None:
-        if isinstance(notice, BlocksReceived):
+        if isinstance(notice, notices.BlocksReceived):
             self._on_blocks(notice, now_s)
-        elif isinstance(notice, LeaseRenewed):
+        elif isinstance(notice, notices.LeaseRenewed):
             transfer = self._by_epoch.get(notice.epoch)
             if transfer is not None and now_s < transfer.received_s + MAX_SILENCE_S:
                 transfer.progress_s, transfer.in_grace = now_s, False
-        elif isinstance(notice, OfferReceived):
+        elif isinstance(notice, notices.OfferReceived):
             self._on_offer(notice, now_s)
-        elif isinstance(notice, EpochReleased):
+        elif isinstance(notice, notices.EpochReleased):
             self._end_quarantine(notice.epoch)
-        elif isinstance(notice, SenderGaveUp):
+        elif isinstance(notice, notices.SenderGaveUp):
             self._on_sender_gave_up(notice, now_s)
         else:
             self._on_sender_lost(notice)
@@ -202,7 +194,7 @@ class IncomingTransfers:
                 what = "no KV was received" if transfer.epoch else "no prefill engine offered KV"
                 self._fail(transfer.seq, f"{what} within {transfer.timeout_s:g} s")
 
-    def _on_offer(self, notice: OfferReceived, now_s: float) -> None:
+    def _on_offer(self, notice: notices.OfferReceived, now_s: float) -> None:
         name = notice.offer.transfer
         transfer = self._by_transfer.get(name)
         if name in self._given_up:
@@ -216,7 +208,7 @@ class IncomingTransfers:
         else:
             self._offers[name] = notice, now_s
 
-    def _claim(self, transfer: IncomingTransfer, notice: OfferReceived, now_s: float) -> None:
+    def _claim(self, transfer: IncomingTransfer, notice: notices.OfferReceived, now_s: float) -> None:
         """The request and its offer are both here: accept the offer if it matches."""
         mismatch = self._mismatch(transfer, notice.offer)
         if mismatch:
@@ -236,7 +228,7 @@ class IncomingTransfers:
             return f"the prefill engine offers {offer.n_blocks} blocks, the prompt has {transfer.n_blocks}"
         return ""
 
-    def _on_blocks(self, notice: BlocksReceived, now_s: float) -> None:
+    def _on_blocks(self, notice: notices.BlocksReceived, now_s: float) -> None:
         transfer = self._by_epoch.get(notice.epoch)
         if transfer is None or transfer.table is None:
             return  # revoked meanwhile
@@ -255,7 +247,7 @@ class IncomingTransfers:
             self._complete[transfer.seq.number] = transfer
             self._ready(transfer.seq)
 
-    def _on_sender_gave_up(self, notice: SenderGaveUp, now_s: float) -> None:
+    def _on_sender_gave_up(self, notice: notices.SenderGaveUp, now_s: float) -> None:
         """It writes no more: its blocks need no quarantine."""
         self._end_quarantine(notice.epoch)
         why = f"the prefill engine gave up: {notice.message}"
@@ -275,7 +267,7 @@ class IncomingTransfers:
         if len(self._given_up) < MAX_UNCLAIMED:
             self._given_up[name] = why, now_s
 
-    def _on_sender_lost(self, notice: SenderLost) -> None:
+    def _on_sender_lost(self, notice: notices.SenderLost) -> None:
         for epoch in [epoch for epoch, (peer, _) in self._quarantine.items() if peer == notice.peer]:
             self._end_quarantine(epoch)
         for name in [t for t, (offered, _) in self._offers.items() if offered.peer == notice.peer]:

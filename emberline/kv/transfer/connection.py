@@ -75,17 +75,18 @@ class PeerConnection:
 
     def receive(self) -> bytes:
         """The payload of the next message."""
-        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        header = bytearray(LENGTH.size)
+        self.read_into(memoryview(header))
+        (length,) = LENGTH.unpack(header)
         if length > MAX_MESSAGE_BYTES:
             raise PeerConnectionLost(f"a message of {length} bytes, the maximum is {MAX_MESSAGE_BYTES}")
-        return self._exactly(length)
+        payload = bytearray(length)
+        self.read_into(memoryview(payload))
+        return bytes(payload)
 
     def read_into(self, view: memoryview) -> None:
         while view:
-            try:
-                n = self._sock.recv_into(view)
-            except OSError as error:
-                raise PeerConnectionLost(str(error)) from None
+            n = self._receive_some(view)
             if not n:
                 raise PeerConnectionLost("closed by the other engine")
             view = view[n:]
@@ -110,16 +111,6 @@ class PeerConnection:
         self._selector.close()
         for sock in (self._sock, self._wake_reader, self._wake_writer):
             sock.close()
-
-    def _exactly(self, n_bytes: int) -> bytes:
-        data = bytearray(n_bytes)
-        view = memoryview(data)
-        while view:
-            n = self._receive_some(view)
-            if not n:
-                raise PeerConnectionLost("closed by the other engine")
-            view = view[n:]
-        return bytes(data)
 
     def _receive_some(self, view: memoryview) -> int:
         try:

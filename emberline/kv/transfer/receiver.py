@@ -10,32 +10,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from emberline.kv.host_memory import HostMemory
-from emberline.kv.transfer import messages
+from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.kv.transfer.messages import (
-    Ack,
-    BlockData,
-    BlocksWritten,
-    Denied,
-    Grant,
-    Item,
-    KeepAlive,
-    Offer,
-    OpenTransport,
-    Revoke,
-    RevokeAck,
-    SendFailed,
-    TransportOpened,
-)
-from emberline.kv.transfer.notices import (
-    BlocksReceived,
-    EpochReleased,
-    LeaseRenewed,
-    Notice,
-    OfferReceived,
-    SenderGaveUp,
-    SenderLost,
-)
+from emberline.kv.transfer.messages import Denied, Grant, Item, Revoke
+from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.transport import TCP, ReceiveTransport
 
 _log = logging.getLogger(__name__)
@@ -103,7 +81,7 @@ class Receiver:
         self._connection.close()
         if self._transport is not None and self._transport.linger_s and (self._live or self._revoking):
             time.sleep(self._transport.linger_s)
-        self._notify(SenderLost(self.number, why))
+        self._notify(notices.SenderLost(self.number, why))
 
     def _execute(self, command: Grant | Denied | Revoke) -> None:
         if isinstance(command, Grant):
@@ -113,7 +91,7 @@ class Receiver:
             self._ack_if_complete(command.epoch)
         elif isinstance(command, Revoke):
             if self._live.pop(command.epoch, None) is None:  # it is complete or has failed
-                self._notify(EpochReleased(command.epoch))
+                self._notify(notices.EpochReleased(command.epoch))
                 return
             self._revoking.add(command.epoch)
             self._connection.send(command)
@@ -123,32 +101,32 @@ class Receiver:
     def _ack_if_complete(self, epoch: int) -> None:
         if epoch in self._live and not self._live[epoch].targets:
             del self._live[epoch]
-            self._connection.send(Ack(epoch))
+            self._connection.send(messages.Ack(epoch))
 
     # --- messages of the sender -------------------------------------------------------------------------------------
 
     def _handle(self, message: messages.ToReceiver) -> None:
-        if isinstance(message, BlocksWritten):
+        if isinstance(message, messages.BlocksWritten):
             self._on_written(message)
-        elif isinstance(message, BlockData):
+        elif isinstance(message, messages.BlockData):
             self._read_blocks(message)
-        elif isinstance(message, Offer):
-            self._notify(OfferReceived(self.number, message))
-        elif isinstance(message, OpenTransport):
+        elif isinstance(message, messages.Offer):
+            self._notify(notices.OfferReceived(self.number, message))
+        elif isinstance(message, messages.OpenTransport):
             self._open(message)
-        elif isinstance(message, KeepAlive):
+        elif isinstance(message, messages.KeepAlive):
             for epoch in self._live.keys() & set(message.epochs):
-                self._notify(LeaseRenewed(epoch))
-        elif isinstance(message, SendFailed):
+                self._notify(notices.LeaseRenewed(epoch))
+        elif isinstance(message, messages.SendFailed):
             self._live.pop(message.epoch, None)
-            self._notify(SenderGaveUp(self.number, message.transfer, message.epoch, message.message))
+            self._notify(notices.SenderGaveUp(self.number, message.transfer, message.epoch, message.message))
         else:
-            assert isinstance(message, RevokeAck)
+            assert isinstance(message, messages.RevokeAck)
             if message.epoch in self._revoking:
                 self._revoking.remove(message.epoch)
-                self._notify(EpochReleased(message.epoch))
+                self._notify(notices.EpochReleased(message.epoch))
 
-    def _open(self, message: OpenTransport) -> None:
+    def _open(self, message: messages.OpenTransport) -> None:
         transport = self._transports.get(message.name)
         handles, descriptors = transport.handles() if transport is not None else ([], [])
         if transport is None or self._transport is not None or (descriptors and not self._connection.local):
@@ -156,9 +134,9 @@ class Receiver:
             self._connection.send(Denied("", reason))
             return
         self._transport = transport
-        self._connection.send(TransportOpened(handles, len(descriptors)), descriptors)
+        self._connection.send(messages.TransportOpened(handles, len(descriptors)), descriptors)
 
-    def _on_written(self, message: BlocksWritten) -> None:
+    def _on_written(self, message: messages.BlocksWritten) -> None:
         epoch = self._live.get(message.epoch)
         if epoch is None:
             return  # revoked meanwhile: the content must not be used
@@ -168,10 +146,10 @@ class Receiver:
                 raise PeerConnectionLost(f"the sender claims to have written block {item}, which was not granted")
             del epoch.targets[item]
             epoch.read.discard(item)
-        self._notify(BlocksReceived(message.epoch, items))
+        self._notify(notices.BlocksReceived(message.epoch, items))
         self._ack_if_complete(message.epoch)
 
-    def _read_blocks(self, message: BlockData) -> None:
+    def _read_blocks(self, message: messages.BlockData) -> None:
         """The bytes after the message: into our blocks while the epoch is live, else discarded."""
         if not self._in_band or self._memory is None:
             raise PeerConnectionLost("block data on a connection that was not opened for it")

@@ -10,23 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from emberline.kv.transfer import messages
+from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
-from emberline.kv.transfer.messages import (
-    Ack,
-    BlocksWritten,
-    Denied,
-    Grant,
-    Item,
-    KeepAlive,
-    Offer,
-    OpenTransport,
-    Revoke,
-    RevokeAck,
-    SendFailed,
-    TransportOpened,
-)
-from emberline.kv.transfer.notices import BlocksReleased, Notice, OfferGranted, SendAcked, SendRejected
+from emberline.kv.transfer.messages import Grant, Item, Offer
+from emberline.kv.transfer.notices import Notice
 from emberline.kv.transfer.transport import BlockCopy, SendTransport, TransportUnavailable, host_id
 from emberline.protocol import frames
 from emberline.protocol.frames import Hello, Refused, Welcome
@@ -38,7 +25,7 @@ KEEP_ALIVE_S = 2.0  # between two keep-alives; a prefill chunk may take far long
 _log = logging.getLogger(__name__)
 
 # Opens the named transport after the receiver's answer; raises TransportUnavailable.
-TransportOpener = Callable[[str, TransportOpened, PeerConnection], SendTransport]
+TransportOpener = Callable[[str, messages.TransportOpened, PeerConnection], SendTransport]
 
 
 @dataclass(slots=True)
@@ -104,7 +91,7 @@ class Sender:
 
     def send(self, number: int, blocks: Sequence[tuple[Item, int]]) -> None:
         if not self._enqueue(_SendCommand(number, blocks, time.monotonic())):
-            self._notify(BlocksReleased(number, [item for item, _ in blocks]))
+            self._notify(notices.BlocksReleased(number, [item for item, _ in blocks]))
 
     def cancel(self, number: int, message: str) -> None:
         self._cancelled.add(number)
@@ -153,7 +140,7 @@ class Sender:
         granted = [transfer.epoch for transfer in self._by_number.values() if transfer.epoch]
         if granted and now_s - self._keep_alive_s >= KEEP_ALIVE_S:
             self._keep_alive_s = now_s
-            connection.send(KeepAlive(granted))
+            connection.send(messages.KeepAlive(granted))
 
     def _end(self, why: str) -> None:
         """Nothing is written from here on: release all blocks and reject all transfers."""
@@ -166,14 +153,14 @@ class Sender:
             commands, self._commands = self._commands, deque()
         for command in commands:
             if isinstance(command, _SendCommand):
-                self._notify(BlocksReleased(command.number, [item for item, _ in command.blocks]))
+                self._notify(notices.BlocksReleased(command.number, [item for item, _ in command.blocks]))
             elif isinstance(command, _OfferCommand):
                 self._by_number[command.number] = command
         level = logging.WARNING if self._by_number else logging.INFO
         extra = {"lost": len(self._by_number)}
         _log.log(level, "transfer connection to %s ended: %s", self._push.address, why, extra=extra)
         for number in self._by_number:
-            self._notify(SendRejected(number, f"the connection to the decode engine is lost: {why}"))
+            self._notify(notices.SendRejected(number, f"the connection to the decode engine is lost: {why}"))
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
@@ -193,12 +180,12 @@ class Sender:
         ours = ", ".join(self._transports) or "none"
         why = f"it receives KV by {', '.join(accepted) or 'no transport'}, we send by {ours}"
         for name in [name for name in accepted if name in self._transports]:
-            connection.send(OpenTransport(name, host_id()))
+            connection.send(messages.OpenTransport(name, host_id()))
             answer = messages.to_sender.decode(connection.receive())
-            if isinstance(answer, Denied):
+            if isinstance(answer, messages.Denied):
                 why = answer.message
                 continue
-            if not isinstance(answer, TransportOpened):
+            if not isinstance(answer, messages.TransportOpened):
                 raise PeerConnectionLost(f"it answered OpenTransport with {type(answer).__name__}")
             transport = self._open_transport(name, answer, connection)
             _log.info("sending KV to %s by %s", self._push.address, name)
@@ -218,7 +205,7 @@ class Sender:
             self._cancelled.discard(command.number)
             transfer = self._forget(command.number)
             if transfer is not None:
-                connection.send(SendFailed(transfer.offer.transfer, command.message, transfer.epoch))
+                connection.send(messages.SendFailed(transfer.offer.transfer, command.message, transfer.epoch))
 
     def _write(self, connection: PeerConnection, command: _SendCommand) -> None:
         """In batches, and nothing after the transfer has ended."""
@@ -235,12 +222,12 @@ class Sender:
                 items = [item for item, _ in blocks]
                 copies = [BlockCopy((g, j), block, transfer.targets[g][j]) for (g, j), block in blocks]
                 self._transport.write(transfer.epoch, copies)
-                connection.send(BlocksWritten(transfer.epoch, items))
-                self._notify(BlocksReleased(command.number, items))
+                connection.send(messages.BlocksWritten(transfer.epoch, items))
+                self._notify(notices.BlocksReleased(command.number, items))
                 n_done += len(items)
         finally:
             if n_done < len(command.blocks):
-                self._notify(BlocksReleased(command.number, [item for item, _ in command.blocks[n_done:]]))
+                self._notify(notices.BlocksReleased(command.number, [item for item, _ in command.blocks[n_done:]]))
 
     def _batches(self, blocks: Sequence[tuple[Item, int]], most: int) -> Iterator[Sequence[tuple[Item, int]]]:
         start = n_bytes = 0
@@ -263,16 +250,16 @@ class Sender:
     def _handle(self, connection: PeerConnection, message: messages.ToSender) -> None:
         if isinstance(message, Grant):
             self._on_grant(message)
-        elif isinstance(message, Denied):
+        elif isinstance(message, messages.Denied):
             self._reject(self._by_transfer.get(message.transfer), message.message)
-        elif isinstance(message, Revoke):
-            connection.send(RevokeAck(message.epoch))  # only this thread writes: no write is in progress
+        elif isinstance(message, messages.Revoke):
+            connection.send(messages.RevokeAck(message.epoch))  # only this thread writes: no write is in progress
             self._reject(self._of_epoch(message.epoch), "the decode engine gave up the request")
-        elif isinstance(message, Ack):
+        elif isinstance(message, messages.Ack):
             transfer = self._of_epoch(message.epoch)
             if transfer is not None:
                 self._forget(transfer.number)
-                self._notify(SendAcked(transfer.number))
+                self._notify(notices.SendAcked(transfer.number))
                 late_ms = 1e3 * (time.monotonic() - transfer.computed_s) if transfer.computed_s else 0.0
                 n_blocks = sum(map(len, transfer.targets))
                 _log.info("sent %d KV blocks", n_blocks, extra={"ms_after_compute": round(late_ms, 3)})
@@ -287,12 +274,12 @@ class Sender:
             n_groups = len(self._block_bytes)
             raise PeerConnectionLost(f"it granted blocks of {len(message.blocks)} KV groups, we have {n_groups}")
         transfer.epoch, transfer.targets = message.epoch, message.blocks
-        self._notify(OfferGranted(transfer.number, [set(blocks) for blocks in message.blocks]))
+        self._notify(notices.OfferGranted(transfer.number, [set(blocks) for blocks in message.blocks]))
 
     def _reject(self, transfer: _OfferCommand | None, why: str) -> None:
         if transfer is not None:
             self._forget(transfer.number)
-            self._notify(SendRejected(transfer.number, why))
+            self._notify(notices.SendRejected(transfer.number, why))
 
     def _of_epoch(self, epoch: int) -> _OfferCommand | None:
         return next((each for each in self._by_number.values() if each.epoch == epoch), None)

@@ -8,7 +8,7 @@ from emberline.engine.scheduler.admission import KEYS_AT_ONCE
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, StepPlan
-from emberline.engine.scheduler.prefill_policy import NO_TARGET, TokenBudget
+from emberline.engine.scheduler.prefill_policy import NO_TARGET, PrefillPolicy
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
@@ -458,7 +458,7 @@ def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
 
 
 def test_chunks_beside_streams_are_what_the_pace_allows():
-    class Strict(TokenBudget):
+    class Strict(PrefillPolicy):
         def chunk(self, work, context, most, slack, limit_s):
             assert slack == (1.0 if work.n_decodes else inf)
             return min(most, 5 - work.n_tokens) if work.n_decodes else most
@@ -478,7 +478,7 @@ def test_chunks_beside_streams_are_what_the_pace_allows():
     assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"
 
 
-class FiveTokens(TokenBudget):
+class FiveTokens(PrefillPolicy):
     """Beside streams, five tokens of prompts in a step."""
 
     def chunk(self, work, context, most, slack=1.0, limit_s=inf):
