@@ -1,6 +1,6 @@
 """`emberline serve` with stand-in engines in its workers' place: everything of it but the model.
 
-Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/engine/script.py.
+Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/testing/engine_script.py.
 STANDIN_CONTEXT in the environment is the context in tokens, STANDIN_KV the cache.
 """
 

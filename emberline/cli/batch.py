@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_duration
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.protocol.errors import BadInput, Unavailable
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address = Address.of(common.config_of(args))
+    address = ServerAddress.of(common.config_of(args))
     actions = {"submit": _submit, "status": _status, "results": _results, "cancel": _cancel, "ls": _list}
     return actions[args.action](address, args)
 
@@ -151,7 +151,7 @@ def _finished(batch: dict[str, Any]) -> int:
     return _count(batch, "completed") + _count(batch, "failed")
 
 
-def _submit(address: Address, args: argparse.Namespace) -> int:
+def _submit(address: ServerAddress, args: argparse.Namespace) -> int:
     endpoint = _endpoint(args.file)
     file = client.upload(address, args.file, "batch")
     body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.completion_window}
@@ -180,7 +180,7 @@ def _endpoint(path: Path) -> str:
         ) from None
 
 
-def _watch(address: Address, batch: dict[str, Any], as_json: bool) -> int:
+def _watch(address: ServerAddress, batch: dict[str, Any], as_json: bool) -> int:
     """Show the progress until the batch has ended. Ctrl-C leaves it running."""
     throughput = Throughput()
     try:
@@ -201,7 +201,7 @@ def _watch(address: Address, batch: dict[str, Any], as_json: bool) -> int:
     return 0 if batch["status"] == "completed" else 1
 
 
-def _status(address: Address, args: argparse.Namespace) -> int:
+def _status(address: ServerAddress, args: argparse.Namespace) -> int:
     batch = client.get(address, f"/v1/batches/{args.batch}")
     if args.watch:
         return _watch(address, batch, args.json)
@@ -233,7 +233,7 @@ def _print_batch(batch: dict[str, Any], as_json: bool) -> None:
     common.print_table(rows)
 
 
-def _results(address: Address, args: argparse.Namespace) -> int:
+def _results(address: ServerAddress, args: argparse.Namespace) -> int:
     batch = client.get(address, f"/v1/batches/{args.batch}")
     file_id = batch.get("error_file_id" if args.errors else "output_file_id")
     if not file_id:
@@ -251,13 +251,13 @@ def _results(address: Address, args: argparse.Namespace) -> int:
     return 0
 
 
-def _cancel(address: Address, args: argparse.Namespace) -> int:
+def _cancel(address: ServerAddress, args: argparse.Namespace) -> int:
     query = "" if args.line is None else f"?line={args.line}"
     _print_batch(client.post(address, f"/v1/batches/{args.batch}/cancel{query}"), args.json)
     return 0
 
 
-def _list(address: Address, args: argparse.Namespace) -> int:
+def _list(address: ServerAddress, args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     after = ""
     while len(found) < args.n:

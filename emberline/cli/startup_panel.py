@@ -8,12 +8,16 @@ from typing import Any
 from emberline import __version__
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.common import format_size
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.config import Config
 
 
 def show(
-    config: Config, address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], start_s: float
+    config: Config,
+    address: ServerAddress,
+    entries: Sequence[ModelEntry],
+    workers: Sequence[dict[str, Any]],
+    start_s: float,
 ) -> None:
     """On a terminal. `workers`: the ready lines of the engine processes."""
     bold, dim, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
@@ -30,7 +34,7 @@ def show(
 
 
 def as_dict(
-    address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], start_s: float
+    address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]], start_s: float
 ) -> dict[str, Any]:
     """The same as JSON, for `--json`."""
     ids = [entry.card.id for entry in entries]
@@ -48,7 +52,7 @@ def _worker(worker: dict[str, Any]) -> str:
     return f"{worker.get('device', '?')}, {worker.get('backend', '?')} kernels, {cache}"
 
 
-def _example(config: Config, address: Address, entry: ModelEntry) -> list[str]:
+def _example(config: Config, address: ServerAddress, entry: ModelEntry) -> list[str]:
     name = entry.card.aliases[0] if entry.card.aliases else entry.card.id
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
     headers = ["Authorization: Bearer <key>"] if config.auth.key else []

@@ -1,7 +1,7 @@
-"""An engine without a model: `python -m emberline.testing.standin_engine --socket ADDRESS`.
+"""The stand-in engine: `python -m emberline.testing.standin_engine --socket ADDRESS`.
 
-The worker's own scheduler, prefix cache, frames and socket, around a runner that reads its tokens from a script
-(engine/script.py). It starts in a fraction of a second, needs no torch, and fails on demand.
+The engine's own scheduler, prefix cache, step loop and socket server around a runner that takes its tokens from a
+script (engine_script.py) instead of a model. It starts in a fraction of a second, needs no torch, and fails on demand.
 """
 
 import argparse
@@ -32,33 +32,33 @@ from emberline.protocol.errors import Overloaded
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EngineRequest
 from emberline.testing import engine_script as script
-from emberline.testing.engine_script import Script
+from emberline.testing.engine_script import EngineScript
 
 
-class WrongKV(Exception):
-    """A block that was to be read does not hold what it should."""
+class WrongKVError(Exception):
+    """A KV block does not contain what its content key promises."""
 
 
 @dataclass(slots=True)
-class _Slot:
+class _StampedSlot:
     root: bytes
     ids: bytearray
-    table: list[int]
-    keys: list[bytes]
-    fresh: bool = True  # what it was admitted with is still to be checked
+    table: list[int]  # block table
+    keys: list[bytes]  # content keys of the full blocks
+    unchecked: bool = True  # the blocks it was admitted with
 
 
-class Stamps:
-    """Follows the slots' tables; stamps what is computed, and checks what comes from the cache or from elsewhere."""
+class KVStamps:
+    """Fills each computed block with its content key, and checks blocks that come from the cache or a KV transfer."""
 
     def __init__(self, fingerprint: str, memory: HostMemory) -> None:
         self._fingerprint = fingerprint
         self._memory = memory
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _StampedSlot] = {}
 
     def admit(self, admission: Admission) -> None:
         request = admission.request
-        self._slots[admission.slot] = _Slot(
+        self._slots[admission.slot] = _StampedSlot(
             blockhash.root(self._fingerprint, request.salt),
             bytearray(request.prompt_ids + admission.output_ids),
             list(admission.blocks[0]),
@@ -71,11 +71,11 @@ class Stamps:
         slot.ids[4 * row.start : 4 * row.end] = row.token_ids
         if row.end // BLOCK_TOKENS > len(slot.keys):
             blockhash.extend(slot.keys, slot.root, bytes(slot.ids[: 4 * row.end]))
-        if slot.fresh:
-            slot.fresh = False
+        if slot.unchecked:
+            slot.unchecked = False
             for j in range(row.start // BLOCK_TOKENS):
                 if not self.holds(slot.table[j], slot.keys[j]):
-                    raise WrongKV(f"block {j} of a prompt holds something else")
+                    raise WrongKVError(f"block {j} of a prompt has other content")
         for j in range(row.start // BLOCK_TOKENS, row.end // BLOCK_TOKENS):
             self._memory.block(0, slot.table[j])[:] = self._stamp(slot.keys[j])
 
@@ -87,7 +87,7 @@ class Stamps:
 
 
 def stamp(key: bytes, n_bytes: int) -> bytes:
-    """What a full block with this content key holds."""
+    """The content of a full block with this content key."""
     return key * (n_bytes // len(key))
 
 
@@ -97,27 +97,29 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Scripted:
+class ScriptedToken:
     token_id: int
     logprob: float | None = 0.0
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Part:
-    request_id: str
-    script: Script
+class _ScriptedRequest:
+    id: str
+    script: EngineScript
     n_prompt: int
-    words: list[int]
+    output: list[int]  # scripted token ids
 
 
-class _Spoken:
-    def __init__(self, sampled: Sequence[Sampled], error: WrongKV | None = None) -> None:
+class _ScriptedStep:
+    """A launched step whose tokens are known."""
+
+    def __init__(self, sampled: Sequence[Sampled], error: WrongKVError | None = None) -> None:
         self._sampled = sampled
         self._error = error
 
     def sample(self, masks: Masks | None = None) -> None:
-        """Scripts know no grammar: they say what they were told to."""
+        """Scripts ignore grammars."""
 
     def result(self) -> Sequence[Sampled]:
         if self._error is not None:
@@ -126,81 +128,80 @@ class _Spoken:
 
 
 class ScriptedRunner:
-    """Draws each row's token from its request's script. A step lasts as long as its slowest row says."""
+    """Takes each row's token from the script of its request. A step takes as long as its slowest row."""
 
     def __init__(
-        self, limits: Limits, base: Script, hang_up: Callable[[str], None], stamps: Stamps | None = None
+        self, limits: Limits, base: EngineScript, drop_connection: Callable[[str], None], stamps: KVStamps | None = None
     ) -> None:
         self._limits = limits
         self._base = base
-        self._hang_up = hang_up
-        self._stamps = stamps  # None: nobody looks at its KV
-        self._parts: dict[int, _Part] = {}  # by slot
-        self._turns: dict[str, dict[str, int]] = {}  # by session: which of its requests each is
+        self._drop_connection = drop_connection
+        self._stamps = stamps  # None: KV is not checked
+        self._requests: dict[int, _ScriptedRequest] = {}  # by slot
+        self._turns: dict[str, dict[str, int]] = {}  # session -> request -> its turn
 
-    def launch(self, plan: StepPlan) -> _Spoken:
+    def launch(self, plan: StepPlan) -> _ScriptedStep:
         for admission in plan.admissions:
-            self._parts[admission.slot] = self._part(admission.request)
+            self._requests[admission.slot] = self._scripted(admission.request)
             if self._stamps is not None:
                 self._stamps.admit(admission)
         delay_ms = 0.0
         sampled = []
-        error: WrongKV | None = None
+        error: WrongKVError | None = None
         for row in plan.rows:
-            part = self._parts[row.slot]
+            request = self._requests[row.slot]
             if row.samples:
-                n_output = row.end - part.n_prompt
-                delay_ms = max(delay_ms, part.script.itl_ms if n_output else part.script.ttft_ms)
-                sampled.append(self._draw(row, part, n_output))
+                n_output = row.end - request.n_prompt
+                delay_ms = max(delay_ms, request.script.itl_ms if n_output else request.script.ttft_ms)
+                sampled.append(self._next_token(row, request, n_output))
             else:
-                delay_ms = max(delay_ms, part.script.chunk_ms)
-                if row.end >= part.script.die_at >= 0:
+                delay_ms = max(delay_ms, request.script.chunk_ms)
+                if row.end >= request.script.die_at >= 0:
                     os._exit(1)
             error = self._stamp(row) or error
         if delay_ms:
             time.sleep(delay_ms / 1000)
-        return _Spoken(sampled, error)
+        return _ScriptedStep(sampled, error)
 
-    def _stamp(self, row: Row) -> WrongKV | None:
+    def _stamp(self, row: Row) -> WrongKVError | None:
         try:
             if self._stamps is not None:
                 self._stamps.compute(row)
-        except WrongKV as error:
+        except WrongKVError as error:
             return error
         return None
 
-    def _draw(self, row: Row, part: _Part, n_output: int) -> Scripted:
-        line = part.script
-        if n_output == line.die_after:
+    def _next_token(self, row: Row, request: _ScriptedRequest, n_output: int) -> ScriptedToken:
+        if n_output == request.script.die_after:
             os._exit(1)
-        if n_output == line.hang_after:
+        if n_output == request.script.hang_after:
             _hang()
-        if n_output == line.drop_after:
-            self._hang_up(part.request_id)
-        if n_output == line.error_after:
-            return Scripted(-1)
-        if n_output < len(part.words) and part.words[n_output] not in row.banned:
-            return Scripted(part.words[n_output])
+        if n_output == request.script.drop_after:
+            self._drop_connection(request.id)
+        if n_output == request.script.error_after:
+            return ScriptedToken(-1)
+        if n_output < len(request.output) and request.output[n_output] not in row.banned:
+            return ScriptedToken(request.output[n_output])
         eos_ids = self._limits.eos_ids
-        if line.say == "count" or row.banned or not eos_ids:
-            return Scripted(script.countable(n_output, self._limits.vocab_size, eos_ids))
-        return Scripted(eos_ids[0])
+        if request.script.say == "count" or row.banned or not eos_ids:
+            return ScriptedToken(script.counting_token(n_output, self._limits.vocab_size, eos_ids))
+        return ScriptedToken(eos_ids[0])
 
-    def _part(self, request: EngineRequest) -> _Part:
-        line = script.of_request(request, self._base)
-        words = line.words(request.prompt_ids, self._limits.eos_ids, self._turn(request, line))
-        return _Part(request.id, line, tokens.count(request.prompt_ids), words)
+    def _scripted(self, request: EngineRequest) -> _ScriptedRequest:
+        own = script.of_request(request, self._base)
+        output = own.output(request.prompt_ids, self._limits.eos_ids, self._turn(request, own))
+        return _ScriptedRequest(request.id, own, tokens.count(request.prompt_ids), output)
 
-    def _turn(self, request: EngineRequest, line: Script) -> int:
-        """A request that was preempted is admitted twice, and is the same turn."""
-        if not line.has_turns:
+    def _turn(self, request: EngineRequest, own: EngineScript) -> int:
+        """The request's number in its session. A preempted request is admitted twice, as the same turn."""
+        if not own.has_turns:
             return 0
         turns = self._turns.setdefault(request.session or "", {})
         return turns.setdefault(request.id, len(turns))
 
 
 def _hang() -> None:
-    """Neither reads nor writes nor minds signals; only its parent's death ends it."""
+    """Block the step loop, ignoring signals, until the parent process dies."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.2)
@@ -208,13 +209,13 @@ def _hang() -> None:
 
 
 class StandinLoop(StepLoop):
-    """Refuses what the script says; everything else is the real loop."""
+    """The real step loop, except that it rejects the requests whose script says so."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ScriptedRunner,
-        base: Script,
+        base: EngineScript,
         journal: TextIO | None = None,
         transfers: TransferManager | None = None,
     ) -> None:
@@ -224,14 +225,14 @@ class StandinLoop(StepLoop):
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
         if script.of_request(request, self._base).refuse:
-            raise Overloaded("the script says no", retry_after_s=1)
+            raise Overloaded("rejected by the script", retry_after_s=1)
         super().submit(request, now_s)
         if self._journal is not None:
             self._journal.write(f"{time.time_ns() // 1000} {request.id}\n")
             self._journal.flush()
 
 
-def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
+def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> tuple[StandinLoop, EngineInfo]:
     n_blocks = blocks_of(args.kv_tokens) + 1
     layout = msgspec.structs.replace(LAYOUT, head_dim=args.head_dim)
     cache = KVCache([layout], [n_blocks], chunk=args.token_budget)
@@ -248,7 +249,7 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
         engine = process.mooncake_engine(memory, args)
         transfers = host_transfers(args.id or args.socket, args.fingerprint, [layout], memory, engine)
-        stamps = Stamps(args.fingerprint, memory)
+        stamps = KVStamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",
         fingerprint=args.fingerprint,
@@ -263,8 +264,8 @@ def build(args: argparse.Namespace, hang_up: Callable[[str], None]) -> tuple[Sta
         transfers=process.receive_transports(transfers, args),
     )
     base = script.parse(args.script)
-    runner = ScriptedRunner(limits, base, hang_up, stamps)
-    journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115 as long as we live
+    runner = ScriptedRunner(limits, base, drop_connection, stamps)
+    journal = open(args.journal, "a", encoding="utf-8") if args.journal else None  # noqa: SIM115
     scheduler = Scheduler(cache, limits, info.fingerprint, transfers=transfers)
     return StandinLoop(scheduler, runner, base, journal, transfers), info
 
@@ -286,16 +287,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = process.arguments("emberline.testing.standin_engine", "The engine's protocol, without a model.")
+    parser = process.arguments("emberline.testing.standin_engine", "An engine without a model.")
     parser.set_defaults(max_running=256, token_budget=8192)
-    parser.add_argument("--script", default="", help="what to say, how fast, how to fail: see engine/script.py")
-    parser.add_argument("--journal", help="a file to which the id of every accepted request is written, with the time")
+    parser.add_argument("--script", default="", help="tokens, latency and faults: see engine_script.py")
+    parser.add_argument("--journal", help="append the time and id of every accepted request to this file")
     parser.add_argument("--fingerprint", default="standin", help="roots the block hashes")
     parser.add_argument("--context-len", type=process.positive, default=8192, metavar="N")
     parser.add_argument("--vocab-size", type=process.positive, default=49_152, metavar="N")
     parser.add_argument("--eos-ids", type=int, nargs="*", default=[2], metavar="ID")
     parser.add_argument("--kv-tokens", type=process.positive, default=1 << 20, metavar="N")
-    parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="times 64 bytes a block")
+    parser.add_argument("--head-dim", type=process.positive, default=1, metavar="N", help="64 bytes per block each")
     return parser.parse_args(argv)
 
 

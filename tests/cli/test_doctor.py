@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberline.cli import doctor
-from emberline.cli.doctor import Check
+from emberline.cli.doctor import DoctorCheck
 from emberline.cli.main import main
 from emberline.config import Config, resolve
 from emberline.kernels.cpu import build
@@ -76,7 +76,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.gpu({"gpus": []})
     assert found.status == "warn"
     assert "CUDA" in found.detail
-    assert doctor.gpu({"gpus": ["H200"]}) == Check("gpu", "ok", "H200")
+    assert doctor.gpu({"gpus": ["H200"]}) == DoctorCheck("gpu", "ok", "H200")
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import doctor
 from emberline.cli import http_client as client
-from emberline.cli.http_client import Address, Timing
+from emberline.cli.http_client import ChatTiming, ServerAddress
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
 from emberline.supervisor import engine_workers
@@ -91,14 +91,14 @@ def test_second_server_on_the_port_is_refused(ready: dict[str, Any], home: Path)
 
 def test_sigterm_drains(ready: dict[str, Any]) -> None:
     host, _, port = ready["url"].removeprefix("http://").partition(":")
-    timing, process = Timing(), ready["process"]
+    timing, process = ChatTiming(), ready["process"]
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Count."}],
         "max_tokens": 40,
         "ignore_eos": True,
     }
-    pieces = client.chat(Address(host, int(port)), body, timing)
+    pieces = client.chat(ServerAddress(host, int(port)), body, timing)
     next(pieces)
     process.send_signal(signal.SIGTERM)
     for _ in pieces:
@@ -123,7 +123,7 @@ async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatc
     entry = pull(DEFAULT_MODEL, ModelStore(home))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address)
 
     with bind(config.server) as listener:
@@ -131,7 +131,7 @@ async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatc
         await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         assert ready.done(), serving
         body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-        timings = [Timing() for _ in range(8)]
+        timings = [ChatTiming() for _ in range(8)]
         chats = [client.chat(ready.result(), body, timing) for timing in timings]
         await asyncio.gather(*(asyncio.to_thread(list, chat) for chat in chats))
         assert [timing.output_tokens for timing in timings] == [3] * 8

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.cli.http_client import Address
+from emberline.cli.http_client import ServerAddress
 from emberline.cli.serve import bind, serve
 from emberline.config import resolve
 from emberline.service.open import DATABASE
@@ -54,7 +54,7 @@ async def test_events_reach_the_webhook_and_every_stream(
     config = resolve(flags, {}, tmp_path)
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
-    def announce(address: Address, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
         ready.set_result(address.url)
 
     with bind(config.server) as listener:

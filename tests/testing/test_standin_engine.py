@@ -1,4 +1,4 @@
-"""The stand-in as a process: the protocol, its scripts and its faults. And what every engine process does."""
+"""The stand-in engine as a process: protocol, scripts and faults; and what every engine process has in common."""
 
 import json
 import signal
@@ -22,12 +22,12 @@ def address(tmp_path_factory):
         yield address
 
 
-def test_it_needs_no_torch():
+def test_needs_no_torch():
     check = f"import sys, {STANDIN}; assert not {{'torch', 'numpy.testing'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-def test_it_speaks_as_scripted(address):
+def test_scripted_tokens(address):
     with Client(address) as client:
         client.submit(
             request("echo", [7, 2, 8], max_tokens=9, ignore_eos=False),
@@ -41,7 +41,7 @@ def test_it_speaks_as_scripted(address):
         assert client.deltas["echo"][-1].finish == "stop"
 
 
-def test_it_counts_cached_tokens_like_a_real_engine(address):
+def test_cached_tokens_are_counted(address):
     with Client(address) as client:
         prompt = list(range(100, 150))
         client.submit(request("one", prompt, max_tokens=20))
@@ -51,7 +51,7 @@ def test_it_counts_cached_tokens_like_a_real_engine(address):
         assert client.deltas["two"][0].usage.cached_by_tier == {"device": 64}
 
 
-def test_delays(address):
+def test_scripted_latency(address):
     with Client(address) as client:
         began = time.monotonic()
         client.submit(request("a", [1, 3, 4], max_tokens=3, session="standin:ttft_ms=80,itl_ms=30"))
@@ -78,7 +78,7 @@ def test_faults_of_one_request(address):
         assert client.finish("fine").finish == "length"
 
 
-def test_a_dropped_connection_is_that_client_s_alone(address):
+def test_dropped_connection_affects_only_its_client(address):
     with Client(address) as client, Client(address) as other:
         client.submit(request("a", [1, 3, 4], session="standin:drop_after=2"))
         with pytest.raises(ConnectionError):
@@ -88,7 +88,7 @@ def test_a_dropped_connection_is_that_client_s_alone(address):
         assert other.finish("b").finish == "length"
 
 
-def test_death_after_some_tokens(tmp_path):
+def test_scripted_exit(tmp_path):
     with engine(STANDIN, "--socket", tmp_path / "a.sock", "--script", "die_after=2") as (process, address):
         with Client(address) as client:
             client.submit(request("a", [1, 3, 4, 5]))
@@ -98,7 +98,7 @@ def test_death_after_some_tokens(tmp_path):
         assert process.wait(5) == 1
 
 
-def test_a_hang_goes_on_until_it_is_killed(tmp_path):
+def test_scripted_hang_ignores_sigterm(tmp_path):
     with engine(STANDIN, "--socket", tmp_path / "a.sock") as (process, address), Client(address) as client:
         client.submit(request("a", [1, 3, 4, 5], session="standin:hang_after=1"))
         client.step()
@@ -110,10 +110,10 @@ def test_a_hang_goes_on_until_it_is_killed(tmp_path):
             process.wait(0.3)
 
 
-# --- what every engine process does -------------------------------------------------------------------------------
+# --- common to all engine processes -----------------------------------------------------------------------------
 
 
-def test_tcp_on_a_port_of_its_own(monkeypatch):
+def test_tcp_on_a_free_port(monkeypatch):
     with engine(STANDIN, "--socket", "tcp:127.0.0.1:0") as (_, address), Client(address) as client:
         assert not address.endswith(":0")
         client.submit(request("a", [1, 3]))
@@ -136,7 +136,7 @@ def test_sigterm_drains_and_exits_zero(tmp_path):
     assert not path.exists()
 
 
-def test_an_idle_engine_stops_at_once_and_a_second_signal_does_not_wait(tmp_path):
+def test_idle_engine_stops_at_once_and_second_signal_aborts(tmp_path):
     with engine(STANDIN, "--socket", tmp_path / "a.sock") as (process, address), Client(address) as client:
         client.send(Drain(30))
         assert process.wait(5) == 0
@@ -170,7 +170,7 @@ def test_idle_costs_no_cpu(tmp_path):
         assert (ticks(), switches()) == before
 
 
-def test_no_orphan_outlives_its_parent(tmp_path):
+def test_engine_exits_with_its_parent(tmp_path):
     path = tmp_path / "a.sock"
     code = (
         "import subprocess, sys, os\n"
@@ -196,7 +196,7 @@ def _gone(pid):
         return True
 
 
-def test_a_start_that_fails_says_why(tmp_path):
+def test_failed_start_is_reported(tmp_path):
     process, ready = start(STANDIN, "--socket", "tcp:127.0.0.1:0", token="")
     assert ready == {"ready": False, "error": ready["error"]}
     assert "EMBERLINE_WORKER_TOKEN" in ready["error"]

@@ -20,8 +20,8 @@ from emberline.service.responses import Responses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
-from emberline.testing.standin_openai.replies import Script
-from emberline.testing.standin_openai.server import Kind, Standin
+from emberline.testing.openai_script import ServerScript
+from emberline.testing.standin_openai import ServerKind, StandinServer
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
@@ -40,7 +40,7 @@ def request(text: str = LONG, request_id: str = "r1", **more: Any) -> GenerateRe
 class Bench:
     """Stand-in servers, the service in front of them, and its usage ledger."""
 
-    def __init__(self, standins: dict[str, Standin], service: Service, core: LocalCore, store: Any) -> None:
+    def __init__(self, standins: dict[str, StandinServer], service: Service, core: LocalCore, store: Any) -> None:
         self.standins = standins
         self.service = service
         self.core = core
@@ -94,12 +94,12 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
     closing: list[Callable[[], Awaitable[None]]] = []
 
     async def make(
-        *servers: tuple[str, Kind, str], transfer: str = "", paired: bool = True, **scripts: Script
+        *servers: tuple[str, ServerKind, str], transfer: str = "", paired: bool = True, **scripts: ServerScript
     ) -> Bench:
         standins = {}
         for name, kind, role in servers:
-            apart = kind == "sglang" and role != "both" and transfer in ("", "bootstrap")
-            standins[name] = await Standin(kind, MODEL, scripts.get(name), apart).start()
+            disaggregated = kind == "sglang" and role != "both" and transfer in ("", "bootstrap")
+            standins[name] = await StandinServer(kind, MODEL, scripts.get(name), disaggregated).start()
         upstreams = [
             UpstreamClient(
                 UpstreamConfig(
@@ -109,7 +109,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
                         role=role,  # type: ignore[arg-type]
                         kind=kind,
                         models=(MODEL,),
-                        alone=not (standins[name].apart and role == "decode"),
+                        alone=not (standins[name].disaggregated and role == "decode"),
                     ),
                     transfer=transfer,
                     bootstrap=f"127.0.0.1:{standins[name].port}",

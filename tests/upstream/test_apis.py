@@ -16,7 +16,7 @@ from emberline.api.app import ApiSettings, create_app
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import GenerateRequest, Message
-from emberline.testing.standin_openai.replies import Prompt, Script
+from emberline.testing.openai_script import ServerScript, StandinPrompt
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
 from emberline.upstream.kv_events import KVFeed, key_root
@@ -29,7 +29,7 @@ CHAT = {"model": "standin", "messages": [{"role": "user", "content": LONG}]}
 
 
 def expected(messages: Any = None) -> str:
-    return "".join(Prompt({"messages": messages or CHAT["messages"]}).words(50))
+    return "".join(StandinPrompt({"messages": messages or CHAT["messages"]}).words(50))
 
 
 class Door:
@@ -89,7 +89,7 @@ async def test_a_stream_is_passed_through_with_usage_for_those_who_ask(door: Doo
     assert (status, n_output) == ("finished", 50)
 
 
-@pytest.mark.parametrize("door", [{"a": Script(itl_ms=40)}], indirect=True)
+@pytest.mark.parametrize("door", [{"a": ServerScript(itl_ms=40)}], indirect=True)
 async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(door: Door) -> None:
     core, began = door.bench.core, asyncio.Event()
     tell = core.began
@@ -111,7 +111,13 @@ async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chu
 
 @pytest.mark.parametrize(
     "door",
-    [{"servers": [("a", "openai", "both"), ("b", "openai", "both")], "a": Script(cut_after=9), "b": Script()}],
+    [
+        {
+            "servers": [("a", "openai", "both"), ("b", "openai", "both")],
+            "a": ServerScript(cut_after=9),
+            "b": ServerScript(),
+        }
+    ],
     indirect=True,
 )
 async def test_a_reply_that_is_not_streamed_begins_again_at_another_server(door: Door) -> None:
@@ -191,7 +197,7 @@ async def test_numbers_out_of_range_stay_here(door: Door, bad: dict[str, Any]) -
     assert door.bench.standins["a"].requests == []
 
 
-@pytest.mark.parametrize("door", [{"a": Script(status=400, message="stop is odd")}], indirect=True)
+@pytest.mark.parametrize("door", [{"a": ServerScript(status=400, message="stop is odd")}], indirect=True)
 async def test_the_servers_no_is_told_in_our_words(door: Door) -> None:
     answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert answer.status_code == 400
@@ -200,7 +206,9 @@ async def test_the_servers_no_is_told_in_our_words(door: Door) -> None:
     assert anthropic.json()["error"] == {"type": "invalid_request_error", "message": "stop is odd"}
 
 
-@pytest.mark.parametrize("door", [{"servers": [("a", "openai", "both")], "a": Script(cut_after=5)}], indirect=True)
+@pytest.mark.parametrize(
+    "door", [{"servers": [("a", "openai", "both")], "a": ServerScript(cut_after=5)}], indirect=True
+)
 async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(door: Door) -> None:
     answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert answer.status_code == 200
@@ -215,8 +223,8 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(door: Doo
     [
         {
             "servers": [("a", "vllm", "both"), ("b", "vllm", "both")],
-            "a": Script(cut_after=9),
-            "b": Script(cut_after=9, times=1),
+            "a": ServerScript(cut_after=9),
+            "b": ServerScript(cut_after=9, times=1),
         }
     ],
     indirect=True,
@@ -234,7 +242,7 @@ async def test_a_stream_that_moves_is_one_stream_to_the_client(door: Door) -> No
 async def test_a_completion_is_passed_through(door: Door) -> None:
     body = {"model": "standin", "prompt": "once upon a time", "max_tokens": 7}
     answer = (await door.post("/v1/completions", body)).json()
-    assert answer["choices"][0]["text"] == "".join(Prompt(body).words(7))
+    assert answer["choices"][0]["text"] == "".join(StandinPrompt(body).words(7))
     streamed = await door.post("/v1/completions", {**body, "stream": True})
     texts = [choice["text"] for chunk in events(streamed.text) for choice in chunk["choices"]]
     assert "".join(texts) == answer["choices"][0]["text"]

@@ -13,14 +13,14 @@ from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Priority
 from emberline.service.answer import gather
 from emberline.service.job_context import JobContext
-from emberline.testing.standin_openai.replies import Prompt, Script
+from emberline.testing.openai_script import ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
 
 
 def expected(text: str = LONG, n: int = 50) -> str:
-    return "".join(Prompt({"messages": [{"role": "user", "content": text}]}).words(n))
+    return "".join(StandinPrompt({"messages": [{"role": "user", "content": text}]}).words(n))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -60,8 +60,8 @@ async def test_a_pair_answers_as_one_would_and_tells_prefills_cached_tokens(
     assert second.usage.cached_tokens == n_blocks * 16
     for standin in made.standins.values():
         assert standin.violations == []
-        assert standin.meetings.leased == []
-        assert standin.meetings.reused == []
+        assert standin.handoffs.leased == []
+        assert standin.handoffs.reused == []
     assert made.standins["p"].requests[0]["_id"] == made.standins["d"].requests[0]["_id"] != ""
     assert await made.idle()
 
@@ -76,9 +76,9 @@ async def test_a_prefill_server_that_fails_is_replaced(
     made = await bench(
         *(("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d", kind, "decode")),
         transfer=transfer,
-        p1=Script(times=1, meet_s=0.5, **fault),  # type: ignore[arg-type]
-        p2=Script(times=1, meet_s=0.5, **fault),  # type: ignore[arg-type]
-        d=Script(meet_s=0.5),
+        p1=ServerScript(times=1, handoff_wait_s=0.5, **fault),  # type: ignore[arg-type]
+        p2=ServerScript(times=1, handoff_wait_s=0.5, **fault),  # type: ignore[arg-type]
+        d=ServerScript(handoff_wait_s=0.5),
     )
     # Both are scripted to fail once: whichever is chosen fails, and so may the other.
     found = await answer(made, request())
@@ -86,7 +86,7 @@ async def test_a_prefill_server_that_fails_is_replaced(
     assert len(made.standins["p1"].requests) + len(made.standins["p2"].requests) >= 1
     rows = await made.rows()
     assert [row[1] for row in rows] == ["finished"]
-    names = [*made.standins["p1"].meetings.fetched, *made.standins["p2"].meetings.fetched]
+    names = [*made.standins["p1"].handoffs.fetched, *made.standins["p2"].handoffs.fetched]
     assert len(names) == len(set(names))
     assert await made.idle()
 
@@ -104,8 +104,8 @@ async def test_a_half_of_sglangs_pair_is_never_asked_alone(bench: Opener) -> Non
 async def test_a_decode_server_that_dies_before_its_first_token_is_replaced(bench: Opener) -> None:
     made = await bench(
         *(("p", "vllm", "prefill"), ("d1", "vllm", "decode"), ("d2", "vllm", "decode")),
-        d1=Script(status=503, times=1),
-        d2=Script(status=503, times=1),
+        d1=ServerScript(status=503, times=1),
+        d2=ServerScript(status=503, times=1),
     )
     found = await answer(made, request())
     assert found.choices[0].text == expected()
@@ -122,8 +122,8 @@ async def test_a_stream_that_breaks_goes_on_at_another_server(
     made = await bench(
         ("a", kind, "both"),
         ("b", kind, "both"),
-        a=Script(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
-        b=Script(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
+        a=ServerScript(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
+        b=ServerScript(times=1, itl_ms=1, **fault),  # type: ignore[arg-type]
     )
     found = await answer(made, request())
     assert found.choices[0].text == expected()
@@ -135,7 +135,9 @@ async def test_a_stream_that_breaks_goes_on_at_another_server(
 
 
 async def test_a_plain_server_that_breaks_off_ends_in_an_error(bench: Opener) -> None:
-    made = await bench(("a", "openai", "both"), ("b", "openai", "both"), a=Script(cut_after=5), b=Script(cut_after=5))
+    made = await bench(
+        ("a", "openai", "both"), ("b", "openai", "both"), a=ServerScript(cut_after=5), b=ServerScript(cut_after=5)
+    )
     with pytest.raises(EngineLost):
         await answer(made, request())
     ((_, status, _, n_output, _),) = await made.rows()
@@ -145,25 +147,27 @@ async def test_a_plain_server_that_breaks_off_ends_in_an_error(bench: Opener) ->
 
 
 async def test_what_the_client_did_wrong_is_told_and_nobody_blamed(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(status=400), b=Script(status=400))
+    made = await bench(
+        ("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(status=400), b=ServerScript(status=400)
+    )
     for number in range(12):
         with pytest.raises(BadInput, match="scripted"):
             await answer(made, request(request_id=f"r{number}"))
     assert all(worker.healthy for worker in made.core.admission.snapshot().workers)
     for standin in made.standins.values():
-        standin.script = Script()
+        standin.script = ServerScript()
     assert (await answer(made, request(request_id="after"))).choices[0].text == expected()
     assert sum(len(standin.requests) for standin in made.standins.values()) == 1
 
 
 async def test_a_busy_server_is_passed_over(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(status=429), b=Script())
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(status=429), b=ServerScript())
     found = await answer(made, request())
     assert found.choices[0].text == expected()
 
 
 async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=Script(status=429))
+    made = await bench(("a", "vllm", "both"), a=ServerScript(status=429))
     with pytest.raises(Overloaded) as caught:
         await answer(made, request())
     assert caught.value.retry_after_s == 3
@@ -171,7 +175,7 @@ async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
 
 
 async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=Script(itl_ms=20))
+    made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=20))
     async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
         async for event in events:
             if isinstance(event, TextDelta):
@@ -197,13 +201,13 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
 
     pool._dial = slow_dial  # type: ignore[method-assign]
     task = asyncio.create_task(answer(made, request()))
-    await until(lambda: bool(prefill.meetings.leased) and dialled.is_set())
+    await until(lambda: bool(prefill.handoffs.leased) and dialled.is_set())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert prefill.meetings.leased
+    assert prefill.handoffs.leased
     gate.set()
-    await until(lambda: not prefill.meetings.leased)
+    await until(lambda: not prefill.handoffs.leased)
     assert decode.requests[-1]["max_tokens"] == 1
     assert [row[1] for row in await made.rows()] == ["cancelled"]
     assert await made.idle()
@@ -214,14 +218,16 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
 ) -> None:
     monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr("emberline.upstream.client.PROBE_TIMEOUT_S", 0.1)
-    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=Script(hang=True), b=Script(hang=True))
+    made = await bench(
+        ("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(hang=True), b=ServerScript(hang=True)
+    )
     task = asyncio.create_task(answer(made, request()))
     servers = made.clients
     await until(lambda: any(server.pool.n_connections for server in servers.values()))
     used = next(name for name, server in servers.items() if server.pool.n_connections)
     other = made.standins["b" if used == "a" else "a"]
-    other.script = Script()
-    made.standins[used].script = Script(hang=True, sick=True)
+    other.script = ServerScript()
+    made.standins[used].script = ServerScript(hang=True, unhealthy=True)
     found = await asyncio.wait_for(task, 10)
     assert found.choices[0].text == expected()
     assert not made.clients[used].connected
@@ -237,7 +243,7 @@ async def test_no_server_is_an_error_and_not_a_hang(bench: Opener) -> None:
 
 
 async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=Script(tokens=3, split=7))
+    made = await bench(("a", "vllm", "both"), a=ServerScript(tokens=3, split=7))
     events = [event async for event in made.service.generate(request(), PRINCIPAL)]
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Completed)
@@ -257,7 +263,7 @@ async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row
 
 
 async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=Script(status=500))
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=ServerScript(status=500))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
         await gather(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
@@ -267,7 +273,7 @@ async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: O
 
 
 async def test_a_deadline_ends_a_slow_answer(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=Script(itl_ms=50))
+    made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=50))
     with pytest.raises(DeadlineExceeded):
         await answer(made, request(deadline_s=0.4))
     assert [row[1] for row in await made.rows()] == ["failed"]

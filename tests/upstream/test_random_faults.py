@@ -7,7 +7,7 @@ import pytest
 
 from emberline.protocol.errors import EmberlineError
 from emberline.service.answer import gather
-from emberline.testing.standin_openai.replies import Script
+from emberline.testing.openai_script import ServerScript
 from tests.upstream.conftest import PRINCIPAL, Bench, Opener, request
 from tests.upstream.test_failover import expected
 
@@ -47,7 +47,9 @@ async def trouble(bench: Bench, draw: random.Random) -> None:
     while True:
         standin = draw.choice(list(bench.standins.values()))
         fault = draw.choice(FAULTS)
-        standin.script = Script(times=draw.randrange(1, 4), itl_ms=draw.choice([0, 0.2]), meet_s=0.3, **fault)  # type: ignore[arg-type]
+        standin.script = ServerScript(
+            times=draw.randrange(1, 4), itl_ms=draw.choice([0, 0.2]), handoff_wait_s=0.3, **fault
+        )  # type: ignore[arg-type]
         await asyncio.sleep(draw.random() * 0.03)
 
 
@@ -55,9 +57,9 @@ async def trouble(bench: Bench, draw: random.Random) -> None:
 @pytest.mark.parametrize(("kind", "transfer"), [("vllm", "nixl"), ("vllm", "mooncake"), ("sglang", "bootstrap")])
 async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> None:
     names = [("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d1", kind, "decode"), ("d2", kind, "decode")]
-    made = await bench(*names, transfer=transfer, **{name: Script(meet_s=0.3) for name, _, _ in names})
+    made = await bench(*names, transfer=transfer, **{name: ServerScript(handoff_wait_s=0.3) for name, _, _ in names})
     for standin in made.standins.values():
-        standin.meetings.meet_s = 0.3
+        standin.handoffs.wait_s = 0.3
     draw = random.Random(seed)
     storm = asyncio.create_task(trouble(made, draw))
     slots = asyncio.Semaphore(8)
@@ -78,9 +80,9 @@ async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> No
     finished = [row for row in rows if row[1] == "finished"]
     assert len(finished) >= ends.count("answered")
     for standin in made.standins.values():
-        standin.script = Script(meet_s=0.3)
+        standin.script = ServerScript(handoff_wait_s=0.3)
         assert standin.violations == []
-        assert standin.meetings.reused == []
+        assert standin.handoffs.reused == []
     for server in made.clients.values():
         assert not any(connection.busy for connection in server.pool._all)
     async with asyncio.timeout(60):  # and all is well again

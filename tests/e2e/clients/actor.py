@@ -16,7 +16,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import EngineRequest
 from emberline.testing import engine_script as script
 from emberline.testing import standin_engine as standin
-from emberline.testing.engine_script import Script
+from emberline.testing.engine_script import EngineScript
 from emberline.text.text_model import TextModel
 from tests.e2e.clients.play import Play
 
@@ -26,9 +26,9 @@ PACE_MS = 3.0  # a token: at full speed a reply would be there at once, and nobo
 def perform(play: Play, text: TextModel, flags: list[str]) -> int:
     ids = [tokens.unpack(text.encode(line.text, special=False)) for line in play.lines]
 
-    def of_request(request: EngineRequest, base: Script) -> Script:
+    def of_request(request: EngineRequest, base: EngineScript) -> EngineScript:
         prompt = text.decode(request.prompt_ids, special=True)
-        return Script(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
+        return EngineScript(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
 
     def scheduler(cache: KVCache, limits: Limits, fingerprint: str, **more: Any) -> Scheduler:
         return Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), **more)
