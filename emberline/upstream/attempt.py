@@ -12,7 +12,7 @@ import msgspec
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError, Overloaded, TooLarge
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.disaggregation import Adapter, BadAnswer, Fields, encode
-from emberline.upstream.http_client import MAX_ANSWER_BYTES, ConnectionFailed, Exchange
+from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange
 from emberline.upstream.sse import cached_of
 
 MAX_ERROR_BYTES = 64 << 10
@@ -153,7 +153,7 @@ class Attempt:
         exchange = await _checked(prefill, self._path, body, self._id, once=True)
         answer: bytes | None = None
         try:
-            answer = await exchange.read(MAX_ANSWER_BYTES)
+            answer = await exchange.read(MAX_REPLY_BYTES)
             patched = {**decode, **_patch(adapter, prefill, answer)}
             self._cached = cached_of(answer) if self._cached_from_prefill else None
             return await self._decode(encode(patched))
@@ -210,7 +210,7 @@ class Attempt:
     async def _run_prefill(self, prefill: UpstreamClient, body: bytes) -> bytes:
         exchange = await _checked(prefill, self._path, body, self._id, once=True)
         try:
-            return await exchange.read(MAX_ANSWER_BYTES)
+            return await exchange.read(MAX_REPLY_BYTES)
         except ConnectionFailed as error:
             raise prefill.lost(str(error)) from error
         finally:
