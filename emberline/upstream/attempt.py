@@ -11,7 +11,7 @@ import msgspec
 
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError, Overloaded, TooLarge
 from emberline.upstream.client import UpstreamClient
-from emberline.upstream.disaggregation import Adapter, BadAnswer, Fields, encode
+from emberline.upstream.disaggregation import Adapter, BadPrefillReply, Fields, encode
 from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange
 from emberline.upstream.sse import cached_of
 
@@ -102,8 +102,8 @@ class Attempt:
             return self._exchange
         try:
             await adapter.learn(prefill.peer, prefill.fetch)
-            plan = adapter.prepare(fields, prefill.peer, self.decode.peer)
-        except (ConnectionFailed, BadAnswer) as error:
+            plan = adapter.plan(fields, prefill.peer)
+        except (ConnectionFailed, BadPrefillReply) as error:
             raise prefill.lost(str(error)) from error
         body = encode(plan.prefill)
         if plan.order == "serial":
@@ -248,7 +248,7 @@ def _patch(adapter: Adapter, prefill: UpstreamClient, answer: bytes) -> Fields:
         return adapter.after_prefill(msgspec.json.decode(answer))
     except (msgspec.DecodeError, RecursionError) as error:
         raise prefill.lost(f"answered no JSON: {error}") from None
-    except BadAnswer as error:
+    except BadPrefillReply as error:
         raise prefill.lost(f"cannot be used for prefill: {error}") from None
 
 

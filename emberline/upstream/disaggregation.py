@@ -1,16 +1,18 @@
-"""What every pattern answers: what to tell the prefill server, what the decode server, and in which order."""
+"""Prefill/decode disaggregation on other servers: what each server is sent, in which order, per KV transfer method."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-Fields = Mapping[str, Any]  # a body's top-level fields; large ones are `msgspec.Raw`, copied and never read
+Fields = Mapping[str, Any]  # a body's top-level fields; large ones are `msgspec.Raw`, copied and never decoded
 
-# A small GET on a server that is not the endpoint itself: (host and port, path) → JSON.
+# A small GET on a port that is not the endpoint's own: (host and port, path) → JSON.
 Fetch = Callable[[str, str], Awaitable[Any]]
+
+encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -19,176 +21,129 @@ class Peer:
 
     name: str
     host: str
-    bootstrap: str = ""  # host:port where it tells others how to reach its KV
-    facts: dict[str, Any] = field(default_factory=dict)  # learnt once, forgotten when the server fails
+    bootstrap: str = ""  # host:port of its bootstrap server, which tells others how to reach its KV
+    facts: dict[str, Any] = field(default_factory=dict)  # learnt from the server, forgotten when it fails
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The bodies of both exchanges. Serial: prefill's reply completes decode's body."""
+
     prefill: Fields
     decode: Fields
     order: Literal["serial", "concurrent"]
 
 
-class BadAnswer(Exception):
-    """The prefill server answered something that decode could not use; the message says what."""
+class BadPrefillReply(Exception):
+    """The decode server could not use what the prefill server replied; the message says why."""
 
 
-class Adapter(Protocol):
-    cached_from_prefill: bool  # decode does not know, or lies about, what prefill found in its cache
-    decodes_alone: bool  # a decode server computes a prompt itself when it is told of no prefill
+class Adapter:
+    """One KV transfer method. The base class is the simplest: both servers share a KV store and find blocks there."""
 
-    def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
-        """Bodies for both legs; every call draws fresh ids, so a retry never meets the leavings of the try before."""
-
-    def after_prefill(self, answer: Any) -> Fields:
-        """What prefill's answer adds to decode's body. BadAnswer where decode could do nothing with it."""
+    cached_from_prefill = True  # only the prefill server knows what it found in its cache
+    decodes_alone = True  # a decode server computes a prompt itself when no prefill server is named
 
     async def learn(self, prefill: Peer, fetch: Fetch) -> None:
-        """Facts that `prepare` needs and only the server knows; asked for once."""
+        """Get the facts that `plan` needs and only the server knows; asked for once."""
 
+    def plan(self, request: Fields, prefill: Peer) -> Plan:
+        """Draws fresh transfer ids each time, so that a retry cannot meet the remains of an earlier attempt."""
+        return Plan(prefill_body(request), request, "serial")
 
-encode = msgspec.json.Encoder().encode
-
-
-_DROPPED = frozenset({"stream_options", "min_tokens"})
-
-
-def prefill_leg(request: Fields, **added: Any) -> dict[str, Any]:
-    """`min_tokens` would contradict the one token; decode still gets it."""
-    leg = {name: value for name, value in request.items() if name not in _DROPPED}
-    leg |= {"stream": False, "max_tokens": 1}
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
-    return leg | added
-
-
-class Mooncake:
-    cached_from_prefill = True
-    decodes_alone = True
-
-    def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
-        transfer = f"xfer-{secrets.token_hex(16)}"
-        produced = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
-        fetched = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_bootstrap_addr": f"http://{prefill.bootstrap}",
-            "remote_engine_id": prefill.facts["engine_id"],
-            "transfer_id": transfer,
-        }
-        return Plan(
-            prefill_leg(request, kv_transfer_params=produced), {**request, "kv_transfer_params": fetched}, "concurrent"
-        )
-
-    def after_prefill(self, answer: Any) -> Fields:
+    def after_prefill(self, reply: Any) -> Fields:
+        """What prefill's reply adds to decode's body. BadPrefillReply where decode could not use it."""
         return {}
+
+
+def prefill_body(request: Fields, **added: Any) -> dict[str, Any]:
+    """The request for one token, not streamed. `min_tokens` would contradict that; decode still gets it."""
+    body = {name: value for name, value in request.items() if name not in ("stream_options", "min_tokens")}
+    body |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return body | added
+
+
+class MooncakeTransfer(Adapter):
+    """vLLM's Mooncake connector: decode fetches the blocks under a transfer id that both servers get at once."""
 
     async def learn(self, prefill: Peer, fetch: Fetch) -> None:
         if "engine_id" in prefill.facts:
             return
-        answer = await fetch(prefill.bootstrap, "/query")
-        rank = answer.get("0") if isinstance(answer, dict) else None
+        reply = await fetch(prefill.bootstrap, "/query")
+        rank = reply.get("0") if isinstance(reply, dict) else None
         engine_id = rank.get("engine_id") if isinstance(rank, dict) else None
         if not isinstance(engine_id, str) or not engine_id:
-            raise BadAnswer(f"its bootstrap server {prefill.bootstrap} names no engine id")
+            raise BadPrefillReply(f"its bootstrap server {prefill.bootstrap} names no engine id")
         prefill.facts["engine_id"] = engine_id
+
+    def plan(self, request: Fields, prefill: Peer) -> Plan:
+        transfer_id = f"xfer-{secrets.token_hex(16)}"
+        send = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        fetch = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_bootstrap_addr": f"http://{prefill.bootstrap}",
+            "remote_engine_id": prefill.facts["engine_id"],
+            "transfer_id": transfer_id,
+        }
+        body = prefill_body(request, kv_transfer_params=send)
+        return Plan(body, {**request, "kv_transfer_params": fetch}, "concurrent")
 
 
 _KEEP_BLOCKS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
 
 
-class NixlPull:
-    cached_from_prefill = True
-    decodes_alone = True
+class NixlTransfer(Adapter):
+    """vLLM's NIXL connector: decode reads the blocks that prefill holds for it, as prefill's reply says."""
 
-    def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
-        return Plan(prefill_leg(request, kv_transfer_params=_KEEP_BLOCKS), request, "serial")
+    def plan(self, request: Fields, prefill: Peer) -> Plan:
+        return Plan(prefill_body(request, kv_transfer_params=_KEEP_BLOCKS), request, "serial")
 
-    def after_prefill(self, answer: Any) -> Fields:
-        """Verbatim: what is in it is between the two servers, and differs from version to version."""
-        params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    def after_prefill(self, reply: Any) -> Fields:
+        """Verbatim: its content is between the two servers, and differs from version to version."""
+        params = reply.get("kv_transfer_params") if isinstance(reply, dict) else None
         if params is None:
-            raise BadAnswer("its answer has no kv_transfer_params: is it started with a kv_connector?")
+            raise BadPrefillReply("its reply has no kv_transfer_params: is it started with a kv_connector?")
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
-            raise BadAnswer("its kv_transfer_params do not tell decode to fetch anything")
+            raise BadPrefillReply("its kv_transfer_params do not tell decode to fetch anything")
         return {"kv_transfer_params": params}
 
-    async def learn(self, prefill: Peer, fetch: Fetch) -> None:
-        return None
 
+class SGLangBootstrap(Adapter):
+    """SGLang: both servers get the request at once and meet in a room of the prefill server's bootstrap server."""
 
-ROOMS = 1 << 63
+    cached_from_prefill = False
+    decodes_alone = False
 
-
-class SGLang:
-    cached_from_prefill = False  # decode reports it
-    decodes_alone = False  # it refuses requests without a room
-
-    def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
+    def plan(self, request: Fields, prefill: Peer) -> Plan:
         host, _, port = prefill.bootstrap.rpartition(":")
-        n = _sequences(request)
-        if n == 1:
-            meeting: dict[str, Any] = {
-                "bootstrap_host": host,
-                "bootstrap_port": int(port),
-                "bootstrap_room": secrets.randbelow(ROOMS),
-            }
-        else:
-            meeting = {
-                "bootstrap_host": [host] * n,
-                "bootstrap_port": [int(port)] * n,
-                "bootstrap_room": [secrets.randbelow(ROOMS) for _ in range(n)],
-            }
-        body = {**request, **meeting}
+        prompts = request.get("prompt")
+        n = (request.get("n") or 1) * (len(prompts) if isinstance(prompts, list) else 1)  # one room per sequence
+        rooms = [secrets.randbelow(1 << 63) for _ in range(n)]
+        one = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": rooms[0]}
+        many = {"bootstrap_host": [host] * n, "bootstrap_port": [int(port)] * n, "bootstrap_room": rooms}
+        body = {**request, **(one if n == 1 else many)}
         return Plan(body, body, "concurrent")
-
-    def after_prefill(self, answer: Any) -> Fields:
-        return {}
-
-    async def learn(self, prefill: Peer, fetch: Fetch) -> None:
-        return None
-
-
-def _sequences(request: Fields) -> int:
-    """How many rooms: one per choice of every prompt."""
-    prompts = request.get("prompt")
-    return (request.get("n") or 1) * (len(prompts) if isinstance(prompts, list) else 1)
-
-
-class SharedStore:
-    cached_from_prefill = True
-    decodes_alone = True
-
-    def prepare(self, request: Fields, prefill: Peer, decode: Peer) -> Plan:
-        return Plan(prefill_leg(request), request, "serial")
-
-    def after_prefill(self, answer: Any) -> Fields:
-        return {}
-
-    async def learn(self, prefill: Peer, fetch: Fetch) -> None:
-        return None
 
 
 _ADAPTERS: dict[tuple[str, str], Adapter] = {
-    ("vllm", "nixl"): NixlPull(),
-    ("vllm", "mooncake"): Mooncake(),
-    ("vllm", "store"): SharedStore(),
-    ("sglang", "bootstrap"): SGLang(),
-    ("sglang", "store"): SharedStore(),
+    ("vllm", "nixl"): NixlTransfer(),
+    ("vllm", "mooncake"): MooncakeTransfer(),
+    ("vllm", "store"): Adapter(),
+    ("sglang", "bootstrap"): SGLangBootstrap(),
+    ("sglang", "store"): Adapter(),
 }
 DEFAULT_TRANSFER = {"vllm": "nixl", "sglang": "bootstrap"}
 
 
 def adapter_for(kind: str, transfer: str) -> Adapter | None:
-    """None: servers of that kind cannot be told to work in pairs."""
+    """None: servers of that kind have no disaggregation that we know."""
     return _ADAPTERS.get((kind, transfer or DEFAULT_TRANSFER.get(kind, "")))
 
 

@@ -1,7 +1,7 @@
-"""What a server's prefix cache gains and loses, told in our own keys.
+"""KV events of upstream servers, translated into our block keys.
 
-Servers name blocks by hashes of their own making. We never reproduce those: blocks come with their token ids, from
-which our chain is computed, and a server's hash only finds the keys again when the block goes.
+A server names blocks by its own hashes, which we never reproduce: stored blocks come with their token ids, from which
+our chain of keys is computed; the server's hash only finds those keys again when the block is removed.
 """
 
 import asyncio
@@ -18,44 +18,44 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.block_hash import BLOCK_BYTES, DIGEST_BYTES, root, split
 from emberline.protocol.frames import KVEvents
 
-MAX_BLOCKS = 4 << 20  # of one server; beyond that it is not to be believed
+MAX_BLOCKS = 4 << 20  # of one server; beyond that its events are rejected
 _DEVICE = (None, "GPU", "gpu")
 _STORED_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _REMOVED_FIELDS = ("type", "block_hashes", "medium")
 
 
-class BadEvents(Exception):
-    """The message is not what its server's kind should send."""
+class BadKVEvents(Exception):
+    """The message cannot be read; the text says why."""
 
 
 class _Block(NamedTuple):
-    chain: bytes  # our key of the last full block of 16 tokens up to here
-    rest: bytes  # token ids behind it, fewer than 16
-    keys: bytes  # those that this block added
+    chain: bytes  # our key of the last full block of 16 tokens up to its end
+    rest: bytes  # token ids behind that, fewer than 16
+    keys: bytes  # keys that this block added
 
 
 def key_root(kind: str, model: str) -> bytes:
-    """Where the keys of a model on other people's servers begin. Their events do not say whose tokens they are."""
+    """The root of a model's keys. It has no tenant salt: events do not say which tenant's tokens they are about."""
     return root(f"{kind}:{model}", b"")
 
 
 def chain_keys(chain_root: bytes, token_ids: bytes) -> bytes:
-    """The keys of a prompt's full blocks, end to end."""
+    """The keys of a prompt's full blocks, concatenated."""
     return _extend(chain_root, token_ids)[0]
 
 
-class KVFeed:
-    """Turns one server's messages into KVEvents; blocks whose beginning was never told are left out."""
+class KVEventDecoder:
+    """Turns one server's messages into KVEvents; blocks whose parent is unknown are left out."""
 
     def __init__(self, chain_root: bytes) -> None:
         self._root = chain_root
         self._blocks: dict[Any, _Block] = {}  # by the server's hash
-        self._held: Counter[bytes] = Counter()  # our key → how many of the server's blocks have it
+        self._n_holding: Counter[bytes] = Counter()  # our key → how many of the server's blocks hold it
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def absorb(self, payload: bytes) -> KVEvents:
+    def decode(self, payload: bytes) -> KVEvents:
         stored: list[bytes] = []
         removed: list[bytes] = []
         whole = False
@@ -68,21 +68,21 @@ class KVFeed:
             elif kind == "AllBlocksCleared":
                 self.reset()
                 stored, removed, whole = [], [], True
-        gone = {key for key in removed if not self._held[key]}
+        gone = {key for key in removed if not self._n_holding[key]}
         return KVEvents(
-            stored=b"".join(key for key in stored if self._held[key]),
+            stored=b"".join(key for key in stored if self._n_holding[key]),
             removed=b"".join(sorted(gone)),
             whole=whole,
         )
 
     def reset(self) -> None:
         self._blocks.clear()
-        self._held.clear()
+        self._n_holding.clear()
 
     def _store(self, event: dict[str, Any]) -> list[bytes]:
         hashes, ids, size = event.get("block_hashes"), event.get("token_ids"), event.get("block_size")
         if not isinstance(hashes, list) or not isinstance(ids, list) or not isinstance(size, int) or size < 1:
-            raise BadEvents("a BlockStored without block_hashes, token_ids or block_size")
+            raise BadKVEvents("a BlockStored without block_hashes, token_ids or block_size")
         if event.get("lora_id") is not None or event.get("lora_name") or event.get("medium") not in _DEVICE:
             return []
         parent = event.get("parent_block_hash")
@@ -91,12 +91,12 @@ class KVFeed:
         elif (known := self._blocks.get(_name(parent))) is not None:
             above = known
         else:
-            return []  # it was stored before we listened
+            return []  # it was stored before we subscribed
         fresh: list[bytes] = []
         for number, block_hash in enumerate(hashes):
             above = self._add(_name(block_hash), above, ids[number * size : (number + 1) * size], fresh)
         if len(self._blocks) > MAX_BLOCKS:
-            raise BadEvents(f"more than {MAX_BLOCKS} blocks stored and not removed")
+            raise BadKVEvents(f"more than {MAX_BLOCKS} blocks stored and not removed")
         return fresh
 
     def _add(self, name: Any, above: _Block, ids: list[Any], fresh: list[bytes]) -> _Block:
@@ -105,28 +105,28 @@ class KVFeed:
         try:
             packed = above.rest + tokens.pack(ids)
         except (TypeError, OverflowError):
-            raise BadEvents("a BlockStored whose token_ids are no token ids") from None
+            raise BadKVEvents("a BlockStored whose token_ids are no token ids") from None
         keys, chain, rest = _extend(above.chain, packed)
         block = self._blocks[name] = _Block(chain, rest, keys)
         for key in split(keys):
-            self._held[key] += 1
-            if self._held[key] == 1:
+            self._n_holding[key] += 1
+            if self._n_holding[key] == 1:
                 fresh.append(key)
         return block
 
     def _remove(self, event: dict[str, Any]) -> list[bytes]:
         hashes = event.get("block_hashes")
         if not isinstance(hashes, list):
-            raise BadEvents("a BlockRemoved without block_hashes")
+            raise BadKVEvents("a BlockRemoved without block_hashes")
         if event.get("medium") not in _DEVICE:
             return []
         lost: list[bytes] = []
         for block_hash in hashes:
             block = self._blocks.pop(_name(block_hash), None)
             for key in split(block.keys) if block is not None else ():
-                self._held[key] -= 1
-                if not self._held[key]:
-                    del self._held[key]
+                self._n_holding[key] -= 1
+                if not self._n_holding[key]:
+                    del self._n_holding[key]
                     lost.append(key)
         return lost
 
@@ -136,11 +136,11 @@ def _events(payload: bytes) -> list[dict[str, Any]]:
     try:
         batch = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadEvents(f"not msgpack: {error}") from None
+        raise BadKVEvents(f"not msgpack: {error}") from None
     if isinstance(batch, dict):
         batch = [batch.get("ts"), batch.get("events")]
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise BadEvents("not of the form [time, [events]]")
+        raise BadKVEvents("not of the form [time, [events]]")
     return [_event(event) for event in batch[1]]
 
 
@@ -148,7 +148,7 @@ def _event(event: Any) -> dict[str, Any]:
     if isinstance(event, dict):
         return event
     if not isinstance(event, list) or not event:
-        raise BadEvents("an event that is neither a map nor an array")
+        raise BadKVEvents("an event that is neither a map nor an array")
     fields = _REMOVED_FIELDS if event[0] == "BlockRemoved" else _STORED_FIELDS
     return dict(zip(fields, event, strict=False))
 
@@ -156,7 +156,7 @@ def _event(event: Any) -> dict[str, Any]:
 def _name(block_hash: Any) -> Any:
     if isinstance(block_hash, int | bytes | str):
         return block_hash
-    raise BadEvents("a block hash that is neither a number nor bytes")
+    raise BadKVEvents("a block hash that is neither a number nor bytes")
 
 
 def _extend(chain: bytes, packed: bytes) -> tuple[bytes, bytes, bytes]:
@@ -171,29 +171,29 @@ def _extend(chain: bytes, packed: bytes) -> tuple[bytes, bytes, bytes]:
 
 REPLAY_S = 5.0
 END = (1 << 64) - 1  # -1 as 8 bytes: the replay is over
-_QUEUE = 100_000  # messages kept for us while we are busy
+_HIGH_WATER_MARK = 100_000  # messages
 _RETRY_S = 5.0
 
 log = logging.getLogger("emberline.balancer")
 
 
 class KVSubscriber:
-    """Follows one server's events; a gap is replayed where the server can, else all that was known is forgotten."""
+    """Follows one server's events; a gap is replayed where the server can, else all that is known is dropped."""
 
     def __init__(
-        self, name: str, address: str, replay: str, chain_root: bytes, tell: Callable[[KVEvents], None]
+        self, name: str, address: str, replay: str, chain_root: bytes, on_events: Callable[[KVEvents], None]
     ) -> None:
         self._name = name
         self._address = address
         self._replay = replay
-        self._tell = tell
-        self.feed = KVFeed(chain_root)
+        self._on_events = on_events
+        self.decoder = KVEventDecoder(chain_root)
         self.problem = ""
         self.n_gaps = 0
         self._next: int | None = None  # the number that the next message should have
 
     async def run(self) -> None:
-        """Until cancelled. What the server does wrong is logged and forgotten; listening goes on."""
+        """Until cancelled. Errors of the server are logged; following goes on."""
         try:
             import zmq
             import zmq.asyncio
@@ -204,7 +204,7 @@ class KVSubscriber:
         context = zmq.asyncio.Context.instance()
         while True:
             socket = context.socket(zmq.SUB)
-            socket.set(zmq.RCVHWM, _QUEUE)
+            socket.set(zmq.RCVHWM, _HIGH_WATER_MARK)
             socket.set(zmq.LINGER, 0)
             try:
                 socket.connect(self._address)
@@ -212,37 +212,37 @@ class KVSubscriber:
                 while True:
                     await self._received(context, await socket.recv_multipart())
             except zmq.ZMQError as error:
-                self._forget(f"KV events of {self._address}: {error}")
+                self._drop(f"KV events of {self._address}: {error}")
                 await asyncio.sleep(_RETRY_S)
             finally:
                 socket.close()
 
     async def _received(self, context: Any, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
-            return self._forget("a KV event is not [topic, number, message]")
+            return self._drop("a KV event is not [topic, number, message]")
         number = int.from_bytes(frames[1], "big")
         expected = self._next
         if expected is not None and number != expected:
             self.n_gaps += 1
             if number < expected:
-                self._forget(f"KV events began again at {number}: the server was restarted")
-            elif not await self._replayed(context, expected, number):
-                self._forget(f"KV events {expected} to {number - 1} are missing")
+                self._drop(f"KV events restart at {number}: the server was restarted")
+            elif not await self._replay_gap(context, expected, number):
+                self._drop(f"KV events {expected} to {number - 1} are missing")
         self._next = number + 1
         self._absorb(frames[2])
 
     def _absorb(self, payload: bytes) -> None:
         try:
-            events = self.feed.absorb(payload)
-        except BadEvents as error:
-            return self._forget(f"KV events: {error}")
-        if events.stored:  # blocks can be placed again
+            events = self.decoder.decode(payload)
+        except BadKVEvents as error:
+            return self._drop(f"KV events: {error}")
+        if events.stored:  # chains have roots again
             self.problem = ""
         if events.stored or events.removed or events.whole:
-            self._tell(events)
+            self._on_events(events)
 
-    async def _replayed(self, context: Any, first: int, end: int) -> bool:
-        """Whether all of first..end-1 came again."""
+    async def _replay_gap(self, context: Any, first: int, end: int) -> bool:
+        """Whether all of first..end-1 were replayed."""
         if not self._replay:
             return False
         try:
@@ -257,12 +257,12 @@ class KVSubscriber:
             log.warning("endpoint %s: no replay of KV events within %g s", self._name, REPLAY_S)
         return first == end
 
-    def _forget(self, why: str) -> None:
+    def _drop(self, why: str) -> None:
         if why != self.problem:
-            log.warning("endpoint %s: %s; what its cache holds is forgotten", self._name, why)
+            log.warning("endpoint %s: %s; its cache contents are unknown", self._name, why)
         self.problem = why
-        self.feed.reset()
-        self._tell(KVEvents(whole=True))
+        self.decoder.reset()
+        self._on_events(KVEvents(whole=True))
 
 
 async def _replay(context: Any, address: str, first: int) -> AsyncGenerator[tuple[int, bytes], None]:

@@ -1,7 +1,7 @@
-"""A server's event stream on its way to the client: whole lines, untouched but for the usage.
+"""Server-sent events of an upstream server on their way to the client: whole lines, unchanged but for the usage.
 
-Most of a stream is looked at once, as bytes, and passed on as it came. Only lines that hold a usage or an error, or end
-the stream, are taken apart.
+Most of a stream is searched once, as bytes, and passed on as it came. Only lines with a usage, an error or the end
+marker are decoded.
 """
 
 import re
@@ -12,11 +12,21 @@ import msgspec
 
 from emberline.protocol.events import Usage
 
-_MOST_TOKENS = 1 << 31
+MAX_LINE_BYTES = 8 << 20
+_MAX_TOKENS = 1 << 31
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ERROR = b'"error"'  # never inside a text, where its quotes are escaped
+_DONE = b"[DONE]"
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+
+encode = msgspec.json.Encoder().encode
+
+
+# --- usage objects ----------------------------------------------------------------------------------------------------
 
 
 def usage_objects(answer: Any) -> list[dict[str, Any]]:
-    """Every usage object of an answer or of one stream event: at its top, or in its message or response."""
+    """Every usage object of a body or an event: at its top, or in its message or response."""
     if not isinstance(answer, dict):
         return []
     places = (answer, answer.get("message"), answer.get("response"))
@@ -25,25 +35,25 @@ def usage_objects(answer: Any) -> list[dict[str, Any]]:
 
 
 def read_usage(usage: dict[str, Any]) -> Usage:
-    """A server may write anything: what is no sensible number counts as 0."""
+    """In the form of OpenAI's chat, OpenAI's responses or Anthropic's messages; anything but a count is 0."""
     if "prompt_tokens" in usage or "input_tokens" not in usage:
         prompt, details = _count(usage.get("prompt_tokens")), usage.get("prompt_tokens_details")
         output = _count(usage.get("completion_tokens"))
-        thought = usage.get("completion_tokens_details")
+        reasoned = usage.get("completion_tokens_details")
     elif _is_responses(usage):
         prompt, details = _count(usage.get("input_tokens")), usage.get("input_tokens_details")
-        output, thought = _count(usage.get("output_tokens")), usage.get("output_tokens_details")
-    else:  # Anthropic's: what came from the cache is not in input_tokens
+        output, reasoned = _count(usage.get("output_tokens")), usage.get("output_tokens_details")
+    else:  # Anthropic: cached tokens are not part of input_tokens
         read, written = _count(usage.get("cache_read_input_tokens")), _count(usage.get("cache_creation_input_tokens"))
         prompt = _count(usage.get("input_tokens")) + read + written
         return _usage(prompt, read, _count(usage.get("output_tokens")), 0)
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-    reasoning = _count(thought.get("reasoning_tokens")) if isinstance(thought, dict) else 0
+    reasoning = _count(reasoned.get("reasoning_tokens")) if isinstance(reasoned, dict) else 0
     return _usage(prompt, cached, output, reasoning)
 
 
 def write_cached(usage: dict[str, Any], cached: int) -> None:
-    """Put prefill's cached tokens where the dialect has them, always: decode's own number is worth nothing."""
+    """Replace the cached tokens: with KV transfer the decode server's own count says nothing about prefill."""
     if "prompt_tokens" in usage or "input_tokens" not in usage:
         cached = min(cached, _count(usage.get("prompt_tokens")))
         usage["prompt_tokens_details"] = _with_cached(usage.get("prompt_tokens_details"), cached)
@@ -57,7 +67,7 @@ def write_cached(usage: dict[str, Any], cached: int) -> None:
 
 
 def cached_of(body: bytes) -> int:
-    """The cached tokens of a whole answer; what does not say counts as 0."""
+    """The cached tokens of a whole body; 0 where it does not say."""
     try:
         answer = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -84,16 +94,10 @@ def _usage(prompt: int, cached: int, output: int, reasoning: int) -> Usage:
 
 
 def _count(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < _MOST_TOKENS else 0
+    return value if type(value) is int and 0 <= value < _MAX_TOKENS else 0
 
 
-MAX_LINE_BYTES = 8 << 20
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_ERROR = b'"error"'  # never inside a text, where its quotes are escaped
-_DONE = b"[DONE]"
-_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
-
-encode = msgspec.json.Encoder().encode
+# --- lines ------------------------------------------------------------------------------------------------------------
 
 
 def data_of(line: bytes) -> bytes:
@@ -103,7 +107,7 @@ def data_of(line: bytes) -> bytes:
 
 
 class StreamError(Exception):
-    """The server told an error inside the stream."""
+    """The server sent an error inside the stream."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -112,63 +116,58 @@ class StreamError(Exception):
 
 
 class LineTooLong(Exception):
-    """A line without an end."""
+    """A line of more than MAX_LINE_BYTES."""
 
 
 class StreamEditor:
-    """Feed it what arrives; send on what it gives. `usage` is the last one seen, prefill's cached tokens included."""
+    """Cuts one attempt's stream into whole lines and rewrites them for the client."""
 
     def __init__(self, *, hides_usage: bool = False) -> None:
-        self.cached: int | None = None  # of prefill; None: decode's word counts
-        self.adjust: Callable[[dict[str, Any]], None] | None = None  # what else is to be done to a usage
-        self.usage: Usage | None = None
-        self.ended = False  # the stream's last event was seen
-        self.finished = False  # a choice said why it ended
-        self._hides_usage = hides_usage  # the client has not asked for it, we have
-        self._tail = b""
-        self._swallow = False  # the blank line behind an event that is not passed on
+        self.cached: int | None = None  # tokens, as the prefill server counted; None: leave the decode server's count
+        self.adjust: Callable[[dict[str, Any]], None] | None = None  # a further change to each usage object
+        self.usage: Usage | None = None  # the last one seen, rewritten
+        self.ended = False  # the end marker was seen
+        self.finished = False  # a finish reason was seen
+        self.tail = b""  # a line that has not ended yet
+        self._hides_usage = hides_usage  # the client has not asked for the usage that we need
+        self._drops_blank = False  # the blank line behind an event that was dropped
 
     def whole(self, data: bytes) -> bytes:
-        """The whole lines there are now; a line that is not whole yet is kept for later."""
+        """The lines that are complete now; the beginning of the next is kept."""
         cut = data.rfind(b"\n") + 1
-        if cut == len(data) and not self._tail:
+        if cut == len(data) and not self.tail:
             return data
-        data = self._tail + data
+        data = self.tail + data
         cut = data.rfind(b"\n") + 1
-        self._tail = data[cut:]
-        if len(self._tail) > MAX_LINE_BYTES:
+        self.tail = data[cut:]
+        if len(self.tail) > MAX_LINE_BYTES:
             raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return data[:cut]
 
-    @property
-    def tail(self) -> bytes:
-        """The line that has not ended yet."""
-        return self._tail
-
     def needs_cached(self, lines: bytes) -> bool:
-        """Whether the next thing is a usage to be rewritten: by then prefill has long ended."""
+        """Whether the lines have a usage object, which needs `cached` set first."""
         return b'"usage"' in lines and _USAGE.search(lines) is not None
 
     def edit(self, lines: bytes) -> bytes:
-        """Whole lines as the client shall see them. StreamError where the server says that it failed."""
+        """Whole lines as the client gets them. StreamError where the server reports one."""
         if not self.finished and _FINISHED.search(lines) is not None:
             self.finished = True
-        start = 0 if self._swallow else _first_of_interest(lines)
+        start = 0 if self._drops_blank else _first_to_decode(lines)
         if start < 0:
             return lines
         edited = [self._line(line) for line in lines[start:].splitlines(keepends=True)]
         return b"".join((lines[:start], *edited))
 
     def flush(self) -> bytes:
-        """An unterminated last line, once the stream is over."""
-        tail, self._tail = self._tail, b""
+        """The last line of a stream that ended without a line end."""
+        tail, self.tail = self.tail, b""
         return self.edit(tail) if tail else b""
 
     def _line(self, line: bytes) -> bytes:
-        if self._swallow and not line.strip():
-            self._swallow = False
+        if self._drops_blank and not line.strip():
+            self._drops_blank = False
             return b""
-        self._swallow = False
+        self._drops_blank = False
         if not line.startswith(b"data:"):
             return line
         payload = line[5:].strip()
@@ -195,7 +194,7 @@ class StreamEditor:
                 self.adjust(usage)
         self.usage = read_usage(usages[-1])
         if self._hides_usage and event.get("choices") == []:
-            self._swallow = True
+            self._drops_blank = True
             return b""
         if self._hides_usage:
             event.pop("usage", None)
@@ -205,8 +204,8 @@ class StreamEditor:
         return b"data: " + encode(event) + end
 
 
-def _first_of_interest(lines: bytes) -> int:
-    """Where the first line begins that may have to be taken apart; -1: nowhere."""
+def _first_to_decode(lines: bytes) -> int:
+    """Where the first line begins that may have to be decoded; -1: there is none."""
     usage = _USAGE.search(lines) if b'"usage"' in lines else None
     found = [place for place in (lines.find(_DONE), lines.find(_ERROR)) if place >= 0]
     if usage is not None:

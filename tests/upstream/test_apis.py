@@ -19,7 +19,7 @@ from emberline.protocol.request import GenerateRequest, Message
 from emberline.testing.openai_script import ServerScript, StandinPrompt
 from emberline.text.prompt import build_prompt
 from emberline.text.text_model import TextModel
-from emberline.upstream.kv_events import KVFeed, key_root
+from emberline.upstream.kv_events import KVEventDecoder, key_root
 from tests.service.conftest import text_model
 from tests.upstream.conftest import LONG, PATIENCE_S, Bench, Opener, bench
 
@@ -291,7 +291,7 @@ async def test_with_a_tokenizer_keys_are_those_of_the_servers_own_events(door: D
     ids = build_prompt(text_model, request).ids
     event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens.unpack(ids)}
     payload = msgspec.msgpack.encode([0.0, [{**event, "block_size": tokens.count(ids)}]])
-    told = KVFeed(key_root("vllm", "standin")).absorb(payload).stored
+    told = KVEventDecoder(key_root("vllm", "standin")).decode(payload).stored
     assert told
     assert [ask.keys for ask in asks] == [told, told]
     assert {ask.input_tokens for ask in asks} == {tokens.count(ids)}

@@ -6,7 +6,7 @@ import pytest
 
 from emberline.config import ConfigError, resolve
 from emberline.upstream.client import UpstreamClient, upstream_configs
-from emberline.upstream.disaggregation import NixlPull
+from emberline.upstream.disaggregation import NixlTransfer
 
 
 def endpoints(folder: Path, text: str, **environ: str):  # type: ignore[no-untyped-def]
@@ -27,7 +27,7 @@ async def test_a_server_and_its_defaults(tmp_path: Path) -> None:
     (server,) = upstream_configs(endpoints(tmp_path, table(kind="vllm", role="prefill", models=["m"])))
     assert (server.name, server.endpoint.address, server.endpoint.models) == ("a", "http://h:1", ("m",))
     client = UpstreamClient(server)
-    assert isinstance(client.adapter, NixlPull)
+    assert isinstance(client.adapter, NixlTransfer)
     assert client.peer.bootstrap == "h:8998"
 
 

@@ -1,20 +1,20 @@
-"""Each pattern's bodies, by the book."""
+"""The bodies that each KV transfer method sends to the two servers."""
 
 import msgspec
 import pytest
 
 from emberline.upstream.disaggregation import (
-    BadAnswer,
-    Mooncake,
-    NixlPull,
+    Adapter,
+    BadPrefillReply,
+    MooncakeTransfer,
+    NixlTransfer,
     Peer,
-    SGLang,
-    SharedStore,
+    SGLangBootstrap,
     adapter_for,
     encode,
 )
 
-P, D = Peer("p", "10.0.0.1", "10.0.0.1:8998"), Peer("d", "10.0.0.2", "10.0.0.2:8998")
+P = Peer("p", "10.0.0.1", "10.0.0.1:8998")
 BODY = {
     "model": "m",
     "messages": msgspec.Raw(b'[{"role":"user","content":"hi"}]'),
@@ -32,10 +32,10 @@ def sent(fields: object) -> dict[str, object]:
     return decoded
 
 
-@pytest.mark.parametrize("adapter", [NixlPull(), SharedStore(), Mooncake()])
-def test_a_vllm_prefill_leg_asks_for_one_token_and_no_stream(adapter: NixlPull) -> None:
+@pytest.mark.parametrize("adapter", [NixlTransfer(), Adapter(), MooncakeTransfer()])
+def test_a_vllm_prefill_request_asks_for_one_token_and_no_stream(adapter: Adapter) -> None:
     peer = Peer("p", "10.0.0.1", "10.0.0.1:8998", {"engine_id": "e"})
-    plan = adapter.prepare(BODY, peer, D)
+    plan = adapter.plan(BODY, peer)
     leg = sent(plan.prefill)
     assert leg["stream"] is False
     assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
@@ -49,12 +49,12 @@ def test_a_vllm_prefill_leg_asks_for_one_token_and_no_stream(adapter: NixlPull) 
 
 
 def test_max_completion_tokens_is_not_invented() -> None:
-    plan = NixlPull().prepare({"model": "m", "stream": True}, P, D)
+    plan = NixlTransfer().plan({"model": "m", "stream": True}, P)
     assert "max_completion_tokens" not in plan.prefill
 
 
 def test_nixl_passes_prefills_parameters_on_verbatim() -> None:
-    plan = NixlPull().prepare(BODY, P, D)
+    plan = NixlTransfer().plan(BODY, P)
     assert plan.order == "serial"
     assert sent(plan.prefill)["kv_transfer_params"] == {
         "do_remote_decode": True,
@@ -65,29 +65,29 @@ def test_nixl_passes_prefills_parameters_on_verbatim() -> None:
         "remote_port": None,
     }
     params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "something_new": {"deep": [None]}}
-    assert NixlPull().after_prefill({"choices": [], "kv_transfer_params": params}) == {"kv_transfer_params": params}
+    assert NixlTransfer().after_prefill({"choices": [], "kv_transfer_params": params}) == {"kv_transfer_params": params}
 
 
 @pytest.mark.parametrize(
     "answer", [{}, [], {"kv_transfer_params": None}, {"kv_transfer_params": []}, {"kv_transfer_params": {"x": 1}}]
 )
-def test_nixl_refuses_an_answer_that_decode_cannot_use(answer: object) -> None:
-    with pytest.raises(BadAnswer):
-        NixlPull().after_prefill(answer)
+def test_nixl_refuses_a_reply_that_decode_cannot_use(answer: object) -> None:
+    with pytest.raises(BadPrefillReply):
+        NixlTransfer().after_prefill(answer)
 
 
-async def test_mooncake_asks_once_and_draws_a_fresh_id_each_time() -> None:
+async def test_mooncake_learns_the_engine_id_once_and_draws_a_fresh_transfer_id_each_time() -> None:
     asked: list[tuple[str, str]] = []
 
     async def fetch(authority: str, path: str) -> object:
         asked.append((authority, path))
         return {"0": {"engine_id": "eng-7"}}
 
-    adapter, peer = Mooncake(), Peer("p", "10.0.0.1", "10.0.0.1:8998")
+    adapter, peer = MooncakeTransfer(), Peer("p", "10.0.0.1", "10.0.0.1:8998")
     await adapter.learn(peer, fetch)
     await adapter.learn(peer, fetch)
     assert asked == [("10.0.0.1:8998", "/query")]
-    first, second = adapter.prepare(BODY, peer, D), adapter.prepare(BODY, peer, D)
+    first, second = adapter.plan(BODY, peer), adapter.plan(BODY, peer)
     assert first.order == "concurrent"
     prefill, decode = (sent(leg)["kv_transfer_params"] for leg in (first.prefill, first.decode))
     assert isinstance(prefill, dict)
@@ -104,14 +104,14 @@ async def test_mooncake_refuses_facts_that_name_no_engine(facts: object) -> None
     async def fetch(authority: str, path: str) -> object:
         return facts
 
-    with pytest.raises(BadAnswer):
-        await Mooncake().learn(Peer("p", "h", "h:8998"), fetch)
+    with pytest.raises(BadPrefillReply):
+        await MooncakeTransfer().learn(Peer("p", "h", "h:8998"), fetch)
 
 
 def test_sglang_sends_the_same_body_and_a_fresh_room() -> None:
     rooms = set()
     for _ in range(50):
-        plan = SGLang().prepare(BODY, P, D)
+        plan = SGLangBootstrap().plan(BODY, P)
         assert plan.order == "concurrent"
         prefill, decode = sent(plan.prefill), sent(plan.decode)
         assert prefill == decode
@@ -127,15 +127,15 @@ def test_sglang_sends_the_same_body_and_a_fresh_room() -> None:
     ("body", "n"), [({"n": 3}, 3), ({"prompt": ["a", "b"]}, 2), ({"prompt": ["a", "b"], "n": 2}, 4)]
 )
 def test_sglang_has_a_room_for_every_sequence(body: dict[str, object], n: int) -> None:
-    leg = SGLang().prepare(body, P, D).decode
+    leg = SGLangBootstrap().plan(body, P).decode
     assert leg["bootstrap_host"] == ["10.0.0.1"] * n
     assert leg["bootstrap_port"] == [8998] * n
     assert len(set(leg["bootstrap_room"])) == n
 
 
-def test_the_table_knows_who_can_work_in_pairs() -> None:
-    assert isinstance(adapter_for("vllm", ""), NixlPull)
-    assert isinstance(adapter_for("vllm", "mooncake"), Mooncake)
-    assert isinstance(adapter_for("sglang", ""), SGLang)
+def test_adapters_by_kind_and_transfer() -> None:
+    assert isinstance(adapter_for("vllm", ""), NixlTransfer)
+    assert isinstance(adapter_for("vllm", "mooncake"), MooncakeTransfer)
+    assert isinstance(adapter_for("sglang", ""), SGLangBootstrap)
     assert adapter_for("openai", "") is None
     assert adapter_for("sglang", "nixl") is None
