@@ -60,7 +60,7 @@ class ClientConnection:
 
     @property
     def has_unread(self) -> bool:
-        return self._frames.has_rest
+        return self._frames.has_partial_frame
 
     def is_due(self, now_s: float) -> bool:
         """Whether a frame without deltas is to be sent, if there is something to report."""

@@ -1,1 +1,1 @@
-"""The nouns that cross process borders, and the pure functions over them. No torch, no I/O."""
+"""Types that cross process borders, and pure functions over them. No torch, no I/O."""

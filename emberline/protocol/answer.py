@@ -1,4 +1,4 @@
-"""A whole answer: what the events of one request add up to. Doors render it; the queue keeps it."""
+"""A complete answer: the sum of a request's events. The APIs render it; the job queue stores it."""
 
 from typing import Literal
 
@@ -6,6 +6,8 @@ import msgspec
 
 from emberline.protocol.events import TextLogprob, Usage
 from emberline.protocol.request import ToolCall
+
+# The tags below are stored in the database: they must not change.
 
 
 class TextPart(msgspec.Struct, tag="said"):
@@ -17,14 +19,14 @@ class ReasoningPart(msgspec.Struct, tag="thought"):
 
 
 class ToolCallPart(ToolCall, frozen=True, tag="called"):
-    """A call that the model made; tagged, so that it can be told from text when it is read back."""
+    pass
 
 
 AnswerPart = TextPart | ReasoningPart | ToolCallPart
 
 
 class AnswerChoice(msgspec.Struct, omit_defaults=True):
-    parts: list[AnswerPart] = []  # in the order in which the model wrote them; none is empty text
+    parts: list[AnswerPart] = []  # in the order generated; none has empty text
     logprobs: list[TextLogprob] = []
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     stop_sequence: str | None = None
@@ -47,18 +49,18 @@ class Answer(msgspec.Struct):
     usage: Usage
 
 
-MAX_DEPTH = 256  # records of one walk; whoever continues a longer conversation writes it down whole
+MAX_DEPTH = 256  # responses in a chain of parents; a longer conversation is stored as a new root with its full input
 MAX_HISTORY_BYTES = 32 << 20  # of one conversation
-_ROW_BYTES = 256  # what a row takes beside its texts, roughly
+_ROW_BYTES = 256  # approximate overhead of a stored row beyond its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One response. `input` is the JSON list of the items its turn brought, `body` the JSON of its answer."""
+    """One stored response. `input` is the JSON list of the items its turn added, `body` the JSON of its answer."""
 
     id: str
     account: str
-    parent: str | None = None  # the response it continues
-    depth: int = 0  # how many records it is built on
+    parent: str | None = None  # id of the response it continues
+    depth: int = 0  # number of ancestors
     created_us: int
     input: str
     body: str

@@ -1,7 +1,7 @@
-"""Everything that can go wrong with a request, in one place.
+"""Every error that a request can end with.
 
-An error has a `kind` (stable, crosses process borders), a message its reader can act on, and, where one field is to
-blame, that field's name. Doors translate the kind into their dialect's status and code; nothing else does.
+An error has a `kind` (stable, crosses process borders), a message that its reader can act on, and the name of the
+offending field where there is one. Only the APIs map a kind to a status and an error code.
 """
 
 from typing import ClassVar
@@ -19,7 +19,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmberlineError(Exception):
-    """The base of every error that a caller is told about."""
+    """Base of every error that is reported to a caller."""
 
     kind: ClassVar[str] = "internal"
 
@@ -34,7 +34,7 @@ class EmberlineError(Exception):
 
 
 class Internal(EmberlineError):
-    """Our fault: the message says nothing about the inside, the log does."""
+    """A bug or failure of ours: details go to the log, not into the message."""
 
     kind = "internal"
 
@@ -44,7 +44,7 @@ class BadInput(EmberlineError):
 
 
 class Unsupported(BadInput):
-    """A field that exists in the dialect and is not built yet: named, never ignored."""
+    """A field of the API that is not implemented: named in the error, never ignored."""
 
     kind = "unsupported"
 
@@ -78,31 +78,31 @@ class NotFound(EmberlineError):
 
 
 class Conflict(EmberlineError):
-    """Not while things are as they are: it is still running, or not yet ended."""
+    """Not possible in the current state, for example because a job is still running."""
 
     kind = "conflict"
 
 
 class IdempotencyMismatch(EmberlineError):
-    """The key was used before, for something else."""
+    """The idempotency key was already used with another request."""
 
     kind = "idempotency_mismatch"
 
 
 class Overloaded(EmberlineError):
-    """No room now; `retry_after_s` says when to come back."""
+    """Rejected by admission control; `retry_after_s` says when to retry."""
 
     kind = "overloaded"
 
 
 class Unavailable(EmberlineError):
-    """Tokens cannot move now: the engine is starting, draining or gone."""
+    """No engine can serve the request now: starting, draining or lost."""
 
     kind = "unavailable"
 
 
 class EngineLost(Unavailable):
-    """The engine died with the request on it. To a client it is as unavailable as any other."""
+    """The engine failed while the request was running on it. Reported to clients as `unavailable`."""
 
     def __init__(self, engine: str, what: str = "went away") -> None:
         super().__init__(f"engine {engine} {what}", retry_after_s=1)
@@ -120,26 +120,12 @@ class Cancelled(EmberlineError):
 _BY_KIND: dict[str, type[EmberlineError]] = {
     cls.kind: cls
     for cls in (
-        Internal,
-        BadInput,
-        Unsupported,
-        TooLarge,
-        ContextExceeded,
-        ModelNotFound,
-        MalformedModelId,
-        Unauthorized,
-        Forbidden,
-        NotFound,
-        Conflict,
-        IdempotencyMismatch,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
+        *(Internal, BadInput, Unsupported, TooLarge, ContextExceeded, ModelNotFound, MalformedModelId, Unauthorized),
+        *(Forbidden, NotFound, Conflict, IdempotencyMismatch, Overloaded, Unavailable, DeadlineExceeded, Cancelled),
     )
 }
 
 
 def from_info(info: ErrorInfo) -> EmberlineError:
-    """The exception an `ErrorInfo` was made from; an unknown kind is `Internal`."""
+    """The exception that an `ErrorInfo` describes; an unknown kind becomes `Internal`."""
     return _BY_KIND.get(info.kind, Internal)(info.message, param=info.param, retry_after_s=info.retry_after_s)

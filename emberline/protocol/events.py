@@ -1,4 +1,4 @@
-"""What comes back: token deltas from an engine, text events from the service, and the usage of both."""
+"""Output events: token deltas from an engine, text events from the service, and token usage."""
 
 from typing import Literal
 
@@ -10,12 +10,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Tokens of one request. `cached_tokens` of the prompt were not computed again; `cached_by_tier` splits them."""
+    """Token counts of one request. `cached_by_tier` counts the prompt tokens served from the KV cache, by tier."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    cached_by_tier: dict[str, int] = {}  # "device", later "host", "disk", "remote"
+    cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "remote"
 
     @property
     def cached_tokens(self) -> int:
@@ -27,7 +27,7 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """The chosen token's log-probability and the likeliest alternatives, best first."""
+    """The log-probabilities of a sampled token and of its most likely alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -35,12 +35,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step added to one sequence. A set `finish` makes it the sequence's terminal event."""
+    """The output of one step for one sequence. With `finish` set it is the sequence's terminal event."""
 
     id: str
     token_ids: bytes = b""  # u32 little-endian
     finish: FinishReason | None = None
-    usage: Usage | None = None  # with the first delta (prompt and cached tokens known) and with the last
+    usage: Usage | None = None  # set in the first delta (prompt and cached tokens) and in the last
     logprobs: list[TokenLogprobs] | None = None
     error: ErrorInfo | None = None  # with finish == "error"
 
@@ -49,13 +49,13 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class Started(msgspec.Struct):
-    """The first token is there: the prompt's usage is known."""
+    """The first token was generated; the prompt's usage is known."""
 
     usage: Usage
 
 
 class TextLogprob(msgspec.Struct):
-    """One token's log-probability as a client sees it: with its text."""
+    """One token's log-probability, with the token's text."""
 
     token: str
     logprob: float
@@ -64,29 +64,29 @@ class TextLogprob(msgspec.Struct):
 
 
 class TextDelta(msgspec.Struct):
-    index: int  # which of the request's n choices
+    index: int  # of the choice, below the request's n
     text: str
     logprobs: list[TextLogprob] | None = None
 
 
 class ReasoningDelta(msgspec.Struct):
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning text."""
 
     index: int
     text: str
 
 
 class ToolCallStarted(msgspec.Struct):
-    """The model calls a function that the request declared."""
+    """The model began a call of one of the request's tools."""
 
     index: int
-    call: int  # which of the choice's calls, from 0
+    call: int  # index among the choice's calls
     id: str
     name: str
 
 
 class ToolCallDelta(msgspec.Struct):
-    """A piece of a call's arguments; all of them together are a JSON object's text."""
+    """A piece of a call's arguments; concatenated, the pieces are a JSON object."""
 
     index: int
     call: int
@@ -96,11 +96,11 @@ class ToolCallDelta(msgspec.Struct):
 class ChoiceDone(msgspec.Struct):
     index: int
     finish: Literal["stop", "length", "tool_calls"]
-    stop_sequence: str | None = None  # the stop string that ended it, if one did
+    stop_sequence: str | None = None  # the stop string that ended the choice, if any
 
 
 class Completed(msgspec.Struct):
-    """The usage row is durable; nothing follows."""
+    """The terminal event: the usage row is durable."""
 
     usage: Usage
 

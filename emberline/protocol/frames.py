@@ -1,9 +1,8 @@
-"""Frames between a front door and an engine: a u32 little-endian length, then one msgpack message.
+"""Frames between the core and an engine worker: a u32 little-endian length, then one msgpack message.
 
-A connection begins with Hello and is answered by Welcome (or Refused, and closed). After that the client sends Submit
-and Abort as it likes, and the engine sends one Step per step that concerns the client. Who asked with WatchKV is also
-told what the engine's cache gains and loses. An engine that names itself in its Hello comes to push KV: what follows on
-that connection is the transfer's business.
+The client opens with Hello; the worker answers Welcome, or Refused and closes. Then the client sends Submit and Abort
+at any time, and the worker sends one Step for each engine step that has output for this client. After WatchKV it also
+sends KVEvents. A Hello with `peer` set comes from another worker and starts a KV transfer, which has its own messages.
 """
 
 import struct
@@ -25,11 +24,11 @@ WorkerRole = Literal["prefill", "decode", "both"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine serves; sent once, in Welcome."""
+    """Static facts about an engine; sent once, in Welcome."""
 
     model: str
     fingerprint: str  # of the weights; roots the block hashes
-    context_len: int  # most tokens of a sequence, prompt and reply together
+    context_len: int  # maximum tokens of a sequence, prompt and output together
     vocab_size: int
     eos_ids: tuple[int, ...]
     kv_groups: tuple[KVGroup, ...] = ()
@@ -38,11 +37,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     max_running: int = 0
     role: WorkerRole = "both"
-    transfers: tuple[str, ...] = ()  # ways in which others may push KV to it, best first
+    transfers: tuple[str, ...] = ()  # KV transports it can receive over, best first
 
 
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An engine's own account of its load; rides on every Step. Totals count from the engine's start."""
+    """The load report of an engine, part of every Step. Totals count from the engine's start."""
 
     running: int = 0
     waiting: int = 0
@@ -50,32 +49,32 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_used_blocks: int = 0  # referenced by running sequences, not merely cached
     kv_total_blocks: int = 0
     steps: int = 0
-    prompt_tokens: int = 0  # total computed
-    cached_tokens: int = 0  # total taken from the cache
+    prompt_tokens: int = 0  # total prefilled
+    cached_tokens: int = 0  # total served from the prefix cache
     output_tokens: int = 0
     preemptions: int = 0
-    waiting_batch: int = 0  # of `waiting`, those of the batch class
-    running_batch: int = 0  # of `running`, the same: they make room for all others
-    utilisation: float | None = None  # of the accelerator, 0 to 1, where it is known
-    prefill_rate: float = 0.0  # prompt tokens a second in steps that had enough of them; 0: not measured yet
-    awaiting: int = 0  # requests whose KV comes from elsewhere and is not all there; not among `waiting`
-    awaiting_tokens: int = 0  # that are to come so
-    pushing: int = 0  # requests whose KV goes elsewhere; while computed they run or wait, too
-    blocks_pushed: int = 0  # total
-    blocks_received: int = 0
-    quarantined: int = 0  # blocks that a writer who was told to stop may still write
+    waiting_batch: int = 0  # of `waiting`, those of priority BATCH
+    running_batch: int = 0  # of `running`, those of priority BATCH: preempted for any other
+    utilisation: float | None = None  # of the accelerator, 0 to 1; None: unknown
+    prefill_rate: float = 0.0  # prompt tokens per second in prefill-heavy steps; 0: not measured yet
+    awaiting: int = 0  # requests whose KV transfer is incomplete; not counted in `waiting`
+    awaiting_tokens: int = 0  # of those transfers
+    pushing: int = 0  # requests whose KV is sent to another worker; also counted in running or waiting
+    blocks_pushed: int = 0  # total blocks sent
+    blocks_received: int = 0  # total
+    quarantined: int = 0  # blocks that an aborted transfer may still write to
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    token: str  # the secret to join
+    token: str  # the join token
     version: int = VERSION
-    peer: str = ""  # another engine's name: it comes to push KV
+    peer: str = ""  # name of the sending engine, when the connection is for KV transfer
 
 
 class Vocabulary(msgspec.Struct, tag="vocabulary"):
-    """What the model's tokens stand for. Sent once per connection, before the first request that has a grammar."""
+    """The model's vocabulary. Sent once per connection, before the first request with a grammar."""
 
-    tokens: list[bytes]  # by id; empty: never part of text (special tokens, holes)
+    tokens: list[bytes]  # text bytes by id; empty: never part of text (special tokens, unused ids)
     special: dict[int, str] = {}  # special tokens by id
 
 
@@ -88,13 +87,13 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Take no new work; exit when what runs has finished, or after `limit_s`."""
+    """Accept no new requests; exit when the running ones have finished, or after `limit_s`."""
 
     limit_s: float
 
 
 class WatchKV(msgspec.Struct, tag="watch_kv"):
-    """Tell this connection what the cache holds, and from then on what it gains and loses."""
+    """Subscribe to KVEvents: a snapshot of the prefix cache, then its changes."""
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
@@ -112,11 +111,11 @@ class Step(msgspec.Struct, tag="step"):
 
 
 class KVEvents(msgspec.Struct, tag="kv_events", omit_defaults=True):
-    """What the prefix cache gained and lost, content keys end to end. In order; the first of a connection is whole."""
+    """Blocks added to and evicted from the prefix cache, as concatenated content keys. The first is a snapshot."""
 
     stored: bytes = b""
     removed: bytes = b""
-    whole: bool = False  # `stored` is all there is: forget what was known before
+    whole: bool = False  # a snapshot: `stored` replaces everything known before
 
 
 ToEngine = Hello | Vocabulary | Submit | Abort | Drain | WatchKV
@@ -128,24 +127,23 @@ from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 class FrameTooLarge(ValueError):
-    """A peer announced a frame beyond MAX_FRAME_BYTES; the connection is not to be trusted."""
+    """A peer announced a frame larger than MAX_FRAME_BYTES; the connection must be closed."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One whole frame, length included."""
+    """One frame, length prefix included."""
     payload = _encoder.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames. Feed it what the socket gives, take whole payloads out."""
+    """Splits a byte stream into frames: feed it received bytes, it returns complete payloads."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
-    def has_rest(self) -> bool:
-        """Bytes of a frame that is not whole yet."""
+    def has_partial_frame(self) -> bool:
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -155,7 +153,7 @@ class FrameBuffer:
         while len(self._buffer) - start >= 4:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise FrameTooLarge(f"frame of {length} bytes, at most {MAX_FRAME_BYTES} allowed")
+                raise FrameTooLarge(f"frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
             if len(self._buffer) - start - 4 < length:
                 break
             frames.append(bytes(self._buffer[start + 4 : start + 4 + length]))

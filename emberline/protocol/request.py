@@ -1,4 +1,4 @@
-"""What a caller asks for: as text (`GenerateRequest`, one form for every door) and as token ids (`EngineRequest`)."""
+"""Requests: as text (`GenerateRequest`, one form for every API) and as token ids (`EngineRequest`)."""
 
 from enum import IntEnum
 from typing import Any, Literal
@@ -9,7 +9,7 @@ MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Priority(IntEnum):
-    """Admission and scheduling classes; smaller goes first."""
+    """Admission and scheduling classes; lower values go first."""
 
     PRIORITY = 0
     DEFAULT = 1
@@ -18,9 +18,9 @@ class Priority(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when to stop. Ranges are checked once, by `validate`."""
+    """Sampling parameters and stop conditions. Ranges are validated by the APIs."""
 
-    max_tokens: int | None = None  # None: as many as the context allows
+    max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -31,10 +31,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # matched on text, by the text room
-    stop_ids: tuple[int, ...] = ()  # matched by the engine, beside the model's own end tokens
+    stop: tuple[str, ...] = ()  # stop strings, matched on the detokenized text
+    stop_ids: tuple[int, ...] = ()  # matched by the engine, in addition to the model's EOS tokens
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: off; k: the chosen token's and the k likeliest (0..20)
+    logprobs: int | None = None  # None: off; k: of the sampled token and the k most likely (0..20)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,11 +49,11 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    reasoning: str | None = None  # of an assistant's earlier turn; the template decides what it keeps of it
+    reasoning: str | None = None  # of an earlier assistant turn; the chat template decides what it keeps
 
 
 class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that the model may call."""
+    """A function the model may call."""
 
     name: str
     description: str = ""
@@ -63,38 +63,38 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None  # with "required": this function and no other
+    name: str | None = None  # with "required": the only function allowed
 
 
 class OutputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the reply's text must be. Tool calls, where they are allowed, may come instead."""
+    """The format of the reply's text. Where tools are allowed, tool calls may replace the text."""
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    value: Any = None  # the schema, the pattern, the list of strings, the grammar's text
+    value: Any = None  # a JSON schema, a regex, a list of strings, or a grammar's text
 
 
 class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a model that can think before it answers shall do so. None: as it does by itself."""
+    """Reasoning settings for models that support it. None: the model's default."""
 
     enabled: bool | None = None
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    budget_tokens: int | None = None  # most tokens of thinking; then it is ended
+    budget_tokens: int | None = None  # maximum reasoning tokens; then reasoning is ended
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The canonical request: what every door translates its dialect into, and what the queue will store."""
+    """The canonical request: every API translates into it, and the job queue stores it."""
 
     id: str
     model: str
     messages: tuple[Message, ...] | None = None  # exactly one of messages, prompt, prompt_ids is set
-    prompt: str | None = None  # text, no template
+    prompt: str | None = None  # raw text, no chat template
     prompt_ids: bytes | None = None  # u32 little-endian token ids
     sampling: SamplingParams = SamplingParams()
     n: int = 1
-    session: str | None = None  # the client's own name for the conversation
+    session: str | None = None  # the client's id of the conversation
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None  # seconds from acceptance
-    reject_if_busy: bool = False  # rather refused than kept waiting for others
+    reject_if_busy: bool = False  # reject instead of queueing under load
     template_kwargs: dict[str, Any] = {}
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -104,7 +104,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):
-    """When `most` tokens were drawn and none of `end_ids` was among them, `ids` are put into the reply at once."""
+    """Once `most` tokens were generated without any of `end_ids`, the engine forces `ids` into the output."""
 
     most: int
     end_ids: tuple[int, ...]
@@ -112,11 +112,11 @@ class ThinkingLimit(msgspec.Struct, frozen=True):
 
 
 class Push(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prefill engine pushes the prompt's KV: to the engine that awaits it under the same transfer's name."""
+    """Where a prefill worker sends the prompt's KV: to the decode worker that awaits the same transfer id."""
 
     transfer: str
-    address: str  # of the decode engine, as its clients know it
-    token: str = ""  # to join there
+    address: str  # of the decode worker, as used by its clients
+    token: str = ""  # its join token
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,20 +125,22 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     id: str
     prompt_ids: bytes  # u32 little-endian
     sampling: SamplingParams
-    salt: bytes = b""  # the account's; roots the block hashes, so tenants never share KV
+    salt: bytes = b""  # of the account; part of the block hashes' root, so that tenants never share KV
     session: str | None = None
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None
-    grammar: bytes = b""  # an encoded `grammar.Grammar` that the reply must match; empty: anything goes
+    grammar: bytes = b""  # an encoded `grammar.Grammar` that the output must match; empty: unconstrained
     thinking_limit: ThinkingLimit | None = None
-    output_ids: bytes = b""  # u32 little-endian; what another engine had drawn before it was lost: the reply goes on
-    keys: bytes = b""  # content keys of the prompt's full blocks, end to end; empty: the engine computes them
-    push: Push | None = None  # compute the prompt's full blocks, push them, draw nothing
-    awaits: str = ""  # the transfer that brings the prompt's full blocks; only the rest is computed here
+    output_ids: bytes = (
+        b""  # u32 little-endian; generated by an engine that was lost: generation resumes behind them
+    )
+    keys: bytes = b""  # content keys of the prompt's full blocks, concatenated; empty: the engine computes them
+    push: Push | None = None  # prefill only: compute the prompt's full blocks and send them
+    awaits: str = ""  # id of the transfer that delivers the prompt's full blocks; only the rest is computed here
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """The caller of a request, after authentication. The account is the tenant: it salts caches and owns sessions."""
+    """The authenticated caller. The account is the tenant: it salts block hashes and owns sessions."""
 
     account: str
     key_id: str = ""  # empty in local mode

@@ -1,11 +1,10 @@
-"""Token ids as raw little-endian u32 bytes, the only form in which they cross a border."""
+"""Token ids as raw little-endian u32 bytes, the only form in which they cross a process border."""
 
 import sys
 from array import array
 from collections.abc import Iterable
 
-if array("I").itemsize != 4:  # pragma: no cover - no platform we know
-    raise ImportError("array('I') is not 32 bits wide here")
+assert array("I").itemsize == 4
 
 
 def pack(ids: Iterable[int]) -> bytes:
