@@ -1,4 +1,4 @@
-"""Models on disk: GGUF files and Hugging Face folders, read without torch until a tensor is asked for.
+"""Models on disk: GGUF files and Hugging Face folders, read without torch until a tensor is requested.
 
 checkpoint = open_checkpoint(path)                       # BadCheckpoint says what is wrong with a file
 checkpoint.config, checkpoint.fingerprint, checkpoint.names

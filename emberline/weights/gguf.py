@@ -1,4 +1,7 @@
-"""GGUF files: mapped, never trusted. Every count, length and offset is checked against the file before it is used."""
+"""GGUF: the file format, and a GGUF file as a checkpoint.
+
+Files are memory-mapped and not trusted: every count, length and offset is checked against the file before it is used.
+"""
 
 import math
 import mmap
@@ -11,8 +14,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights import rope_scaling as rope
-from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig
+from emberline.weights.model_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    BadCheckpoint,
+    Fields,
+    ModelConfig,
+    rope_scaling_from_gguf,
+)
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
 
 # The value of a metadata key. Arrays of strings are lists, arrays of numbers and booleans numpy arrays.
@@ -22,19 +31,9 @@ MAGIC = b"GGUF"
 MAX_DIMS = 4
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-_KINDS = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    12: "q4_k",
-    13: "q5_k",
-    14: "q6_k",
-    30: "bf16",
-}
+_FLOAT_KINDS = {0: "f32", 1: "f16", 30: "bf16"}
+_QUANTIZED_KINDS = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
+_KINDS = _FLOAT_KINDS | _QUANTIZED_KINDS
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -47,7 +46,7 @@ class GGUFTensor(NamedTuple):
 
 
 class _Cursor:
-    """Reads the header front to back; a step past the end is a BadCheckpoint."""
+    """Reads the header sequentially; reading past the end raises BadCheckpoint."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -55,7 +54,7 @@ class _Cursor:
         self.at = 0
 
     def take(self, n: int, what: str) -> int:
-        """The position of the next n bytes, which are then behind the cursor."""
+        """Advance by n bytes and return where they begin."""
         if n > self.size - self.at:
             raise BadCheckpoint(f"{what} at byte {self.at} needs {n} bytes, the file has {self.size - self.at} left")
         at, self.at = self.at, self.at + n
@@ -68,7 +67,7 @@ class _Cursor:
         return int(_U64.unpack_from(self.data, self.take(8, what))[0])
 
     def count(self, what: str, least_bytes: int) -> int:
-        """A count of things that take at least `least_bytes` each: it cannot claim more than the file can hold."""
+        """A count of items of at least `least_bytes` each, rejected if the rest of the file cannot hold them."""
         n = self.u64(what)
         if n * least_bytes > self.size - self.at:
             raise BadCheckpoint(f"{what} is {n}, more than the rest of the file can hold")
@@ -95,11 +94,11 @@ class _Cursor:
         if kind == _STRING:
             return self._strings(self.count(f"the length of {key!r}", 8), key)
         if kind == _ARRAY:
-            raise BadCheckpoint(f"metadata {key!r} is an array of arrays, which no model uses")
+            raise BadCheckpoint(f"metadata {key!r} is an array of arrays, which is not supported")
         return self._numbers(kind, self.count(f"the length of {key!r}", 1), key)
 
     def _strings(self, n: int, key: str) -> list[str]:
-        """`string` n times over, unrolled: vocabularies have hundreds of thousands."""
+        """`string` n times, inlined: vocabularies have hundreds of thousands."""
         data, size, end = self.data, self.size, self.at
         strings: list[str] = []
         for _ in range(n):
@@ -124,7 +123,7 @@ class _Cursor:
 
 
 class GGUFFile:
-    """A mapped GGUF file: its metadata, its tensors' places, and views of their bytes."""
+    """A memory-mapped GGUF file: its metadata, its tensor table, and views of the tensors' bytes."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -139,7 +138,7 @@ class GGUFFile:
         try:
             with path.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:  # what mmap says of an empty file
+        except ValueError:  # raised by mmap for an empty file
             raise BadCheckpoint(f"{path.name}: the file is empty") from None
         try:
             return cls(path, data)
@@ -150,7 +149,7 @@ class GGUFFile:
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
 
     def close(self) -> None:
-        """Gives the mapping back; views still held keep it alive until they go."""
+        """Unmap the file, unless views of it are still held: then it is unmapped with the last of them."""
         with suppress(BufferError):
             self._map.close()
 
@@ -162,8 +161,8 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.u32("the version")
     if version not in (2, 3):
         hint = " (a big-endian file)" if version and version % 0x1000000 == 0 else ""
-        raise BadCheckpoint(f"GGUF version {version}{hint} is not read, only 2 and 3, little-endian")
-    # A tensor's entry takes 24 bytes at the least, a metadata pair 13.
+        raise BadCheckpoint(f"GGUF version {version}{hint} is not supported, only 2 and 3, little-endian")
+    # A tensor's entry takes at least 24 bytes, a metadata pair 13.
     return cursor.count("the tensor count", 24), cursor.count("the metadata count", 13)
 
 
@@ -195,14 +194,14 @@ def _tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, GGUFT
         if tensor.offset % alignment or offset + tensor.nbytes > cursor.size:
             raise BadCheckpoint(
                 f"tensor {tensor.name!r} claims bytes {offset} to {offset + tensor.nbytes} of {cursor.size}:"
-                " the file is cut short or lies"
+                " the file is truncated or its tensor table is wrong"
             )
         tensors[tensor.name] = tensor._replace(offset=offset)
     return tensors
 
 
 def _entry(cursor: _Cursor) -> GGUFTensor:
-    """One tensor's entry; its offset is still relative to the data section."""
+    """One entry of the tensor table; its offset is still relative to the data section."""
     name = cursor.string("a tensor name")
     n_dims = cursor.u32(f"the dimensions of {name!r}")
     if not 1 <= n_dims <= MAX_DIMS:
@@ -211,7 +210,7 @@ def _entry(cursor: _Cursor) -> GGUFTensor:
     type_id = cursor.u32(f"the type of {name!r}")
     kind = _KINDS.get(type_id)
     if kind is None:
-        raise BadCheckpoint(f"tensor {name!r} has type {type_id}, which is not read; read are {', '.join(FORMATS)}")
+        raise BadCheckpoint(f"tensor {name!r} has unsupported type {type_id}; supported are {', '.join(FORMATS)}")
     fmt = FORMATS[kind]
     if 0 in shape or shape[-1] % fmt.block:
         raise BadCheckpoint(f"tensor {name!r} of type {kind} has shape {shape}, not rows of whole blocks")
@@ -219,19 +218,22 @@ def _entry(cursor: _Cursor) -> GGUFTensor:
     return GGUFTensor(name, shape, kind, cursor.u64(f"the offset of {name!r}"), nbytes)
 
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # a GGUF of Mistral calls itself llama
-# Control tokens that end a turn, for files that name only one of several as eos.
+# --- a GGUF file as a checkpoint: metadata to ModelConfig, tensors under canonical names ------------------------------
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")  # GGUF files of Mistral say "llama"
+# Control tokens that end a turn, for files that declare only one of several as EOS.
 END_TOKENS = frozenset(
     {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>"}
 )
 _CONTROL = 3  # in tokenizer.ggml.token_type
 _ROPE_FREQS = "rope_freqs.weight"
-# Gemma 3's, which most of its files do not state: every sixth layer is global, the others rotate at this base.
+# Defaults of Gemma 3, which most of its files omit: every sixth layer has full attention, the others this rope theta.
 _GEMMA3_PERIOD, _GEMMA3_LOCAL_THETA = 6, 10_000.0
-_GEMMA3_27B_LAYERS = 62  # the one size whose queries are scaled by hidden / heads
+_GEMMA3_27B_LAYERS = 62  # the only size whose attention scale is derived from hidden / heads
 
 
 def read_gguf(path: Path) -> CheckpointFiles:
+    """Map a GGUF file and check that it holds exactly one model's tensors."""
     file = GGUFFile.open(path)
     try:
         config = read_config(file)
@@ -244,11 +246,11 @@ def read_gguf(path: Path) -> CheckpointFiles:
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
-    """The model's description; tensors tell what metadata leaves out."""
+    """The configuration from the metadata and, where that is silent, from the tensors present."""
     metadata = Fields(file.metadata, "the GGUF metadata")
     arch = metadata.text("general.architecture")
     if arch not in ARCHITECTURES:
-        raise BadCheckpoint(f"architecture {arch!r} is not built; built are {', '.join(ARCHITECTURES)}")
+        raise BadCheckpoint(f"architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if "token_embd.weight" not in file.tensors:
         raise BadCheckpoint("tensor 'token_embd.weight' is missing")
     fields = metadata.under(f"{arch}.")
@@ -272,22 +274,22 @@ def read_config(file: GGUFFile) -> ModelConfig:
         eos_ids=_eos_ids(metadata, vocab_size),
         bos_id=metadata.optional_id("tokenizer.ggml.bos_token_id"),
     )
-    _refuse_variants(metadata, fields, config)
-    divisors, scale = rope.from_gguf(fields, config.rope_theta, config.head_dim, config.context_len)
+    _reject_unsupported(metadata, fields, config)
+    divisors, scale = rope_scaling_from_gguf(fields, config.rope_theta, config.head_dim, config.context_len)
     divisors = _rope_freqs(file, config.head_dim) or divisors
     config = msgspec.structs.replace(config, rope_divisors=divisors, rope_scale=scale)
     return _gemma3(fields, config) if arch == "gemma3" else config
 
 
-def _refuse_variants(metadata: Fields, fields: Fields, config: ModelConfig) -> None:
+def _reject_unsupported(metadata: Fields, fields: Fields, config: ModelConfig) -> None:
     if metadata.whole("split.count", 1, least=0) > 1:
         raise BadCheckpoint("this is one part of a split GGUF; merge the parts first (llama-gguf-split --merge)")
     if fields.whole("expert_count", 0, least=0):
-        raise BadCheckpoint("mixture-of-experts models are not built")
+        raise BadCheckpoint("mixture-of-experts models are not supported")
     if fields.whole("attention.value_length", config.head_dim) != config.head_dim:
-        raise BadCheckpoint("keys and values of different widths are not built")
+        raise BadCheckpoint("keys and values of different widths are not supported")
     if config.head_dim % 2 or fields.whole("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise BadCheckpoint("rotating only part of a head is not built")
+        raise BadCheckpoint("partial rotary embeddings are not supported")
 
 
 def _gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -307,7 +309,7 @@ def _gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _eos_ids(metadata: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Every end token that the model can write."""
+    """All EOS tokens within the vocabulary."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = {metadata.whole(key, least=0) for key in keys if metadata.has(key)}
     tokens, types = metadata.get("tokenizer.ggml.tokens", None), metadata.get("tokenizer.ggml.token_type", None)
@@ -317,7 +319,7 @@ def _eos_ids(metadata: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def _rope_freqs(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
-    """Llama 3's scaling, which GGUF carries as a tensor of divisors."""
+    """The divisors of Llama 3's RoPE scaling, which GGUF stores as a tensor."""
     tensor = file.tensors.get(_ROPE_FREQS)
     if tensor is None:
         return None
@@ -325,7 +327,7 @@ def _rope_freqs(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
         raise BadCheckpoint(f"tensor {_ROPE_FREQS!r} is {tensor.kind} {tensor.shape}, not f32 ({head_dim // 2},)")
     divisors = file.bytes_of(tensor).view("<f4")
     if not (np.isfinite(divisors) & (divisors > 0)).all():
-        raise BadCheckpoint(f"tensor {_ROPE_FREQS!r} holds divisors that are not above zero")
+        raise BadCheckpoint(f"tensor {_ROPE_FREQS!r} has divisors that are not above zero")
     return tuple(divisors.tolist())
 
 
@@ -338,10 +340,10 @@ def _weight(file: GGUFFile, tensor: GGUFTensor, config: ModelConfig) -> Weight:
 
 
 def _unpermuted(tensor: GGUFTensor, config: ModelConfig) -> NDArray[np.intp] | None:
-    """The row order that undoes llama.cpp's: its llama files interleave the two halves of each Q and K head."""
+    """The row order that undoes llama.cpp's permutation, which interleaves the two halves of each Q and K head."""
     part = tensor.name.split(".")[2:3]
     n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(part[0] if part else "")
     if n_heads is None or tensor.shape[0] != n_heads * config.head_dim:
-        return None  # not rotated, or of a wrong shape, which is refused later
+        return None  # not rotated, or of a wrong shape, which `check_tensors` rejects
     pairs = np.arange(tensor.shape[0]).reshape(n_heads, config.head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)

@@ -9,13 +9,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from emberline.weights import rope_scaling as rope
-from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig
+from emberline.weights.model_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    BadCheckpoint,
+    Fields,
+    ModelConfig,
+    rope_scaling_from_hf,
+)
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What transformers assumes of a Gemma 3 whose config.json leaves it out, as the released ones do.
+# Defaults of transformers for Gemma 3, which the released config.json files omit.
 _GEMMA3: dict[str, object] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -38,7 +44,7 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
     context_len = fields.whole("max_position_embeddings")
     full_rope, local_rope = _rope_fields(fields)
     theta = full_rope.positive("rope_theta", fields.get("rope_theta", 10_000.0))
-    divisors, scale = rope.from_hf(full_rope, theta, head_dim, context_len)
+    divisors, scale = rope_scaling_from_hf(full_rope, theta, head_dim, context_len)
     config = ModelConfig(
         architecture=arch,
         vocab_size=fields.whole("vocab_size"),
@@ -64,13 +70,13 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
 
 
 def _text_fields(document: dict[str, object]) -> tuple[Fields, str]:
-    """The part that describes the text model, with its family's defaults, and the architecture."""
+    """The text model's fields, with its family's defaults, and the architecture."""
     inner = document.get("text_config")
     merged = document | inner if isinstance(inner, dict) else document
     fields = Fields(merged, "config.json")
     arch = fields.text("model_type").removesuffix("_text")
     if arch not in ARCHITECTURES:
-        raise BadCheckpoint(f"model type {arch!r} is not built; built are {', '.join(ARCHITECTURES)}")
+        raise BadCheckpoint(f"model type {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     for key in (
         "quantization_config",
         "attn_logit_softcapping",
@@ -78,16 +84,16 @@ def _text_fields(document: dict[str, object]) -> tuple[Fields, str]:
         "use_bidirectional_attention",
     ):
         if fields.has(key) and fields.get(key) is not False:
-            raise BadCheckpoint(f"config.json: {key!r} is not built")
+            raise BadCheckpoint(f"config.json: {key!r} is not supported")
     if fields.positive("partial_rotary_factor", 1.0) != 1:
-        raise BadCheckpoint("rotating only part of a head is not built")
+        raise BadCheckpoint("partial rotary embeddings are not supported")
     if arch != "gemma3":
         return fields, arch
     return Fields(_GEMMA3 | {k: v for k, v in merged.items() if v is not None}, "config.json"), arch
 
 
 def _rope_fields(fields: Fields) -> tuple[Fields, Fields]:
-    """The rope parameters of full and of windowed layers: one old form, two new ones."""
+    """RoPE parameters of the full-attention and of the sliding-window layers, in any of the three forms in use."""
     found = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     if not isinstance(found, dict):
         raise fields.wrong("rope_scaling", "an object")
@@ -100,12 +106,12 @@ def _rope_fields(fields: Fields) -> tuple[Fields, Fields]:
 def _activation(fields: Fields) -> str:
     name = fields.text("hidden_activation", fields.get("hidden_act", "silu"))
     if name not in _ACTIVATIONS:
-        raise BadCheckpoint(f"activation {name!r} is not built; built are {', '.join(_ACTIVATIONS)}")
+        raise BadCheckpoint(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def _windows(fields: Fields, config: ModelConfig) -> tuple[int | None, ...]:
-    """Each layer's window. A family says which layers have one in its own way, unless `layer_types` does."""
+    """Each layer's sliding window: by `layer_types` where given, else by the family's own rule."""
     if not fields.has("sliding_window"):
         return ()
     window, layers = fields.whole("sliding_window"), range(config.n_layers)
@@ -140,7 +146,7 @@ def _gemma3(fields: Fields, local_rope: Fields, config: ModelConfig) -> ModelCon
 
 
 def _eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Both files' end tokens that the model can write: either file alone is wrong for some released model."""
+    """EOS tokens of both files within the vocabulary: each file alone is wrong for some released model."""
     found: set[int] = set()
     for fields in config, generation:
         ids = fields.get("eos_token_id", [])
@@ -190,15 +196,15 @@ class SafetensorsFile:
     def _check(self, what: str, tensor: SafeTensor) -> None:
         begin, end = tensor.data_offsets
         if not 0 <= begin <= end <= len(self._map) - self._start:
-            raise BadCheckpoint(f"{what} claims bytes {begin} to {end}: the file is cut short or lies")
+            raise BadCheckpoint(f"{what} claims bytes {begin} to {end}: the file is truncated or its header is wrong")
         kind = KINDS.get(tensor.dtype)
         if kind is None:
-            return  # refused when asked for, so that a folder may hold what nobody reads
+            return  # rejected only when used, so that a folder may hold other tensors
         if min(tensor.shape, default=1) < 1 or math.prod(tensor.shape) * FORMATS[kind].block_bytes != end - begin:
             raise BadCheckpoint(f"{what} of shape {tensor.shape} does not take {end - begin} bytes")
 
     def offset_of(self, tensor: SafeTensor) -> int:
-        """Of its bytes, from the beginning of the file."""
+        """Where its bytes begin in the file."""
         return self._start + tensor.data_offsets[0]
 
     def bytes_of(self, tensor: SafeTensor) -> Bytes:
@@ -206,7 +212,7 @@ class SafetensorsFile:
         return np.frombuffer(self._map, np.uint8, end - begin, self._start + begin)
 
     def close(self) -> None:
-        """Gives the mapping back; views still held keep it alive until they go."""
+        """Unmap the file, unless views of it are still held: then it is unmapped with the last of them."""
         with suppress(BufferError):
             self._map.close()
 
@@ -233,18 +239,19 @@ _GEMMA_PARTS = _PARTS | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _LAYER = re.compile(r"layers\.(\d{1,4})\.([a-z_.]+)\.(weight|bias)")
-# Where the text model lies inside its file, longest first: multimodal Gemma 3 nests it, in one of two ways.
+# Prefixes of the text model's tensors, longest first: multimodal Gemma 3 nests it in one of two ways.
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
-# Not part of the text model, or computed instead of read.
+# Not part of the text model, or computed rather than stored.
 _IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
 
 
 def folder_config(folder: Path) -> ModelConfig:
-    """The description alone, without the weights (which tell whether there are biases)."""
+    """The configuration without the weights, which alone tell whether there are biases."""
     return read_config(_json(folder, "config.json"), _json(folder, "generation_config.json", optional=True))
 
 
 def read_folder(folder: Path) -> CheckpointFiles:
+    """Map a folder's safetensors files and check that they hold exactly one model's tensors."""
     config = folder_config(folder)
     files = [SafetensorsFile.open(folder / name) for name in _shards(folder)]
     weights: dict[str, Weight] = {}
@@ -278,7 +285,7 @@ def _json(folder: Path, name: str, *, optional: bool = False) -> dict[str, objec
 
 
 def _shards(folder: Path) -> list[str]:
-    """The names of the safetensors files, which must lie in the folder itself."""
+    """Names of the safetensors files, which must be in the folder itself."""
     if not (folder / _INDEX).is_file():
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         if len(names) != 1:
@@ -301,7 +308,7 @@ def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
             continue
         kind = KINDS.get(tensor.dtype)
         if kind is None or not 1 <= len(tensor.shape) <= 2:
-            raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}: read are {', '.join(KINDS)}")
+            raise BadCheckpoint(f"tensor {key!r} is {tensor.dtype} {tensor.shape}, not 1- or 2-D of {', '.join(KINDS)}")
         raw = file.bytes_of(tensor).reshape(tensor.shape[0], -1)
         shift = 1.0 if config.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
         weights.append(
@@ -311,7 +318,7 @@ def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
 
 
 def canonical(key: str, config: ModelConfig) -> str | None:
-    """A Hugging Face tensor's canonical name; None where it is not needed, BadCheckpoint where unknown."""
+    """The canonical name of a Hugging Face tensor; None if it is not needed, BadCheckpoint if it is unknown."""
     if _IGNORED.match(key):
         return None
     if key in ("lm_head.weight", "language_model.lm_head.weight"):

@@ -1,7 +1,8 @@
-"""Weights to a device as fast as the drive gives them: many threads read, and each piece is copied while more are read.
+"""Loading weights to a device at the drive's speed: threads read pieces of files and copy them while others read.
 
-Where a tensor is kept as it lies in the file, its bytes go from the drive to pinned memory to the device, past the page
-cache unless they are in it, or were read ahead. Others are converted on the host first, by the same threads.
+A tensor whose dtype and order match the file goes from the drive through pinned memory to the device. It is read with
+O_DIRECT, unless its bytes are in the page cache or were read ahead. Other tensors are converted on the host first, by
+the same threads.
 """
 
 import os
@@ -21,23 +22,23 @@ from emberline.weights.tensors import Weight
 
 PIECE_BYTES = 16 << 20
 N_THREADS = 8
-_ALIGNED = 4096  # what reads past the page cache begin and end at
+_ALIGNED = 4096  # alignment of O_DIRECT reads
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class FilePiece(NamedTuple):
     path: Path
     offset: int
-    mapped: int  # address of the same bytes in the mapped file
+    mapped: int  # address of the same bytes in the memory-mapped file
     target: Tensor  # uint8, contiguous
 
 
 class WeightLoader:
-    """Notes what goes where; then reads it all, once, in the order of the files."""
+    """Collects which weight goes into which tensor, then reads everything once, in file order."""
 
-    def __init__(self, device: torch.device | str, ahead: ReadAhead | None = None) -> None:
+    def __init__(self, device: torch.device | str, read_ahead: ReadAhead | None = None) -> None:
         self._device = torch.device(device)
-        self._ahead = ahead
+        self._read_ahead = read_ahead
         self._pieces: list[FilePiece] = []
         self._conversions: list[tuple[Weight, Tensor]] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -46,12 +47,12 @@ class WeightLoader:
         self._n_bytes = 0
 
     def fill(self, weight: Weight, target: Tensor) -> None:
-        """The weight's numbers belong into `target`, which must not be read before `finish`."""
+        """Schedule the weight to be read into `target`, which must not be used before `finish`."""
         as_is = _DTYPES.get(weight.kind) == target.dtype and weight.order is None and not weight.shift
         if not as_is or weight.location is None or not target.is_contiguous():
             self._conversions.append((weight, target))
             return
-        assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit"
+        assert target.nbytes == weight.raw.nbytes, f"{weight.name} does not fit its tensor"
         flat = target.view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), PIECE_BYTES):
             piece = flat[start : start + PIECE_BYTES]
@@ -59,9 +60,9 @@ class WeightLoader:
             self._pieces.append(FilePiece(weight.location.path, weight.location.offset + start, mapped, piece))
 
     def start(self) -> None:
-        """Begin to read everything that was noted, on threads."""
-        if self._ahead is not None:
-            self._ahead.stop()
+        """Start reading everything scheduled, on threads."""
+        if self._read_ahead is not None:
+            self._read_ahead.stop()
         pieces = sorted(self._pieces, key=lambda piece: (piece.path, piece.offset))
         jobs: list[Callable[[_Reader], None]] = [lambda reader, p=piece: reader.copy(p) for piece in pieces]  # type: ignore[misc]
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
@@ -71,20 +72,15 @@ class WeightLoader:
 
         def run(job: Callable[[_Reader], None]) -> None:
             if not hasattr(readers, "mine"):
-                readers.mine = _Reader(self._device, self._ahead)
+                readers.mine = _Reader(self._device, self._read_ahead)
                 self._readers.append(readers.mine)
             job(readers.mine)
 
         self._pool = ThreadPoolExecutor(N_THREADS, "weights")
         self._reading = [self._pool.submit(run, job) for job in jobs]
 
-    @property
-    def done(self) -> bool:
-        """Nothing is left to wait for. (Or it went wrong: `finish` says.)"""
-        return all(job.done() for job in self._reading)
-
     def finish(self) -> int:
-        """Wait until everything is read, which begins now at the latest; the bytes. Raises what went wrong."""
+        """Wait until everything is read, starting if `start` was not called; returns the bytes. Raises read errors."""
         if self._pool is None:
             self.start()
         assert self._pool is not None
@@ -97,12 +93,11 @@ class WeightLoader:
 
 
 class _Reader:
-    """One thread's files, its stream and its two buffers: one is read into while the other is copied from."""
+    """One thread's open files, CUDA stream and two buffers: one is filled while the other is copied to the device."""
 
-    def __init__(self, device: torch.device, ahead: ReadAhead | None) -> None:
-        self._ahead = ahead
+    def __init__(self, device: torch.device, read_ahead: ReadAhead | None) -> None:
+        self._read_ahead = read_ahead
         self._cuda = device.type == "cuda"
-        self._device = device
         size = PIECE_BYTES + 2 * _ALIGNED
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -116,7 +111,7 @@ class _Reader:
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
         skip, n = 0, piece.target.nbytes
-        if self._ahead is None or not self._ahead.copy(piece.path, piece.offset, buffer[:n].numpy()):
+        if self._read_ahead is None or not self._read_ahead.copy(piece.path, piece.offset, buffer[:n].numpy()):
             if piece.path not in self._files:
                 self._files[piece.path] = _File(piece.path)
             skip = self._files[piece.path].read(piece.offset, n, buffer, cached=resident(piece.mapped, n))
@@ -127,7 +122,7 @@ class _Reader:
         if self._cuda:
             with torch.cuda.stream(self._stream):
                 target.copy_(numbers)
-            self._stream.synchronize()  # the numbers are not pinned: they live until here
+            self._stream.synchronize()  # `numbers` is not pinned: it must outlive the copy
         else:
             target.copy_(numbers)
 
@@ -149,17 +144,17 @@ class _Reader:
 
 
 class _File:
-    """A file opened twice: for what the page cache has, and for what comes straight from the drive."""
+    """A file opened twice: through the page cache, and with O_DIRECT."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._cached = os.open(path, os.O_RDONLY)
         self._direct: int | None = None
-        with suppress(OSError, AttributeError):  # not every file system can, nor every system
+        with suppress(OSError, AttributeError):  # not supported by every file system or platform
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def read(self, offset: int, n: int, buffer: Tensor, cached: bool) -> int:
-        """n bytes from `offset` into the buffer, which has room for the edges; where in it they begin."""
+        """Read n bytes from `offset`, widened to aligned bounds; returns where they begin in the buffer."""
         start = offset - offset % _ALIGNED
         skip = offset - start
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
@@ -191,7 +186,7 @@ class _File:
 
 
 class DeferredCheckpoint:
-    """A checkpoint whose weights are read by a loader, after the model was built around their places."""
+    """A checkpoint whose weights are read by a loader after the model has allocated their tensors."""
 
     def __init__(self, source: Any, loader: WeightLoader) -> None:
         self.config = source.config

@@ -1,14 +1,17 @@
-"""What a model is, in numbers: one form for GGUF metadata and for a Hugging Face config.json."""
+"""A model's configuration in one form for GGUF metadata and Hugging Face's config.json, and RoPE scaling."""
 
 import math
 from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-# Bounds of what a file may claim, far beyond any model: they keep a lying file from costing memory.
+# Limits on what a file may claim, far beyond any model: they keep a malformed file from costing memory.
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 4096
+MAX_WHOLE = 1 << 31
+_REQUIRED = object()
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,12 +26,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_len: int
     norm_eps: float
     rope_theta: float
-    # Per frequency of the layers without a window (of all, when local_rope_theta is None): linear, llama3 and yarn
-    # scaling all reduce to this.
+    # Per frequency, for the layers with full attention (for all layers, when local_rope_theta is None). Linear, llama3
+    # and yarn scaling all reduce to such divisors.
     rope_divisors: tuple[float, ...] | None = None
     rope_scale: float = 1.0  # multiplies cos and sin (yarn's attention factor)
-    windows: tuple[int | None, ...] = ()  # per layer; () means every layer sees everything
-    local_rope_theta: float | None = None  # of the windowed layers, when it differs (Gemma 3)
+    windows: tuple[int | None, ...] = ()  # sliding window per layer; () means full attention in every layer
+    local_rope_theta: float | None = None  # of the sliding-window layers, where it differs (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     activation: str = "silu"  # or "gelu_tanh"
     embedding_scale: float = 1.0
@@ -44,16 +47,12 @@ class BadCheckpoint(ValueError):
     """A model file or folder that cannot be read; the message names what is wrong with it."""
 
 
-MAX_WHOLE = 1 << 31  # no size in a model's description is beyond this
-_REQUIRED = object()
-
-
 class Fields:
-    """A mapping whose values are checked as they are read; None counts as absent."""
+    """A mapping whose values are type-checked as they are read; None counts as absent."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
-        self.where = where
+        self.where = where  # named in errors
 
     def under(self, prefix: str) -> "Fields":
         """The keys that begin with `prefix`, without it."""
@@ -69,13 +68,13 @@ class Fields:
             raise BadCheckpoint(f"{self.where} lacks {key!r}")
         return default if value is None else value
 
-    def wrong(self, key: str, wanted: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.where}: {key!r} is {str(self.values.get(key))[:60]!r}, not {wanted}")
+    def wrong(self, key: str, expected: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.where}: {key!r} is {str(self.values.get(key))[:60]!r}, not {expected}")
 
     def whole(self, key: str, default: object = _REQUIRED, *, least: int = 1, most: int = MAX_WHOLE) -> int:
         value = self.get(key, default)
         if isinstance(value, np.ndarray) and value.ndim == 1 and len(value) and (value == value[0]).all():
-            value = value[0].item()  # GGUF allows one number per layer; the same everywhere is one number
+            value = value[0].item()  # GGUF allows one number per layer; the same in every layer is one number
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.wrong(key, f"a whole number from {least} to {most}")
         return value
@@ -100,3 +99,78 @@ class Fields:
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
+
+
+# --- RoPE scaling: every method as divisors of the plain frequencies, freq[i] = theta ** (-2i / dim) / divisors[i] ----
+
+Divisors = tuple[float, ...]
+
+
+def rope_frequencies(theta: float, dim: int) -> NDArray[np.float64]:
+    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _llama3(
+    theta: float, dim: int, *, factor: float, low_factor: float, high_factor: float, original_len: float
+) -> Divisors:
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    turns = original_len * rope_frequencies(theta, dim) / (2 * math.pi)  # of each frequency over the trained context
+    blend = np.clip((turns - low_factor) / (high_factor - low_factor), 0, 1)
+    return tuple((1 / ((1 - blend) / factor + blend)).tolist())
+
+
+def _yarn(theta: float, dim: int, *, factor: float, fast: float, slow: float, original_len: float) -> Divisors:
+    """Frequencies with fewer than `slow` turns are divided by `factor`, those with more than `fast` kept."""
+    if theta <= 1:
+        raise BadCheckpoint(f"yarn cannot scale a rope theta of {theta}")
+
+    def index(turns: float) -> float:
+        return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(index(fast)), 0), min(math.ceil(index(slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return tuple((1 / (ramp / factor + 1 - ramp)).tolist())
+
+
+def _yarn_scale(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_scaling_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
+    """Divisors, and the scale of cos and sin, from config.json's `rope_scaling` or `rope_parameters`."""
+    kind = fields.text("rope_type", fields.get("type", "default"))
+    if kind == "default":
+        return None, 1.0
+    factor = fields.positive("factor")
+    original_len = fields.positive("original_max_position_embeddings", context_len)
+    if kind == "linear":
+        return (factor,) * (dim // 2), 1.0
+    if kind == "llama3":
+        low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+        if high <= low:
+            raise fields.wrong("high_freq_factor", "above low_freq_factor")
+        return _llama3(theta, dim, factor=factor, low_factor=low, high_factor=high, original_len=original_len), 1.0
+    if kind == "yarn":
+        if fields.has("mscale") or fields.has("mscale_all_dim") or not fields.flag("truncate", True):
+            raise BadCheckpoint("yarn with mscale or without truncation is not supported")
+        fast, slow = fields.positive("beta_fast", 32), fields.positive("beta_slow", 1)
+        divisors = _yarn(theta, dim, factor=factor, fast=fast, slow=slow, original_len=original_len)
+        return divisors, fields.positive("attention_factor", _yarn_scale(factor))
+    raise BadCheckpoint(f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn")
+
+
+def rope_scaling_from_gguf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
+    """The same from GGUF metadata, where Llama 3's scaling is the tensor `rope_freqs.weight` instead."""
+    kind = fields.text("rope.scaling.type", "none")
+    factor = fields.positive("rope.scaling.factor", 1.0)
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None, 1.0
+    if kind == "linear":
+        return (factor,) * (dim // 2), 1.0
+    if kind == "yarn":
+        original_len = fields.positive("rope.scaling.original_context_length", context_len)
+        fast = fields.positive("rope.scaling.yarn_beta_fast", 32.0)
+        slow = fields.positive("rope.scaling.yarn_beta_slow", 1.0)
+        divisors = _yarn(theta, dim, factor=factor, fast=fast, slow=slow, original_len=original_len)
+        return divisors, fields.positive("rope.scaling.attn_factor", 1.0) * _yarn_scale(factor)
+    raise BadCheckpoint(f"rope scaling {kind!r} is not supported; supported are linear, yarn and rope_freqs.weight")

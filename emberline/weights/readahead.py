@@ -1,7 +1,7 @@
-"""Begins to read a model's files while the process is still importing what it needs to use them.
+"""Reading a model's files while the process is still importing torch.
 
-Past the page cache, into memory of its own: that is twice as fast as through it, and needs no interpreter while an
-import does. A loader takes the pieces over. Files that are in the page cache are left to it.
+Reads use O_DIRECT into private memory, which is twice as fast as through the page cache and leaves the interpreter to
+the imports. `WeightLoader` takes the pieces over. Files that are already in the page cache are skipped.
 """
 
 import ctypes
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_FIRST_BIT = bytes(n & 1 for n in range(256))  # of what is told of a page: it is in memory
+_FIRST_BIT = bytes(n & 1 for n in range(256))  # of mincore's byte for a page: it is resident
 
 
 @cache
 def _mincore() -> Any:
     try:
         function = ctypes.CDLL(None, use_errno=True).mincore
-    except (AttributeError, OSError):  # not here
+    except (AttributeError, OSError):  # not on this platform
         return None
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     return function
 
 
 def resident(address: int, n_bytes: int) -> bool:
-    """Whether nearly all pages of a mapping are in memory; False where nobody can tell."""
+    """Whether nearly all pages of a mapping are in memory; False where the platform cannot tell."""
     function = _mincore()
     if function is None or not n_bytes:
         return False
@@ -48,7 +48,7 @@ N_THREADS = 6
 
 
 class ReadAhead:
-    """Threads that read files from their beginning, in pieces of PIECE_BYTES, until told to stop or out of room."""
+    """Threads that read files front to back, in pieces of PIECE_BYTES, until stopped or at the memory limit."""
 
     def __init__(self, paths: Iterable[Path], limit_bytes: int) -> None:
         self._todo = iter(_pieces(paths, limit_bytes))
@@ -59,18 +59,14 @@ class ReadAhead:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(piece) for piece in list(self._done.values()))
-
     def stop(self) -> None:
-        """Begin no other piece, and wait for those that were begun."""
+        """Start no further piece, and wait for those in progress."""
         self._stopped = True
         for thread in self._threads:
             thread.join()
 
     def copy(self, path: Path, offset: int, to: NDArray[np.uint8]) -> bool:
-        """Bytes of a file from what was read; False when not all of them were."""
+        """Copy a file's bytes from `offset` into `to`; False if not all of them were read."""
         end = offset + len(to)
         first = offset - offset % PIECE_BYTES
         pieces = [(start, self._done.get((path, start))) for start in range(first, end, PIECE_BYTES)]
@@ -99,7 +95,7 @@ class ReadAhead:
                 n = os.preadv(opened[path], [memory], offset)
                 self._done[path, offset] = np.frombuffer(memory, np.uint8, n)
         except (OSError, AttributeError):
-            return  # this file system cannot, or the bytes are bad: whoever needs them will say
+            return  # no O_DIRECT here, or a read error: the loader reads again and reports it
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)
@@ -122,7 +118,7 @@ def _pieces(paths: Iterable[Path], limit_bytes: int) -> Iterable[tuple[Path, int
 
 
 def _in_cache(mapped: mmap.mmap) -> bool:
-    """By samples: a file is mostly there or mostly not."""
+    """Judged by samples: a file is usually cached either almost entirely or not at all."""
     view = np.frombuffer(mapped, np.uint8)
     places = np.linspace(0, max(0, len(view) - (1 << 20)), 9).astype(np.int64)
     address = view.ctypes.data
@@ -130,5 +126,5 @@ def _in_cache(mapped: mmap.mmap) -> bool:
 
 
 def model_files(model: Path) -> list[Path]:
-    """What of a model is worth reading early."""
+    """The files of a model that hold weights."""
     return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]

@@ -1,4 +1,4 @@
-"""The GGUF reader: true files are read, lying ones refused, and no bytes at all make it crash."""
+"""The GGUF file reader: valid files are read, malformed ones rejected, and no input crashes it."""
 
 import struct
 import tracemalloc
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
-
-from .tiny import tiny_gguf
+from tests.weights.tiny_gguf import tiny_gguf
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
 
@@ -71,7 +70,7 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert np.array_equal(file.metadata["h"], [False, True])
 
 
-def test_agrees_with_the_reference_reader(tmp_path: Path) -> None:
+def test_matches_the_reference_reader(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf")
     ours, theirs = GGUFFile.open(path), gguf.GGUFReader(path)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
@@ -84,7 +83,7 @@ def test_agrees_with_the_reference_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (b"", "empty"),
         (b"GG", "needs 4 bytes"),
@@ -108,19 +107,19 @@ def test_agrees_with_the_reference_reader(tmp_path: Path) -> None:
         (document((), (entry("t", (2, 0)),), bytes(999)), "shape"),
         (document((), (entry("t", (8,), kind=2),), bytes(999)), "whole blocks"),
         (document((), (entry("t", (32,), kind=10),), bytes(999)), "type 10"),
-        (document((), (entry("t", (2**40, 2**40)),), bytes(999)), "cut short or lies"),
-        (document((), (entry("t", (8,), offset=2**64 - 32),), bytes(999)), "cut short or lies"),
-        (document((), (entry("t", (8,), offset=1),), bytes(999)), "cut short or lies"),
+        (document((), (entry("t", (2**40, 2**40)),), bytes(999)), "truncated or its tensor table"),
+        (document((), (entry("t", (8,), offset=2**64 - 32),), bytes(999)), "truncated or its tensor table"),
+        (document((), (entry("t", (8,), offset=1),), bytes(999)), "truncated or its tensor table"),
         (document((), (entry("t", (8,)), entry("t", (8,))), bytes(64)), "appears twice"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_lying_file_is_refused_and_told_why(tmp_path: Path, content: bytes, complaint: str) -> None:
-    with pytest.raises(BadCheckpoint, match=complaint):
+def test_malformed_file_is_rejected_with_a_reason(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
         opened(tmp_path, content)
 
 
-def test_every_truncation_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_is_rejected(tmp_path: Path) -> None:
     whole = tiny_gguf(tmp_path / "tiny.gguf").read_bytes()
     path = tmp_path / "cut.gguf"
     for length in [*range(0, 2000, 7), len(whole) // 2, len(whole) - 1]:
@@ -136,14 +135,14 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Path]:
 
 
 mutation = st.tuples(st.integers(0, 3000), st.binary(min_size=1, max_size=8))
-# Numbers that overflow something: what a random byte seldom makes.
+# Numbers likely to overflow, which random bytes seldom produce.
 extremes = st.sampled_from([2**64 - 1, 2**63, 2**32, 2**31 - 1, 0]).map(lambda n: struct.pack("<Q", n))
-evil = st.tuples(st.integers(0, 3000), extremes)
+overflow = st.tuples(st.integers(0, 3000), extremes)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mutations=st.lists(st.one_of(mutation, evil), min_size=1, max_size=4), cut=st.integers(0, 200))
-def test_mutated_bytes_open_or_are_refused(
+@given(mutations=st.lists(st.one_of(mutation, overflow), min_size=1, max_size=4), cut=st.integers(0, 200))
+def test_mutated_bytes_open_or_are_rejected(
     fuzz: tuple[bytes, Path], mutations: list[tuple[int, bytes]], cut: int
 ) -> None:
     whole, path = fuzz

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: the description, and tensors in canonical order."""
+"""GGUF files as checkpoints: the configuration, and tensors in canonical form."""
 
 import time
 from pathlib import Path
@@ -10,8 +10,7 @@ import pytest
 
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
-
-from .tiny import tiny_gguf, tiny_tensors
+from tests.weights.tiny_gguf import tiny_gguf, tiny_tensors
 
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -32,23 +31,23 @@ def gemma3(path: Path, **options: Any) -> Path:
     return tiny_gguf(path, arch="gemma3", tensors=extra, metadata={"gemma3.attention.sliding_window": 8}, **options)
 
 
-def test_the_description_is_read(tmp_path: Path) -> None:
+def test_reads_the_configuration(tmp_path: Path) -> None:
     config = open_checkpoint(tiny_gguf(tmp_path / "m.gguf")).config
     assert (config.architecture, config.n_layers, config.n_heads, config.n_kv_heads) == ("llama", 2, 4, 2)
     assert (config.hidden_size, config.head_dim, config.mlp_size, config.vocab_size) == (64, 16, 96, 32)
     assert config.context_len == 128
     assert config.tie_embeddings
-    assert config.eos_ids == (30, 31)  # the one that is named, and the one whose text says so
+    assert config.eos_ids == (30, 31)  # the declared one, and the one recognized by its text
     assert config.norm_eps == pytest.approx(1e-5)
 
 
-def test_an_end_token_that_cannot_come_is_left_out(tmp_path: Path) -> None:
+def test_eos_tokens_beyond_the_vocabulary_are_ignored(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.eot_token_id": 32, "tokenizer.ggml.eom_token_id": (1 << 31) - 1}
     assert open_checkpoint(tiny_gguf(tmp_path / "m.gguf", metadata=metadata)).config.eos_ids == (30, 31)
 
 
 @pytest.mark.parametrize("kind", [F32, gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0])
-def test_llama_queries_and_keys_come_back_unpermuted(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+def test_llama_q_and_k_are_unpermuted(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     original = tiny_tensors()
     heads = {"attn_q": 4, "attn_k": 2}
     stored = {
@@ -62,7 +61,7 @@ def test_llama_queries_and_keys_come_back_unpermuted(tmp_path: Path, kind: gguf.
         np.testing.assert_array_equal(checkpoint.weight(name).dense(), expected)
 
 
-def test_llama_biases_are_unpermuted_too(tmp_path: Path) -> None:
+def test_llama_biases_are_unpermuted(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     rows = {"attn_q": (64, 4), "attn_k": (32, 2), "attn_v": (32, None)}
     bias = {
@@ -80,14 +79,14 @@ def test_llama_biases_are_unpermuted_too(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.weight(name).dense(), value)
 
 
-def test_qwen_rows_are_left_alone(tmp_path: Path) -> None:
+def test_qwen_rows_are_not_permuted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", arch="qwen2", kind=F32))
     np.testing.assert_array_equal(
         checkpoint.weight("blk.0.attn_q.weight").dense(), tiny_tensors()["blk.0.attn_q.weight"]
     )
 
 
-def test_gemma3_has_windows_and_its_own_scales(tmp_path: Path) -> None:
+def test_gemma3_windows_and_scales(tmp_path: Path) -> None:
     config = open_checkpoint(gemma3(tmp_path / "m.gguf")).config
     assert config.windows == (8, 8)
     assert config.local_rope_theta == 10_000
@@ -109,7 +108,7 @@ def test_linear_rope_scaling_becomes_divisors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"arch": "mamba"}, "architecture 'mamba'"),
         ({"drop": ("blk.1.ffn_up.weight",)}, "'blk.1.ffn_up.weight' is missing"),
@@ -119,18 +118,18 @@ def test_linear_rope_scaling_becomes_divisors(tmp_path: Path) -> None:
         ({"tensors": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "not above zero"),
         ({"tensors": {"rope_freqs.weight": np.ones(5, np.float32)}}, "rope_freqs"),
         ({"metadata": {"llama.expert_count": 8}}, "mixture-of-experts"),
-        ({"metadata": {"llama.rope.dimension_count": 8}}, "part of a head"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "partial rotary"),
         ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "longrope"),
         ({"metadata": {"split.count": 3}}, "split"),
         ({"metadata": {"llama.attention.key_length": 2**31 - 1}}, "key_length"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(BadCheckpoint, match=complaint):
+def test_unsupported_model_is_rejected_by_name(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
         open_checkpoint(tiny_gguf(tmp_path / "m.gguf", **options))
 
 
-def test_the_fingerprint_follows_the_content_not_the_file(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_not_path(tmp_path: Path) -> None:
     one = open_checkpoint(tiny_gguf(tmp_path / "one.gguf")).fingerprint
     assert open_checkpoint(tiny_gguf(tmp_path / "two.gguf")).fingerprint == one
     other = tiny_tensors()["blk.1.ffn_up.weight"] * 1.01
@@ -142,12 +141,12 @@ def test_the_fingerprint_follows_the_content_not_the_file(tmp_path: Path) -> Non
     assert open_checkpoint(longer).fingerprint != one
 
 
-def test_a_missing_file_is_a_bad_checkpoint(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="No such file"):
         open_checkpoint(tmp_path / "none.gguf")
 
 
-def test_the_default_model_opens_fast_and_matches_the_reference(smollm2: Path) -> None:
+def test_default_model_opens_fast_and_matches_the_reference(smollm2: Path) -> None:
     start = time.process_time()
     checkpoint = open_checkpoint(smollm2)
     for name in checkpoint.names:

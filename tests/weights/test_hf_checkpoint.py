@@ -58,7 +58,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_found_under_its_canonical_name(tmp_path: Path, family: str) -> None:
+def test_tensors_have_canonical_names(tmp_path: Path, family: str) -> None:
     tensors = save(tmp_path, family)
     checkpoint = open_checkpoint(tmp_path)
     gemma = family == "gemma3_text"
@@ -82,7 +82,7 @@ def test_every_tensor_is_found_under_its_canonical_name(tmp_path: Path, family: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_description_is_read(tmp_path: Path, family: str) -> None:
+def test_reads_the_configuration(tmp_path: Path, family: str) -> None:
     save(tmp_path, family)
     config = open_checkpoint(tmp_path).config
     assert config.architecture == family.removesuffix("_text")
@@ -104,7 +104,7 @@ def test_gemma3_scales(tmp_path: Path) -> None:
     assert (config.activation, config.post_norms) == ("gelu_tanh", True)
 
 
-def test_shards_make_the_same_model(tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_single_file(tmp_path: Path) -> None:
     save(tmp_path / "one", "llama")
     save(tmp_path / "many", "llama", shard="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
@@ -121,7 +121,7 @@ def test_bfloat16_reaches_torch_unchanged(tmp_path: Path) -> None:
     assert torch.equal(weight.tensor(torch.bfloat16), tensors["model.layers.0.self_attn.q_proj.weight"])
 
 
-def test_multimodal_gemma3_is_read_as_its_text_model(tmp_path: Path) -> None:
+def test_multimodal_gemma3_loads_its_text_model(tmp_path: Path) -> None:
     tensors = save(tmp_path, "gemma3_text")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
@@ -134,7 +134,7 @@ def test_multimodal_gemma3_is_read_as_its_text_model(tmp_path: Path) -> None:
     assert checkpoint.config.windows == (20, None, 20)
 
 
-def test_released_gemma3_configs_leave_much_out() -> None:
+def test_gemma3_defaults_of_omitted_fields() -> None:
     document: dict[str, object] = {
         "model_type": "gemma3",
         "text_config": {
@@ -153,23 +153,25 @@ def test_released_gemma3_configs_leave_much_out() -> None:
     assert config.eos_ids == (1, 106)
 
 
-def test_end_tokens_of_both_files_count(llama: Path) -> None:
+def test_eos_tokens_of_both_config_files(llama: Path) -> None:
     edit(llama / "config.json", eos_token_id=2)
-    (llama / "generation_config.json").write_text('{"eos_token_id": [5, 7, 1000000]}')  # the last cannot come
+    (llama / "generation_config.json").write_text(
+        '{"eos_token_id": [5, 7, 1000000]}'
+    )  # the last is out of range
     assert open_checkpoint(llama).config.eos_ids == (2, 5, 7)
 
 
 @pytest.mark.parametrize(
     "name", ["../evil.safetensors", "/etc/passwd", "a/../b.safetensors", "model.bin", 3, "x\n.safetensors"]
 )
-def test_an_index_cannot_leave_the_folder(llama: Path, name: object) -> None:
+def test_index_must_not_escape_the_folder(llama: Path, name: object) -> None:
     (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(BadCheckpoint, match="not a safetensors file of this folder"):
         open_checkpoint(llama)
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"num_hidden_layers": 4}, "is missing|cannot make"),
@@ -185,13 +187,13 @@ def test_an_index_cannot_leave_the_folder(llama: Path, name: object) -> None:
         ({"eos_token_id": [-1]}, "eos_token_id"),
     ],
 )
-def test_a_bad_description_is_refused_by_name(llama: Path, changes: dict[str, object], complaint: str) -> None:
+def test_invalid_configuration_is_rejected_by_field(llama: Path, changes: dict[str, object], message: str) -> None:
     edit(llama / "config.json", **changes)
-    with pytest.raises(BadCheckpoint, match=complaint):
+    with pytest.raises(BadCheckpoint, match=message):
         open_checkpoint(llama)
 
 
-def test_a_tensor_that_has_no_place_is_refused(tmp_path: Path) -> None:
+def test_unexpected_tensor_is_rejected(tmp_path: Path) -> None:
     tensors = save(tmp_path, "llama")
     tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -199,19 +201,19 @@ def test_a_tensor_that_has_no_place_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_empty_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"no config\.json"):
         open_checkpoint(tmp_path)
 
 
-def test_deep_json_is_refused(llama: Path) -> None:
+def test_deeply_nested_json_is_rejected(llama: Path) -> None:
     (llama / "config.json").write_text("[" * 100_000)
     with pytest.raises(BadCheckpoint, match=r"config\.json"):
         open_checkpoint(llama)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 50) + b"{}"])
-def test_broken_safetensors_are_refused(llama: Path, content: bytes) -> None:
+def test_malformed_safetensors_are_rejected(llama: Path, content: bytes) -> None:
     (llama / "model.safetensors").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
         open_checkpoint(llama)
@@ -219,7 +221,7 @@ def test_broken_safetensors_are_refused(llama: Path, content: bytes) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 4000), patch=st.binary(min_size=1, max_size=6), cut=st.integers(0, 50))
-def test_mutated_safetensors_open_or_are_refused(llama: Path, at: int, patch: bytes, cut: int) -> None:
+def test_mutated_safetensors_open_or_are_rejected(llama: Path, at: int, patch: bytes, cut: int) -> None:
     path = llama / "model.safetensors"
     whole = path.read_bytes()
     content = bytearray(whole)

@@ -1,4 +1,4 @@
-"""A small GGUF written by the reference library, for ours to read."""
+"""A small GGUF file written by the reference library."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def tiny_gguf(
     metadata: dict[str, Any] | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q4_0,
 ) -> Path:
-    """Two layers of width 64 with 4 query and 2 KV heads; matrices quantised to `kind`, the rest float32."""
+    """Two layers of width 64 with 4 query and 2 KV heads; matrices quantized to `kind`, the rest float32."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(2)
     writer.add_context_length(128)

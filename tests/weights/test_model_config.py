@@ -1,4 +1,4 @@
-"""Rope scaling against transformers: theta ** (-2i / dim) / divisor is its inverse frequency."""
+"""RoPE scaling against transformers: theta ** (-2i / dim) / divisor is its inverse frequency."""
 
 from typing import Any
 
@@ -7,8 +7,13 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from emberline.weights import rope_scaling as rope
-from emberline.weights.model_config import BadCheckpoint, Fields
+from emberline.weights.model_config import (
+    BadCheckpoint,
+    Fields,
+    rope_frequencies,
+    rope_scaling_from_gguf,
+    rope_scaling_from_hf,
+)
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},
@@ -20,7 +25,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    "yarn with its own numbers": {
+    "yarn with explicit parameters": {
         "type": "yarn",
         "factor": 16.0,
         "beta_fast": 16.0,
@@ -33,7 +38,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize(("theta", "dim"), [(500_000.0, 64), (1_000_000.0, 128), (10_000.0, 16)])
-def test_divisors_are_those_of_transformers(name: str, theta: float, dim: int) -> None:
+def test_divisors_match_transformers(name: str, theta: float, dim: int) -> None:
     scaling = SCALINGS[name]
     kind = str(scaling.get("rope_type", scaling.get("type")))
     config = LlamaConfig(
@@ -43,23 +48,24 @@ def test_divisors_are_those_of_transformers(name: str, theta: float, dim: int) -
         rope_parameters=scaling | {"rope_theta": theta, "rope_type": kind},
     )
     inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    divisors, scale = rope.from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
+    divisors, scale = rope_scaling_from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
     assert divisors is not None
-    np.testing.assert_allclose(rope.frequencies(theta, dim) / np.array(divisors), inverse.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(rope_frequencies(theta, dim) / np.array(divisors), inverse.numpy(), rtol=2e-6)
     assert scale == pytest.approx(factor)
 
 
-def test_gguf_says_the_same_as_hugging_face() -> None:
+def test_gguf_metadata_gives_the_same_scaling() -> None:
     fields = Fields(
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32768}, "gguf"
     )
-    theirs = rope.from_hf(Fields(SCALINGS["yarn"], "rope"), 1e6, 128, 131_072)
-    assert rope.from_gguf(fields, 1e6, 128, 131_072) == theirs
+    expected = rope_scaling_from_hf(Fields(SCALINGS["yarn"], "rope"), 1e6, 128, 131_072)
+    assert rope_scaling_from_gguf(fields, 1e6, 128, 131_072) == expected
 
 
-def test_no_scaling_is_none() -> None:
-    assert rope.from_hf(Fields({"rope_type": "default", "rope_theta": 1e4}, "rope"), 1e4, 64, 4096) == (None, 1.0)
-    assert rope.from_gguf(Fields({}, "gguf"), 1e4, 64, 4096) == (None, 1.0)
+def test_without_scaling_there_are_no_divisors() -> None:
+    fields = Fields({"rope_type": "default", "rope_theta": 1e4}, "rope")
+    assert rope_scaling_from_hf(fields, 1e4, 64, 4096) == (None, 1.0)
+    assert rope_scaling_from_gguf(Fields({}, "gguf"), 1e4, 64, 4096) == (None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,6 @@ def test_no_scaling_is_none() -> None:
         {"rope_type": 3},
     ],
 )
-def test_what_cannot_be_reduced_is_refused(scaling: dict[str, object]) -> None:
+def test_unsupported_scaling_is_rejected(scaling: dict[str, object]) -> None:
     with pytest.raises(BadCheckpoint):
-        rope.from_hf(Fields(scaling, "rope"), 1e4, 64, 4096)
+        rope_scaling_from_hf(Fields(scaling, "rope"), 1e4, 64, 4096)

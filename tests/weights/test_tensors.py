@@ -1,4 +1,4 @@
-"""Every format against the reference implementation, on random blocks."""
+"""Block formats and weights against the reference implementation, on random blocks."""
 
 import gguf
 import numpy as np
@@ -42,20 +42,20 @@ def weight(kind: str, n_rows: int, n_blocks: int, seed: int = 0) -> Weight:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_dequantises_bit_for_bit_as_the_reference(kind: str) -> None:
+def test_dequantize_matches_the_reference_bit_for_bit(kind: str) -> None:
     raw = random_rows(kind, 5, 4)
     reference = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
     np.testing.assert_array_equal(dequantize(kind, raw), reference)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_block_sizes_are_the_formats(kind: str) -> None:
+def test_block_sizes_match_the_reference(kind: str) -> None:
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]] == FORMATS[kind][:2]
 
 
 @pytest.mark.parametrize("kind", EXACT)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_affine_form_is_exact(kind: str, seed: int) -> None:
+def test_affine_form_is_exact(kind: str, seed: int) -> None:
     w = weight(kind, 3, 2, seed)
     affine = w.affine()
     assert affine is not None
@@ -66,7 +66,7 @@ def test_the_affine_form_is_exact(kind: str, seed: int) -> None:
     np.testing.assert_array_equal(affine.dense(), w.dense())
 
 
-def test_q6_k_is_requantised_within_half_a_step() -> None:
+def test_q6_k_is_requantized_within_half_a_step() -> None:
     w = weight("q6_k", 8, 3)
     affine = w.affine()
     assert affine is not None
@@ -75,7 +75,7 @@ def test_q6_k_is_requantised_within_half_a_step() -> None:
     assert (error <= affine.scale * 0.501).all()
 
 
-def test_a_group_of_equal_numbers_survives_requantising() -> None:
+def test_requantizing_a_constant_group() -> None:
     raw = np.zeros((1, FORMATS["q6_k"].block_bytes), np.uint8)  # scale 0 everywhere
     affine = Weight("w", (1, 256), "q6_k", raw).affine()
     assert affine is not None
@@ -89,9 +89,7 @@ def test_float_kinds_have_no_affine_form(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_is_the_dense_form_in_another_dtype(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_equals_dense_in_another_dtype(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.weights.tensors._CHUNK_WEIGHTS", 512)  # several chunks, the last one short
     w = weight(kind, 7, 2)
     w = Weight(w.name, w.shape, w.kind, w.raw, order=np.arange(7)[::-1])
@@ -107,7 +105,7 @@ def test_row_order_applies_to_every_form() -> None:
     np.testing.assert_array_equal(affine.dense(), turned.dense())
 
 
-def test_the_shift_is_added() -> None:
+def test_shift_is_added() -> None:
     raw = np.array([[0.5], [-1.0]], "<f2").view(np.uint8)
     w = Weight("norm", (2,), "f16", raw, shift=1.0)
     assert w.dense().tolist() == [1.5, 0.0]
