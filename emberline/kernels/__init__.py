@@ -1,1 +1,1 @@
-"""The operations a model is made of: plain PyTorch as the meaning, C and Triton as the speed."""
+"""The operations models are made of: a plain-PyTorch reference, C kernels for CPUs and Triton kernels for GPUs."""

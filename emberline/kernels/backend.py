@@ -1,7 +1,7 @@
-"""What a model needs of the machine: a handful of fused operations, the same for every backend.
+"""The interface between models and kernels: a few fused operations that every backend implements.
 
-A model is written once over this protocol. `reference.TorchBackend` says what each operation means, in plain PyTorch,
-on any device; `cpu.native.NativeBackend` computes the same in C.
+A model is written once over this protocol. `reference.TorchBackend` defines each operation in plain PyTorch on any
+device; `cpu.native_backend` implements them in C, `gpu.triton_backend` in Triton.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from emberline.protocol.block_hash import KVGroup
 
 
 class WeightSource(Protocol):
-    """A tensor of a checkpoint, read when asked for. See `emberline.weights.tensors.Weight`."""
+    """A tensor of a checkpoint, read on request. See `emberline.weights.tensors.Weight`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     def dense(self) -> Any: ...  # float32 numpy array
-    def affine(self) -> Any: ...  # group-32 affine codes, or None
+    def affine(self) -> Any: ...  # weights.tensors.Affine, or None
     def tensor(self, dtype: Any, device: Any) -> Tensor: ...
+    def into(self, target: Tensor) -> None: ...  # may be deferred until the loader finishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Attention:
     head_dim: int
     scale: float
     eps: float
-    group: int  # which KV group the layer's cache belongs to
-    index: int  # the layer's place inside that group
+    kv_group: int  # index of the KV group that holds the layer's cache
+    layer_index: int  # of the layer within that group
     window: int | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -43,8 +44,8 @@ class Attention:
 class MLP:
     """A gated MLP with its norms."""
 
-    gate_up: Any  # Matrix
-    down: Any  # Matrix
+    gate_up: Any  # the backend's matrix type
+    down: Any
     norm: Tensor
     post_norm: Tensor | None
     eps: float
@@ -56,9 +57,9 @@ class Layer:
     """A decoder layer: attention, then the MLP, each added to the residual."""
 
     norm: Tensor
-    qkv: Any  # Matrix
+    qkv: Any  # the backend's matrix type
     attention: Attention
-    output: Any  # Matrix
+    output: Any
     post_norm: Tensor | None
     mlp: MLP
     eps: float
@@ -75,31 +76,31 @@ class Rope:
 class Backend(Protocol):
     name: str
     device: str
-    kv_dtype: str  # torch dtype name of the cache
+    kv_dtype: str  # torch dtype name of the KV cache
     kv_keys: str  # KVGroup.keys
 
-    def matrix(
+    def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> Any:
-        """Weights stacked by rows, in the backend's own form. `gated`: exactly [gate, up] of an MLP."""
+        """Weights stacked by rows, in the backend's own layout. `gated`: exactly [gate, up] of an MLP."""
         ...
 
-    def vector(self, weight: WeightSource) -> Tensor:
+    def load_vector(self, weight: WeightSource) -> Tensor:
         """A norm's weight."""
         ...
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Any:
-        """Whatever all layers of a step share."""
+    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Any:
+        """Compute what all layers of a step share; the result is passed to `run_layers`."""
         ...
 
-    def rows(self, matrix: Any, ids: Tensor, factor: float) -> Tensor:
-        """Rows of a matrix times a factor: the embedding."""
+    def embed(self, matrix: Any, ids: Tensor, factor: float) -> Tensor:
+        """Embedding lookup: rows of the matrix times `factor`."""
         ...
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:
-        """All layers, over the residual `x`: [tokens, hidden], in place. Writes k and v to the cache, then attends."""
+    def run_layers(self, layers: Sequence[Layer], x: Tensor, context: Any) -> None:
+        """Apply all layers to the residual `x` [tokens, hidden] in place, writing K and V to the cache."""
         ...
 
-    def linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:
-        """rms_norm(x) times the matrix, plus its bias: the head."""
+    def norm_linear(self, x: Tensor, matrix: Any, norm: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) times the matrix, plus its bias: the LM head."""
         ...

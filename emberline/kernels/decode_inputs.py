@@ -1,10 +1,11 @@
-"""The inputs of a decode step, made on the device from its state by slot and a small packet. In plain PyTorch.
+"""The inputs of a decode step, computed on the device from its per-slot state and a small packet. Plain PyTorch.
 
 A packet is int32 [3 + 2 * groups, rows]:
 
-    slot | position of the new token | its id, or FOLLOWS | each group's appended block, or NONE | each group's n_passed
+    slot | position of the new token | its id or LAST_SAMPLED | per group: new block or NO_BLOCK | per group: n_passed
 
-A row that only fills the batch up has PADDING for a position.
+`n_passed` is the number of leading blocks that have left the group's sliding window; the last of them is cleared in the
+block table. Rows that pad the batch have PADDING for a position.
 """
 
 from dataclasses import dataclass
@@ -14,33 +15,33 @@ from torch import Tensor
 
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
-LAST_SAMPLED = -1  # in place of a token id: the token that the slot drew last
+LAST_SAMPLED = -1  # in place of a token id: the token that the slot sampled last
 PADDING = -1
-NO_BLOCK = -1  # in place of a block: the row stays inside its last one
-HEADER_ROWS = 3  # of a packet, before what each group has
+NO_BLOCK = -1  # in place of a block: the new token fits the row's last block
+HEADER_ROWS = 3  # of a packet, before the rows per KV group
 
 
 @dataclass(slots=True)
 class SlotState:
-    """What the device keeps of every slot."""
+    """Device state of every sequence slot."""
 
     last_tokens: Tensor  # int32 [slots]
-    tables: Tensor  # int32 [groups, slots, width]
+    tables: Tensor  # int32 [groups, slots, width], block tables
 
 
 @dataclass(slots=True)
 class DecodeInputs:
-    """Where a decode step's inputs go; its first rows are used."""
+    """Output buffers of `prepare`; a step uses their first rows."""
 
-    slots: Tensor  # int32 [rows]; PADDING where a row is nobody's
+    slots: Tensor  # int32 [rows]; PADDING for a padding row
     token_ids: Tensor  # int32 [rows]
     positions: Tensor  # int32 [rows]
-    context_lens: Tensor  # int32 [rows]; 0 where a row is nobody's
-    tables: Tensor  # int32 [groups, rows, width]; entries behind the context are stale
+    context_lens: Tensor  # int32 [rows]; 0 for a padding row
+    tables: Tensor  # int32 [groups, rows, width]; entries beyond the context are stale
 
 
 def prepare(packet: Tensor, state: SlotState, to: DecodeInputs) -> None:
-    """Take the packet's changes into the state, and make the step's inputs."""
+    """Apply the packet's changes to the state, and compute the step's inputs."""
     rows, groups = packet.shape[1], state.tables.shape[0]
     real = packet[1] != PADDING
     to.slots[:rows] = torch.where(real, packet[0], PADDING)
@@ -57,6 +58,9 @@ def prepare(packet: Tensor, state: SlotState, to: DecodeInputs) -> None:
 
 
 def keep(tokens: Tensor, slots: Tensor, state: SlotState) -> None:
-    """Remember what was drawn, for the rows that follow. An invalid token's row is discarded later: any id will do."""
+    """Store the sampled tokens for rows that use LAST_SAMPLED in the next step.
+
+    A row with an invalid token is discarded later, so it may store any valid id.
+    """
     real = slots != PADDING
     state.last_tokens[slots[real].long()] = tokens[real].clamp(min=0)

@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: what every operation means. It runs on any device and is the oracle of the others."""
+"""The reference backend in plain PyTorch: it defines every operation, runs on any device and is the tests' oracle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x: [tokens, heads, dim]; dimension i turns with i + dim / 2. cosine, sine: [tokens, dim / 2]."""
+    """RoPE of x: [tokens, heads, dim]; dimension i is paired with i + dim / 2. cosine, sine: [tokens, dim / 2]."""
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = cosine[:, None], sine[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
@@ -29,10 +29,10 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int | None) -> Tensor:
-    """q: [n, heads, dim] of positions first .. first + n - 1; k, v: [context, kv_heads, dim] from position 0."""
+    """Causal attention of q [n, heads, dim] at positions first .. first + n - 1 over k, v [context, kv_heads, dim]."""
     n, heads, _ = q.shape
-    share = heads // k.shape[1]
-    k, v = (t.repeat_interleave(share, dim=1).float() for t in (k, v))
+    group = heads // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1).float() for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     query = torch.arange(first, first + n, device=q.device)[:, None]
     key = torch.arange(k.shape[0], device=q.device)[None]
@@ -50,12 +50,12 @@ class TorchMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchStepContext:
+class TorchStep:
     step: Any
     kv: list[Tensor]
-    ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per group: [tokens, head_dim / 2]
-    starts: list[int]
-    contexts: list[int]
+    ropes: list[tuple[Tensor, Tensor]]  # cosine, sine per KV group: [tokens, head_dim / 2]
+    query_starts: list[int]
+    context_lens: list[int]
 
 
 class TorchBackend:
@@ -66,9 +66,9 @@ class TorchBackend:
         self.device = device
         self.dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
-        self._row_by_row = row_by_row  # deterministic mode: what a library computes may depend on the number of rows
+        self._row_by_row = row_by_row  # deterministic mode: a library's results may depend on the number of rows
 
-    def matrix(
+    def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> TorchMatrix:
         stacked = torch.cat([w.tensor(self.dtype, self.device) for w in weights])
@@ -76,27 +76,27 @@ class TorchBackend:
             stacked, None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
         )
 
-    def vector(self, weight: WeightSource) -> Tensor:
+    def load_vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStepContext:
+    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStep:
         tables = []
         for rope in ropes:
             angles = torch.outer(step.positions.float(), rope.inverse_frequencies.to(self.device))
             tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
-        return TorchStepContext(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
+        return TorchStep(step, kv, tables, step.query_starts.tolist(), step.context_lens.tolist())
 
-    def rows(self, matrix: TorchMatrix, ids: Tensor, factor: float) -> Tensor:
+    def embed(self, matrix: TorchMatrix, ids: Tensor, factor: float) -> Tensor:
         return matrix.weight[ids.long()] * factor
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: TorchStepContext) -> None:
+    def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TorchStep) -> None:
         for layer in layers:
-            qkv = self.linear(x, layer.qkv, layer.norm, layer.eps)
+            qkv = self.norm_linear(x, layer.qkv, layer.norm, layer.eps)
             attended = self.attention(qkv, layer.attention, context)
             self.linear_add(attended, layer.output, x, layer.post_norm, layer.eps)
             self.mlp(layer.mlp, x)
 
-    def linear(self, x: Tensor, matrix: TorchMatrix, norm: Tensor, eps: float) -> Tensor:
+    def norm_linear(self, x: Tensor, matrix: TorchMatrix, norm: Tensor, eps: float) -> Tensor:
         return self._multiply(rms_norm(x, norm, eps), matrix)
 
     def linear_add(
@@ -109,26 +109,27 @@ class TorchBackend:
         gate, up = self._multiply(rms_norm(residual, mlp.norm, mlp.eps), mlp.gate_up).chunk(2, dim=-1)
         self.linear_add(activate(mlp.activation, gate) * up, mlp.down, residual, mlp.post_norm, mlp.eps)
 
-    def attention(self, qkv: Tensor, attention: Attention, context: TorchStepContext) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, context: TorchStep) -> Tensor:
         at, tokens = attention, qkv.shape[0]
         q, k, v = torch.split(qkv.view(tokens, -1, at.head_dim), [at.heads, at.kv_heads, at.kv_heads], dim=1)
         if at.q_norm is not None and at.k_norm is not None:
             q, k = rms_norm(q, at.q_norm, at.eps), rms_norm(k, at.k_norm, at.eps)
-        q, k = (rotate(t, *context.ropes[at.group]) for t in (q, k))
-        pool = context.kv[at.group][:, at.index]  # [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim]
+        q, k = (rotate(t, *context.ropes[at.kv_group]) for t in (q, k))
+        pool = context.kv[at.kv_group][:, at.layer_index]  # [blocks, 2, kv_heads, BLOCK_TOKENS, head_dim]
         out = torch.empty_like(q)
-        for row, context_len in enumerate(context.contexts):
-            mine = slice(context.starts[row], context.starts[row + 1])
-            table = context.step.block_tables[at.group][row]
-            where = context.step.positions[mine].long()
-            pool[table[where // BLOCK_TOKENS].long(), 0, :, where % BLOCK_TOKENS] = k[mine].to(pool.dtype)
-            pool[table[where // BLOCK_TOKENS].long(), 1, :, where % BLOCK_TOKENS] = v[mine].to(pool.dtype)
+        for row, context_len in enumerate(context.context_lens):
+            new = slice(context.query_starts[row], context.query_starts[row + 1])
+            table = context.step.block_tables[at.kv_group][row]
+            positions = context.step.positions[new].long()
+            slots = table[positions // BLOCK_TOKENS].long(), positions % BLOCK_TOKENS
+            pool[slots[0], 0, :, slots[1]] = k[new].to(pool.dtype)
+            pool[slots[0], 1, :, slots[1]] = v[new].to(pool.dtype)
             blocks = pool[table[: -(-context_len // BLOCK_TOKENS)].long()]  # [n, 2, kv_heads, BLOCK_TOKENS, head_dim]
             keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context_len]
-            n = 1 if self._row_by_row else mine.stop - mine.start
-            for t in range(mine.start, mine.stop, n):
-                seen = context_len - mine.stop + t + n
-                out[t : t + n] = attend(q[t : t + n], keys[:seen], values[:seen], at.scale, seen - n, at.window)
+            n = 1 if self._row_by_row else new.stop - new.start
+            for t in range(new.start, new.stop, n):
+                end = context_len - new.stop + t + n
+                out[t : t + n] = attend(q[t : t + n], keys[:end], values[:end], at.scale, end - n, at.window)
         return out.view(tokens, -1)
 
     def _multiply(self, x: Tensor, matrix: TorchMatrix) -> Tensor:

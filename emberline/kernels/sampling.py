@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, bias, then Gumbel-max under temperature, top-k, top-p and min-p.
+"""Sampling on the CPU: penalties and bias, then Gumbel-max under temperature, top-k, top-p and min-p.
 
-The noise is a hash of (seed, position, token id): a request draws the same tokens alone and in any batch, and a
-drafter that shares the seed draws the same noise. `choose_reference` is the meaning; C does the same faster.
+The noise is a hash of (seed, position, token id): a request samples the same tokens alone and in any batch, and a
+drafter with the same seed sees the same noise. `choose_reference` is the reference of the C implementation.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from emberline.kernels.cpu.build import BuildError, load_library
 
-NEGLIGIBLE = 30.0  # with a filter on, tokens e^-30 times as likely as the best are dropped
-INVALID = -1  # the token id of a row whose logits are not numbers
+NEGLIGIBLE = 30.0  # with a filter on, tokens at most e^-30 times as likely as the best are dropped
+INVALID = -1  # the token id of a row whose logits are NaN or infinite
 
 _log = logging.getLogger("emberline.kernels")
 
 
 @dataclass(slots=True)
 class SamplerRow:
-    """How one row's token is chosen."""
+    """The sampling parameters of one row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -36,15 +36,15 @@ class SamplerRow:
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0  # u64
-    position: int = 0  # index, in its sequence, of the token being chosen
-    prompt_ids: NDArray[np.uint32] | None = None  # needed where a penalty is set
+    position: int = 0  # index in its sequence of the token to sample
+    prompt_ids: NDArray[np.uint32] | None = None  # required where a penalty is set
     output_ids: NDArray[np.uint32] | None = None
     banned: tuple[int, ...] = ()
-    allowed: NDArray[np.uint32] | None = None  # bit i % 32 of word i // 32: token i may be chosen; None: every token
+    allowed: NDArray[np.uint32] | None = None  # grammar mask: bit i % 32 of word i // 32 allows token i; None: all
     logprobs: int | None = None
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
@@ -56,23 +56,23 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: list[SamplerRow]) -> list[Sampled]:
-    """One token per row. `logits`: float32 [rows, vocab], changed in place by penalties and bias."""
+    """Sample one token per row. `logits`: float32 [rows, vocab], modified in place by penalties and bias."""
     if not rows:
         return []
     host = logits.detach().to("cpu", torch.float32).contiguous()
     logprobs = {r: host[r].log_softmax(0) for r, row in enumerate(rows) if row.logprobs is not None}
-    table = host.numpy()
-    for row, numbers in zip(rows, table, strict=True):
-        apply_penalties(numbers, row)
-    sampled = [Sampled(int(token_id)) for token_id in _choose(table, rows)]
+    values = host.numpy()
+    for row, row_logits in zip(rows, values, strict=True):
+        apply_penalties(row_logits, row)
+    sampled = [Sampled(int(token_id)) for token_id in _choose(values, rows)]
     for r, distribution in logprobs.items():
         _attach_logprobs(sampled[r], distribution, rows[r].logprobs or 0)
     return sampled
 
 
 def apply_penalties(logits: NDArray[np.float32], row: SamplerRow) -> None:
-    """Penalties, bias and bans, in place. Repetition looks at prompt and output; the others at the output alone."""
-    if row.penalised:
+    """Penalties, bias and bans, in place. Repetition counts prompt and output; the others only the output."""
+    if row.has_penalties:
         empty = np.empty(0, np.uint32)
         prompt, output = (empty if ids is None else ids for ids in (row.prompt_ids, row.output_ids))
         if row.repetition_penalty != 1.0:
@@ -88,7 +88,7 @@ def apply_penalties(logits: NDArray[np.float32], row: SamplerRow) -> None:
 
 
 def apply_mask(logits: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
-    """-inf for every token whose bit is not set, those beyond the bits included."""
+    """Set every token whose bit is not set, or which is beyond the mask, to -inf."""
     bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)].view(bool)
     logits[: len(bits)][~bits] = -np.inf
     logits[len(bits) :] = -np.inf
@@ -103,17 +103,16 @@ def _attach_logprobs(sampled: Sampled, distribution: Tensor, k: int) -> None:
         sampled.top = list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------------
+# --- choosing a token: in C, or in NumPy where there is no compiler ---------------------------------------------------
 
 
 class _Choice(ctypes.Structure):
+    """`choice` in sampling.h."""
+
     _fields_ = [
-        ("temperature", ctypes.c_float),
-        ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
         ("top_k", ctypes.c_int32),
-        ("seed", ctypes.c_uint64),
-        ("position", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("seed", "position")),
         ("allowed", ctypes.c_void_p),
         ("words", ctypes.c_int64),
     ]
@@ -135,10 +134,10 @@ def _native() -> Any:
 def _choose(logits: NDArray[np.float32], rows: list[SamplerRow]) -> NDArray[np.int64]:
     lib = _native()
     if lib is None:
-        for numbers, row in zip(logits, rows, strict=True):
+        for row_logits, row in zip(logits, rows, strict=True):
             if row.allowed is not None:
-                apply_mask(numbers, row.allowed)
-        return np.array([choose_reference(numbers, row) for numbers, row in zip(logits, rows, strict=True)])
+                apply_mask(row_logits, row.allowed)
+        return np.array([choose_reference(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)])
     ids = np.empty(len(rows), np.int64)
     choices = (_Choice * len(rows))(*map(_choice, rows))
     lib.em_choose(logits.ctypes.data, logits.shape[1], len(rows), choices, ids.ctypes.data)
@@ -146,16 +145,15 @@ def _choose(logits: NDArray[np.float32], rows: list[SamplerRow]) -> NDArray[np.i
 
 
 def _choice(row: SamplerRow) -> _Choice:
-    bits = row.allowed
-    if bits is None:
-        return _Choice(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, None, 0)
-    assert bits.dtype == np.uint32, "bits are read as they lie in memory"
-    assert bits.flags.c_contiguous, "bits are read as they lie in memory"
-    where = bits.ctypes.data
-    return _Choice(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, where, len(bits))
+    mask, address, words = row.allowed, None, 0
+    if mask is not None:
+        assert mask.dtype == np.uint32 and mask.flags.c_contiguous, "C reads the mask's memory"  # noqa: PT018
+        address, words = mask.ctypes.data, len(mask)
+    return _Choice(row.temperature, row.top_p, row.min_p, row.top_k, row.seed, row.position, address, words)
 
 
 def choose_reference(logits: NDArray[np.float32], row: SamplerRow) -> int:
+    """One token from logits that penalties and mask were applied to."""
     best = float(logits.max())
     if not np.isfinite(best):  # NaN, an infinity, or every token banned
         return INVALID
@@ -190,6 +188,6 @@ def _noise(seed: int, position: int, ids: NDArray[Any]) -> NDArray[np.float32]:
     start = np.array([(seed + 0x9E3779B97F4A7C15 * (position + 1)) & (2**64 - 1)], np.uint64)
     bits = _mix(_mix(start) ^ (ids.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)))
     uniform = ((bits >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-24)
-    uniform = np.minimum(uniform, np.float32(1 - 2**-24))  # the largest would round to 1, and win against any logit
+    uniform = np.minimum(uniform, np.float32(1 - 2**-24))  # the largest would round to 1: infinite noise
     noise: NDArray[np.float32] = -np.log(-np.log(uniform))
     return noise

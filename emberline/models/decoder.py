@@ -1,6 +1,5 @@
-"""A decoder-only transformer. What sets one architecture apart from another is a table; see the files beside this."""
+"""A decoder-only transformer. Architectures differ by their table of tensor names: `llama`, `qwen`, `gemma`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from emberline.protocol.block_hash import KVGroup
 
 @dataclass(slots=True)
 class StepInputs:
-    """A ragged batch. Row r owns tokens query_starts[r] : query_starts[r + 1]; they are the last of its context."""
+    """A ragged batch. Row r has tokens query_starts[r] : query_starts[r + 1], the last ones of its context."""
 
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
@@ -21,11 +20,11 @@ class StepInputs:
     context_lens: Tensor  # int32 [rows], the new tokens included
     block_tables: list[Tensor]  # per KV group: int32 [rows, max_blocks]; entry j holds tokens 16j .. 16j + 15
     sample_tokens: Tensor  # int64 [samples], indices into tokens whose logits are wanted
-    shape: Any = None  # kernels.gpu.step.StepShape: what the host knows, so that a backend need not ask the device
+    shape: Any = None  # kernels.gpu.workspace.StepShape: lengths known on the host, saving a device sync
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint, as far as a model looks into it. See `emberline.weights.checkpoint.Checkpoint`."""
+    """What a model needs of a checkpoint. See `emberline.weights.checkpoint.Checkpoint`."""
 
     @property
     def config(self) -> Any: ...
@@ -35,7 +34,7 @@ class CheckpointSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensorNames:
-    """Which tensors of a checkpoint make up a layer; names are relative to `blk.N.`."""
+    """Names of the tensors that make up a layer, relative to `blk.N.`."""
 
     norm: str = "attn_norm"
     qkv: tuple[str, str, str] = ("attn_q", "attn_k", "attn_v")
@@ -51,19 +50,19 @@ class LayerTensorNames:
 
 
 class Decoder:
-    """Weights in the backend's form, and the forward pass over them."""
+    """Weights in the backend's layout, and the forward pass over them."""
 
-    def __init__(self, source: CheckpointSource, backend: Backend, table: LayerTensorNames) -> None:
+    def __init__(self, source: CheckpointSource, backend: Backend, names: LayerTensorNames) -> None:
         config = source.config
         self.config = config
         self._backend = backend
         self.kv_groups = kv_groups(config, backend)
         self._ropes = [_rope(config, group, backend.device) for group in self.kv_groups]
-        self._embedding = backend.matrix([source.weight("token_embd.weight")])
+        self._embedding = backend.load_matrix([source.weight("token_embd.weight")])
         tied = not source.has("output.weight")
-        self._head = self._embedding if tied else backend.matrix([source.weight("output.weight")])
-        self._norm = backend.vector(source.weight("output_norm.weight"))
-        self._layers = [self._layer(source, table, n) for n in range(config.n_layers)]
+        self._head = self._embedding if tied else backend.load_matrix([source.weight("output.weight")])
+        self._norm = backend.load_vector(source.weight("output_norm.weight"))
+        self._layers = [self._layer(source, names, n) for n in range(config.n_layers)]
 
     @property
     def backend(self) -> str:
@@ -71,7 +70,7 @@ class Decoder:
 
     @property
     def matrices(self) -> list[Any]:
-        """All weight matrices, in the backend's form."""
+        """All weight matrices, in the backend's layout."""
         inner = [(layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down) for layer in self._layers]
         return [self._embedding, self._head, *(matrix for layer in inner for matrix in layer)]
 
@@ -81,24 +80,24 @@ class Decoder:
 
     @property
     def kernels(self) -> Any:
-        """The backend itself, for what only an accelerator's has: a workspace to be taken in time."""
+        """The backend itself, for what is specific to one, such as the GPU's workspace."""
         return self._backend
 
     @property
     def device(self) -> str:
         return self._backend.device
 
-    def _layer(self, source: CheckpointSource, table: LayerTensorNames, n: int) -> Layer:
+    def _layer(self, source: CheckpointSource, names: LayerTensorNames, n: int) -> Layer:
         config, backend = self.config, self._backend
 
-        def weights(names: tuple[str, ...], kind: str = "weight") -> list[WeightSource]:
-            return [source.weight(f"blk.{n}.{name}.{kind}") for name in names]
-
-        def vector(name: str | None) -> Tensor | None:
-            return None if name is None else backend.vector(source.weight(f"blk.{n}.{name}.weight"))
+        def weights(parts: tuple[str, ...], kind: str = "weight") -> list[WeightSource]:
+            return [source.weight(f"blk.{n}.{part}.{kind}") for part in parts]
 
         def norm(name: str) -> Tensor:
-            return backend.vector(source.weight(f"blk.{n}.{name}.weight"))
+            return backend.load_vector(source.weight(f"blk.{n}.{name}.weight"))
+
+        def optional_norm(name: str | None) -> Tensor | None:
+            return None if name is None else norm(name)
 
         group = next(i for i, g in enumerate(self.kv_groups) if n in g.layers)
         attention = Attention(
@@ -107,41 +106,41 @@ class Decoder:
             head_dim=config.head_dim,
             scale=config.attention_scale or config.head_dim**-0.5,
             eps=config.norm_eps,
-            group=group,
-            index=self.kv_groups[group].layers.index(n),
+            kv_group=group,
+            layer_index=self.kv_groups[group].layers.index(n),
             window=self.kv_groups[group].window,
-            q_norm=vector(table.q_norm),
-            k_norm=vector(table.k_norm),
+            q_norm=optional_norm(names.q_norm),
+            k_norm=optional_norm(names.k_norm),
         )
         mlp = MLP(
-            gate_up=backend.matrix(weights(table.gate_up), gated=True),
-            down=backend.matrix(weights((table.down,))),
-            norm=norm(table.mlp_norm),
-            post_norm=vector(table.mlp_post_norm),
+            gate_up=backend.load_matrix(weights(names.gate_up), gated=True),
+            down=backend.load_matrix(weights((names.down,))),
+            norm=norm(names.mlp_norm),
+            post_norm=optional_norm(names.mlp_post_norm),
             eps=config.norm_eps,
             activation=config.activation,
         )
-        bias = weights(table.qkv, "bias") if table.qkv_bias else None
-        qkv = backend.matrix(weights(table.qkv), bias)
-        output = backend.matrix(weights((table.output,)))
-        return Layer(norm(table.norm), qkv, attention, output, vector(table.post_norm), mlp, config.norm_eps)
+        bias = weights(names.qkv, "bias") if names.qkv_bias else None
+        qkv = backend.load_matrix(weights(names.qkv), bias)
+        output = backend.load_matrix(weights((names.output,)))
+        return Layer(norm(names.norm), qkv, attention, output, optional_norm(names.post_norm), mlp, config.norm_eps)
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
         """Logits, float32 [samples, vocab]. Writes the new tokens' keys and values into the blocks of `kv`."""
         backend = self._backend
-        context = backend.begin(step, kv, self.kv_groups, self._ropes)
-        x = backend.rows(self._embedding, step.token_ids, self.config.embedding_scale)  # [tokens, hidden]
-        backend.layers(self._layers, x, context)
-        if not len(step.sample_tokens):  # a chunk in the middle of a prompt
+        context = backend.begin_step(step, kv, self.kv_groups, self._ropes)
+        x = backend.embed(self._embedding, step.token_ids, self.config.embedding_scale)  # [tokens, hidden]
+        backend.run_layers(self._layers, x, context)
+        if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        if len(step.sample_tokens) != len(x):  # else every token is asked about: a decode step
+        if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
-        return backend.linear(x, self._head, self._norm, self.config.norm_eps).float()
+        return backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
 
 
 def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:
-    """Layers by their window: those that see everything first."""
+    """Layers grouped by sliding window; full attention first."""
     windows = config.windows or (None,) * config.n_layers
     return tuple(
         KVGroup(
@@ -165,6 +164,3 @@ def _rope(config: Any, group: KVGroup, device: str) -> Rope:
     if config.rope_divisors and not local:
         frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float64)
     return Rope(frequencies.float().to(device), 1.0 if local else config.rope_scale)
-
-
-Architecture = Callable[[CheckpointSource, Backend], Decoder]

@@ -1,4 +1,4 @@
-"""Gemma 3: head norms, a norm behind attention and MLP too, and five windowed layers to each that sees everything."""
+"""Gemma 3: QK norms, norms after attention and MLP, and five sliding-window layers for each full-attention layer."""
 
 from emberline.models.decoder import LayerTensorNames
 

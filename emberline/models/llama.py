@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, Mistral: the plain decoder. Rope scaling and windows come with the configuration."""
+"""Llama 2 and 3, SmolLM2, Mistral: the plain decoder. RoPE scaling and sliding windows come from the configuration."""
 
 from emberline.models.decoder import LayerTensorNames
 

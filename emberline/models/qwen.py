@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 add biases to q, k and v; Qwen 3 drops them and norms each head of q and k."""
+"""Qwen 2 and 2.5 add biases to q, k and v; Qwen 3 drops them and adds QK norms."""
 
 from emberline.models.decoder import LayerTensorNames
 

@@ -84,7 +84,8 @@ def test_linear(native, rng, bits: int, rows: int, cols: int) -> None:
     for tokens in TOKENS:
         x = torch.from_numpy(rng.normal(size=(tokens, cols)).astype(np.float32))
         got, want = (
-            b.linear(x.clone(), b.matrix([source], [bias]), b.vector(norm), 1e-5) for b in (native, TorchBackend())
+            b.norm_linear(x.clone(), b.load_matrix([source], [bias]), b.load_vector(norm), 1e-5)
+            for b in (native, TorchBackend())
         )
         assert got.shape == want.shape
         assert error(got, want) < (1e-5 if bits == 32 else ACTIVATION_ERROR)
@@ -97,7 +98,7 @@ def test_weights_are_exact(native, rng, bits: int) -> None:
     x = torch.from_numpy(rng.integers(-127, 128, (7, 128)).astype(np.float32))
     x[:, ::32] = 127.0  # every group's scale is one
     residual = torch.zeros(7, 64)
-    native.linear_add(x, native.matrix([source]), residual, None, 0.0)
+    native.linear_add(x, native.load_matrix([source]), residual, None, 0.0)
     want = x.double() @ torch.from_numpy(source.numbers).double().T
     assert ((residual - want).abs().max() / want.abs().max()).item() < 1e-5
 
@@ -105,16 +106,16 @@ def test_weights_are_exact(native, rng, bits: int) -> None:
 def test_mixed_widths_stack(native, rng) -> None:
     parts = [weight(rng, 32, 64, 4), weight(rng, 16, 64, 8)]
     x, norm = torch.randn(3, 64), vector(rng, 64)
-    got, want = (b.linear(x, b.matrix(parts), b.vector(norm), 1e-6) for b in (native, TorchBackend()))
+    got, want = (b.norm_linear(x, b.load_matrix(parts), b.load_vector(norm), 1e-6) for b in (native, TorchBackend()))
     assert error(got, want) < ACTIVATION_ERROR
 
 
 def test_a_token_does_not_see_the_batch(native, rng) -> None:
-    matrix, norm = native.matrix([weight(rng, 96, 576, 4)]), native.vector(vector(rng, 576))
+    matrix, norm = native.load_matrix([weight(rng, 96, 576, 4)]), native.load_vector(vector(rng, 576))
     x = torch.randn(23, 576)
-    together = native.linear(x, matrix, norm, 1e-5)
+    together = native.norm_linear(x, matrix, norm, 1e-5)
     for t in range(23):
-        assert torch.equal(native.linear(x[t : t + 1].contiguous(), matrix, norm, 1e-5)[0], together[t])
+        assert torch.equal(native.norm_linear(x[t : t + 1].contiguous(), matrix, norm, 1e-5)[0], together[t])
 
 
 @pytest.mark.parametrize("bits", [4, 8, 32])
@@ -127,10 +128,10 @@ def test_mlp(native, rng, bits: int, activation: str, post: bool) -> None:
         x, outs = torch.randn(tokens, 64), []
         for b in (native, TorchBackend()):
             mlp = MLP(
-                b.matrix([gate, up], gated=True),
-                b.matrix([down]),
-                b.vector(norm),
-                b.vector(post_norm) if post else None,
+                b.load_matrix([gate, up], gated=True),
+                b.load_matrix([down]),
+                b.load_vector(norm),
+                b.load_vector(post_norm) if post else None,
                 1e-6,
                 activation,
             )
@@ -144,7 +145,7 @@ def test_mlp(native, rng, bits: int, activation: str, post: bool) -> None:
 def test_rows_are_the_weights(native, rng, bits: int) -> None:
     source = weight(rng, 50, 64, bits)
     ids = torch.tensor([0, 49, 17, 17], dtype=torch.int32)
-    got = native.rows(native.matrix([source]), ids, 2.0)
+    got = native.embed(native.load_matrix([source]), ids, 2.0)
     torch.testing.assert_close(got, torch.from_numpy(source.numbers)[ids.long()] * 2.0, rtol=1e-5, atol=1e-6)
 
 
@@ -163,7 +164,9 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
         torch.manual_seed(3)
         shape = (18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim)
         pool = torch.full(shape, torch.nan, dtype=torch.float16)  # what failed requests may leave behind
-        attention = Attention(heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.vector(n) for n in norms))
+        attention = Attention(
+            heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.load_vector(n) for n in norms)
+        )
         out = torch.empty(0)
         for past, lengths in ([0, 0, 0], cached), (cached, new):
             live = [r for r in range(3) if lengths[r]]
@@ -175,7 +178,7 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
                 context_lens=torch.tensor([past[r] + lengths[r] for r in live], dtype=torch.int32),
                 block_tables=[tables[live].contiguous()],
             )
-            context = backend.begin(step, [pool], (group,), [rope])
+            context = backend.begin_step(step, [pool], (group,), [rope])
             out = backend.attention(torch.randn(len(positions), width), attention, context)
         return out
 

@@ -155,9 +155,7 @@ def test_gemma3_defaults_of_omitted_fields() -> None:
 
 def test_eos_tokens_of_both_config_files(llama: Path) -> None:
     edit(llama / "config.json", eos_token_id=2)
-    (llama / "generation_config.json").write_text(
-        '{"eos_token_id": [5, 7, 1000000]}'
-    )  # the last is out of range
+    (llama / "generation_config.json").write_text('{"eos_token_id": [5, 7, 1000000]}')  # the last is out of range
     assert open_checkpoint(llama).config.eos_ids == (2, 5, 7)
 
 

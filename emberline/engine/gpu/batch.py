@@ -172,7 +172,7 @@ class DecodeBuffers:
             context_lens=to.context_lens[:n_rows],
             block_tables=[table[:n_rows] for table in to.tables],
             sample_tokens=self._samples[:n_rows],
-            shape=StepShape(n_rows, shared=shared, shares=shares),
+            shape=StepShape(n_rows, shared_prefix=shared, prefix_lens=shares),
         )
 
 

@@ -40,7 +40,7 @@ class GpuEngine:
         n_rows = limits.max_running + CHUNK_ROWS
         quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in model.matrices)
         n_tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
-        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantised=quantized)
+        sizes = WorkspaceSizes.of(model.config, n_tokens, n_rows, n_rows, quantized=quantized)
         workspace = Workspace.bytes(sizes)
         model.kernels.reserve(sizes)
         before = torch.cuda.memory_allocated(device)
@@ -62,7 +62,7 @@ class GpuEngine:
 
     def idle_task(self, runner: GpuRunner) -> Callable[[], bool]:
         """Prepares steps ahead of requests, one per call: CUDA graphs, attention plans. It returns False at the end."""
-        plans = self.model.kernels.rehearse(self.model.attentions, runner.pools)
+        plans = self.model.kernels.warm_up(self.model.attentions, runner.pools)
 
         def prepare_next() -> bool:
             with torch.inference_mode():

@@ -1,1 +1,1 @@
-"""The operations of a layer in C, compiled for this very processor when first needed."""
+"""C kernels for CPUs, compiled for the host's processor at first use."""

@@ -1,7 +1,7 @@
-"""Compiles the C kernels for this machine, once, into a cache.
+"""Compiling the C kernels for this host's processor, once, into a cache.
 
-The sources are small and take seconds; compiling here is what lets them use whatever the processor has. The cache is
-keyed by all that decides the result, so a new processor, compiler or source never meets an old library.
+The sources compile in seconds, and compiling here lets them use every instruction the processor has. The cache key
+covers everything that determines the result, so a changed processor, compiler or source never loads a stale library.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ FLAGS = ("-O3", "-std=gnu11", "-pthread", "-fno-strict-aliasing", "-fno-math-err
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why and what would help."""
+    """The kernels cannot be compiled here; the message says why and how to fix it."""
 
 
 def cache_dir() -> Path:
@@ -39,7 +39,7 @@ def _target_flag() -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: the model and its features, so that a shared home folder stays safe."""
+    """What -march=native depends on: part of the cache key, so that hosts may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _processor() -> str:
 
 
 def library_path(target: str | None = None) -> Path:
-    """Where the library compiled for `target` (a compiler flag; this processor by default) is; compiles if need be."""
+    """The library compiled for `target`, a compiler flag (default: this processor); compiles it if missing."""
     cc, target = compiler(), target or _target_flag()
     version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=False).stdout
     key = blake2b(digest_size=12)
@@ -65,17 +65,17 @@ def _compile(cc: str, target: str, library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as work:
-            made = Path(work) / "kernels.so"
-            command = [cc, *FLAGS, target, str(SOURCES / "kernels.c"), "-o", str(made), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise BuildError(f"the CPU kernels did not compile with {cc}: {done.stderr.strip()[-600:]}")
-            made.rename(library)  # atomic: another process never sees half a library
+            output = Path(work) / "kernels.so"
+            command = [cc, *FLAGS, target, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise BuildError(f"the CPU kernels did not compile with {cc}: {result.stderr.strip()[-600:]}")
+            output.rename(library)  # atomic: another process never loads a partial library
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be written to {library.parent}: {error}") from error
 
 
 @cache
 def load_library(target: str | None = None) -> ctypes.CDLL:
-    """The compiled kernels; raises BuildError or OSError where they cannot be had."""
+    """The compiled kernels; raises BuildError or OSError where they cannot be built or loaded."""
     return ctypes.CDLL(str(library_path(target)))

@@ -1,4 +1,4 @@
-"""The C backend: `kernels.c` behind the Backend protocol. Tensors are float32, the cache half floats."""
+"""The C backend: `kernels.c` behind the Backend protocol. Activations are float32, the KV cache is float16."""
 
 import ctypes
 import os
@@ -16,40 +16,33 @@ from emberline.kernels.cpu.build import load_library
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 
 PANEL_ROWS = 16
-GROUP = 32
+GROUP = 32  # weights that share a scale and an offset
 MAX_HEAD_DIM = 256
 MAX_QUERY_HEADS_PER_KV_HEAD = 16
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+# The structs of kernels.c and attention.h, field by field.
+
+
 class _Linear(ctypes.Structure):
-    _fields_ = [
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("rows", c_int64),
-        ("cols", c_int64),
-        ("bits", c_int32),
-    ]
+    _fields_ = [*_fields(c_void_p, "panels", "bias"), *_fields(c_int64, "rows", "cols"), ("bits", c_int32)]
 
 
 class _Mlp(ctypes.Structure):
     _fields_ = [
-        ("gate_up", _Linear),
-        ("down", _Linear),
-        ("norm", c_void_p),
-        ("post_norm", c_void_p),
+        *_fields(_Linear, "gate_up", "down"),
+        *_fields(c_void_p, "norm", "post_norm"),
         ("eps", c_float),
         ("gelu", c_int32),
     ]
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [
-        ("tokens", c_int64),
-        ("rows", c_int64),
-        ("positions", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-    ]
+    _fields_ = [*_fields(c_int64, "tokens", "rows"), *_fields(c_void_p, "positions", "query_starts", "context_lens")]
 
 
 class _Cache(ctypes.Structure):
@@ -58,31 +51,23 @@ class _Cache(ctypes.Structure):
         ("block_stride", c_int64),
         ("block_table", c_void_p),
         ("table_stride", c_int64),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
+        *_fields(c_void_p, "cosine", "sine"),
     ]
 
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("window", c_int32),
+        *_fields(c_int32, "heads", "kv_heads", "head_dim", "window"),
         ("layer_offset", c_int64),
-        ("scale", c_float),
-        ("eps", c_float),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        *_fields(c_float, "scale", "eps"),
+        *_fields(c_void_p, "q_norm", "k_norm"),
     ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("qkv", _Linear),
-        ("output", _Linear),
-        ("norm", c_void_p),
-        ("post_norm", c_void_p),
+        *_fields(_Linear, "qkv", "output"),
+        *_fields(c_void_p, "norm", "post_norm"),
         ("eps", c_float),
         ("group", c_int32),
         ("attention", _Attention),
@@ -92,7 +77,7 @@ class _Layer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Packed weights. `struct` points into `panels` and `bias`, which live as long as the matrix."""
+    """Packed weights. `struct` points into `panels` and `bias`, which the matrix keeps alive."""
 
     struct: _Linear
     panels: Tensor
@@ -101,8 +86,8 @@ class PackedMatrix:
 
 
 @dataclass(slots=True)
-class NativeStepContext:
-    """What the layers of one step share; holds the tensors its structs point into."""
+class NativeStep:
+    """What the layers of one step share; `keep` holds the tensors its structs point into."""
 
     step: _Step
     caches: Any  # an array of _Cache, one per KV group
@@ -114,7 +99,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def supports(hidden: int, head_dim: int, mlp: int, heads_per_kv_head: int) -> bool:
-    """Whether a model's shape fits the kernels' vectors."""
+    """Whether the kernels can run a model of this shape."""
     aligned = hidden % 16 == 0 and mlp % 16 == 0 and head_dim % 16 == 0
     return aligned and head_dim <= MAX_HEAD_DIM and heads_per_kv_head <= MAX_QUERY_HEADS_PER_KV_HEAD
 
@@ -128,7 +113,7 @@ class NativeBackend:
     def __init__(self, threads: int | None = None, target: str | None = None) -> None:
         self._lib = load_library(target)
         self._declare()
-        self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layers: pointers, structs, the layers
+        self._stacks: dict[int, tuple[Any, Any, Any]] = {}  # by id of the layer list: pointers, structs, list
         self._lib.em_threads(threads or len(os.sched_getaffinity(0)))
 
     def _declare(self) -> None:
@@ -144,20 +129,20 @@ class NativeBackend:
         for name in ("layers", "linear", "linear_add", "mlp", "attention", "rows", "pack", "pack_f32", "threads"):
             getattr(lib, f"em_{name}").restype = None
 
-    # --- loading ------------------------------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------------------
 
-    def matrix(
+    def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> PackedMatrix:
         packed_bias = None
         if bias is not None:
             packed_bias = torch.from_numpy(np.concatenate([b.dense() for b in bias]))
         n_rows, cols = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        quantised = [w.affine() for w in weights] if cols % GROUP == 0 else [None]
-        if any(part is None for part in quantised):
+        quantized = [w.affine() for w in weights] if cols % GROUP == 0 else [None]
+        if any(part is None for part in quantized):
             panels, bits = self._pack_floats(_stack([w.dense() for w in weights], gated)), 32
         else:
-            panels, bits = self._pack_codes(quantised, gated)
+            panels, bits = self._pack_codes(quantized, gated)
         rows = _padded(n_rows)
         if packed_bias is not None and rows != n_rows:
             packed_bias = torch.nn.functional.pad(packed_bias, (0, rows - n_rows))
@@ -183,15 +168,15 @@ class NativeBackend:
         self._lib.em_pack_f32(dense.ctypes.data, *dense.shape, panels.data_ptr())
         return panels
 
-    def vector(self, weight: WeightSource) -> Tensor:
+    def load_vector(self, weight: WeightSource) -> Tensor:
         return torch.from_numpy(np.array(weight.dense(), dtype=np.float32))
 
-    # --- a step ---------------------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStepContext:
+    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStep:
         tokens, rows = step.positions.shape[0], step.context_lens.shape[0]
         pointers = (t.data_ptr() for t in (step.positions, step.query_starts, step.context_lens))
-        context = NativeStepContext(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
+        context = NativeStep(_Step(tokens, rows, *pointers), (_Cache * len(kv))())
         positions = step.positions.to(torch.float32)
         for cache, pool, table, rope in zip(context.caches, kv, step.block_tables, ropes, strict=True):
             angles = torch.outer(positions, rope.inverse_frequencies)
@@ -202,20 +187,20 @@ class NativeBackend:
             cache.cosine, cache.sine = cosine.data_ptr(), sine.data_ptr()
         return context
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: NativeStepContext) -> None:
+    def run_layers(self, layers: Sequence[Layer], x: Tensor, context: NativeStep) -> None:
         stack = self._stacks.get(id(layers))
         if stack is None:
             structs = [_layer_struct(layer) for layer in layers]
             pointers = (c_void_p * len(structs))(*(ctypes.addressof(struct) for struct in structs))
-            stack = self._stacks[id(layers)] = (pointers, structs, layers)  # all kept: pointers and id stay valid
+            stack = self._stacks[id(layers)] = (pointers, structs, layers)  # kept alive: pointers and id stay valid
         self._lib.em_layers(stack[0], len(layers), context.step, context.caches, x.data_ptr())
 
-    def rows(self, matrix: PackedMatrix, ids: Tensor, factor: float) -> Tensor:
+    def embed(self, matrix: PackedMatrix, ids: Tensor, factor: float) -> Tensor:
         out = torch.empty(ids.shape[0], matrix.struct.cols)
         self._lib.em_rows(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, matrix: PackedMatrix, norm: Tensor, eps: float) -> Tensor:
+    def norm_linear(self, x: Tensor, matrix: PackedMatrix, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape[0], matrix.struct.rows)
         self._lib.em_linear(matrix.struct, norm.data_ptr(), eps, x.data_ptr(), x.shape[0], out.data_ptr())
         return out if matrix.n_rows == matrix.struct.rows else out[:, : matrix.n_rows].contiguous()
@@ -225,9 +210,9 @@ class NativeBackend:
     ) -> None:
         self._lib.em_linear_add(matrix.struct, _address(post_norm), eps, x.data_ptr(), x.shape[0], residual.data_ptr())
 
-    def attention(self, qkv: Tensor, attention: Attention, context: NativeStepContext) -> Tensor:
+    def attention(self, qkv: Tensor, attention: Attention, context: NativeStep) -> Tensor:
         out = torch.empty(qkv.shape[0], attention.heads * attention.head_dim)
-        cache = context.caches[attention.group]
+        cache = context.caches[attention.kv_group]
         self._lib.em_attention(_attention_struct(attention), context.step, cache, qkv.data_ptr(), out.data_ptr())
         return out
 
@@ -238,7 +223,7 @@ class NativeBackend:
 def _attention_struct(a: Attention) -> _Attention:
     layer = 2 * a.kv_heads * BLOCK_TOKENS * a.head_dim
     norms = _address(a.q_norm), _address(a.k_norm)
-    return _Attention(a.heads, a.kv_heads, a.head_dim, a.window or 0, a.index * layer, a.scale, a.eps, *norms)
+    return _Attention(a.heads, a.kv_heads, a.head_dim, a.window or 0, a.layer_index * layer, a.scale, a.eps, *norms)
 
 
 def _mlp_struct(m: MLP) -> _Mlp:
@@ -249,7 +234,7 @@ def _mlp_struct(m: MLP) -> _Mlp:
 def _layer_struct(layer: Layer) -> _Layer:
     attention, norms = layer.attention, (_address(layer.norm), _address(layer.post_norm))
     parts = _attention_struct(attention), _mlp_struct(layer.mlp)
-    return _Layer(layer.qkv.struct, layer.output.struct, *norms, layer.eps, attention.group, *parts)
+    return _Layer(layer.qkv.struct, layer.output.struct, *norms, layer.eps, attention.kv_group, *parts)
 
 
 def _padded(rows: int) -> int:
@@ -257,7 +242,7 @@ def _padded(rows: int) -> int:
 
 
 def _stack(parts: list[Any], gated: bool) -> Any:
-    """Rows of all parts, padded to whole panels; gated: panels of gate and up by turns."""
+    """Rows of all parts, padded to whole panels; gated: panels of gate and up alternate."""
     if gated:
         gate, up = (part.reshape(-1, PANEL_ROWS, part.shape[1]) for part in parts)
         return np.stack([gate, up], axis=1).reshape(-1, gate.shape[2])

@@ -1,1 +1,1 @@
-"""Triton kernels. Imported only where there is a CUDA device, or under Triton's interpreter: Triton is optional."""
+"""Triton kernels. Imported only where a CUDA device is present, or under Triton's interpreter: Triton is optional."""

@@ -1,9 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""Attention of rows that add one token each: norm, rotation, KV write, attention and its merge in one launch.
+"""Paged attention of decode rows, with split-KV, and cascade attention over a prefix that rows share.
 
-A program reads one piece of one row's cache for one KV head and all query heads that share it. The newest token comes
-from the projection's output, not from the cache: the row's last piece rotates, writes and merges it. Where a row has
-several pieces, or a prefix read apart, whichever program ends last merges them, always in the same order.
+One launch computes QK norm, RoPE, KV write, attention and the merge of splits. A program reads one split of one row's
+cache for one KV head and all query heads that share it. The newest token is taken from the QKV projection, not from the
+cache: the row's last split rotates it, writes it and attends to it. Where a row has several splits or a shared prefix,
+the last program to finish merges the partial results, always in the same order.
+
+Cascade attention reads a shared prefix once for all rows, whose queries are stacked in one tile, and leaves partial
+results that the launch above merges with each row's own part. Rows without the prefix are computed too, as they are in
+the same tiles, and not merged.
 """
 
 from dataclasses import dataclass
@@ -25,12 +30,12 @@ class DecodeTile:
     tokens: int
     stages: int
     warps: int
-    many: int  # pieces merged at once
+    merge_width: int  # splits merged at once
 
 
 def decode_tile(rows: int, head_dim: int) -> DecodeTile:
-    """Few rows wait for latency: more in flight at once. Many want small programs, as many as fit."""
-    if head_dim > 128:  # one warp's registers do not hold it
+    """Few rows are latency-bound: larger tiles, more loads in flight. Many rows want many small programs."""
+    if head_dim > 128:  # does not fit one warp's registers
         return DecodeTile(32, 4, 4, 4)
     if rows <= 4:
         return DecodeTile(64, 3, 2, 8)
@@ -38,17 +43,17 @@ def decode_tile(rows: int, head_dim: int) -> DecodeTile:
 
 
 @triton.jit
-def attend_tile(q, k, v, ok, peak, total, out, scale):
-    """One more tile of keys and values: the running maximum (base 2), sum and weighted values of each query."""
+def attend_tile(q, k, v, mask, row_max, denom, out, scale):
+    """Online softmax over one tile: updates each query's maximum (base 2), denominator and unnormalized output."""
     scores = tl.dot(q, tl.trans(k)) * scale
-    scores = tl.where(ok, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - safe[:, None])
-    shrink = tl.exp2(peak - safe)
-    total = total * shrink + tl.sum(weights, 1)
-    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
-    return higher, total, out
+    scores = tl.where(mask, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - safe_max[:, None])
+    rescale = tl.exp2(row_max - safe_max)
+    denom = denom * rescale + tl.sum(weights, 1)
+    out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+    return new_max, denom, out
 
 
 @triton.jit
@@ -57,179 +62,174 @@ def attend_range(
     QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens begin .. end - 1 of a row's blocks: each query's maximum (base 2), sum and weighted values.
+    """Attention over tokens begin .. end - 1: each query's maximum (base 2), denominator and unnormalized output.
 
-    ALIGNED: `begin` is the beginning of a block, so that a tile of its size is one block.
+    ALIGNED: `begin` is the start of a block, so that a tile of 16 tokens is one block.
     """
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    denom = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, PAD], tl.float32)
     t = tl.arange(0, TILE)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         token = start + t
-        ok = token < end
+        mask = token < end
         if ALIGNED and TILE == 16:
-            at = tl.load(table + start // 16).to(tl.int64) * block_stride + (t * DIM)[:, None] + d[None, :]
+            offsets = tl.load(table + start // 16).to(tl.int64) * block_stride + (t * DIM)[:, None] + d[None, :]
         else:
-            block = tl.load(table + token // 16, mask=ok, other=0).to(tl.int64)
-            at = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
-        mask = ok[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + at, mask=mask, other=0.0)
-        v = tl.load(values + at, mask=mask, other=0.0)
-        peak, total, out = attend_tile(q, k, v, ok[None, :], peak, total, out, scale)
-    return peak, total, out
+            block = tl.load(table + token // 16, mask=mask, other=0).to(tl.int64)
+            offsets = (block * block_stride + (token % 16) * DIM)[:, None] + d[None, :]
+        load_mask = mask[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + offsets, mask=load_mask, other=0.0)
+        v = tl.load(values + offsets, mask=load_mask, other=0.0)
+        row_max, denom, out = attend_tile(q, k, v, mask[None, :], row_max, denom, out, scale)
+    return row_max, denom, out
 
 
 @triton.jit
 def _merge_partials(
-    partial, peaks, first, stride, n, head, g, d, peak, total, out,
-    DIM: tl.constexpr, GROUP: tl.constexpr, MANY: tl.constexpr,
+    partial, stats, first, split_stride, n_splits, head, g, d, row_max, denom, out,
+    DIM: tl.constexpr, GROUP: tl.constexpr, MERGE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Partial results first, first + stride, ..: n of them, MANY at a time, each [heads, DIM] with its peak and sum."""
-    s = tl.arange(0, MANY)
-    for start in range(0, n, MANY):
-        ok = (start + s) < n
-        at = ((first + (start + s) * stride) * tl.num_programs(0) + head).to(tl.int64) * GROUP
-        at = at[:, None] + g[None, :]  # [MANY, heads]
-        mask = ok[:, None] & (g < GROUP)[None, :]
-        high = tl.load(peaks + at * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(peaks + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-        more = tl.load(
-            partial + at[:, :, None] * DIM + d[None, None, :],
+    """Merge n_splits partial results, at first, first + split_stride, .., MERGE_WIDTH at a time; each [heads, DIM]."""
+    s = tl.arange(0, MERGE_WIDTH)
+    for start in range(0, n_splits, MERGE_WIDTH):
+        split_mask = (start + s) < n_splits
+        offsets = ((first + (start + s) * split_stride) * tl.num_programs(0) + head).to(tl.int64) * GROUP
+        offsets = offsets[:, None] + g[None, :]  # [MERGE_WIDTH, heads]
+        mask = split_mask[:, None] & (g < GROUP)[None, :]
+        split_max = tl.load(stats + offsets * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        split_denom = tl.load(stats + offsets * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        split_out = tl.load(
+            partial + offsets[:, :, None] * DIM + d[None, None, :],
             mask=mask[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        higher = tl.maximum(peak, tl.max(high, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(high - safe[None, :])
-        shrink = tl.exp2(peak - safe)
-        total = total * shrink + tl.sum(weight * sums, 0)
-        out = out * shrink[:, None] + tl.sum(weight[:, :, None] * more, 0)
-        peak = higher
-    return peak, total, out
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(split_max - safe_max[None, :])
+        rescale = tl.exp2(row_max - safe_max)
+        denom = denom * rescale + tl.sum(weight * split_denom, 0)
+        out = out * rescale[:, None] + tl.sum(weight[:, :, None] * split_out, 0)
+        row_max = new_max
+    return row_max, denom, out
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_prefix"])
+@triton.jit(do_not_specialize=["n_rows", "n_prefix_splits"])
 def _decode_attention(
-    qkv, out, cosine, sine, q_weight, k_weight, pool, tables, pieces, partial, peaks, counters, prefix, prefix_peaks,
-    shares, n_rows, scale, eps, block_stride, table_stride, n_prefix,
+    qkv, out, cosine, sine, q_weight, k_weight, pool, tables, splits, partial, stats, counters, prefix_partial,
+    prefix_stats, prefix_lens, n_rows, scale, eps, block_stride, table_stride, n_prefix_splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    TILE: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, MANY: tl.constexpr,
+    TILE: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, MERGE_WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head, item = tl.program_id(0), tl.program_id(1)
+    head, index = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     pdl_wait(PDL)
     pdl_launch_early(PDL)
-    entry = pieces + item * 8
+    entry = splits + index * 8
     row = tl.load(entry)
     if row >= 0:
         split, n_splits = tl.load(entry + 1), tl.load(entry + 2)
         begin, end, context = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
         d = tl.arange(0, PAD)
         g = tl.arange(0, QUERIES)
-        wide = row.to(tl.int64)
-        base = qkv + wide * (GROUP + 2) * kv_heads * DIM
-        cos, sin = cosine + wide * (DIM // 2), sine + wide * (DIM // 2)
-        mine = (g < GROUP)[:, None]
-        q = norm_and_rotate(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, mine, d, eps, DIM, NORM)
+        wide_row = row.to(tl.int64)
+        base = qkv + wide_row * (GROUP + 2) * kv_heads * DIM
+        cos, sin = cosine + wide_row * (DIM // 2), sine + wide_row * (DIM // 2)
+        head_mask = (g < GROUP)[:, None]
+        q = norm_and_rotate(base + (head * GROUP + g)[:, None] * DIM, q_weight, cos, sin, head_mask, d, eps, DIM, NORM)
         one = tl.arange(0, 1)[:, None]
-        own = (d < DIM)[None, :]
+        dim_mask = (d < DIM)[None, :]
         k_new = norm_and_rotate(
             base + ((GROUP * kv_heads + head) + one) * DIM, k_weight, cos, sin, one < 1, d, eps, DIM, NORM
         )
-        v_new = tl.load(base + (GROUP * kv_heads + kv_heads + head + one) * DIM + d[None, :], mask=own, other=0.0)
-        table = tables + wide * table_stride
+        v_new = tl.load(base + (GROUP * kv_heads + kv_heads + head + one) * DIM + d[None, :], mask=dim_mask, other=0.0)
+        table = tables + wide_row * table_stride
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
 
-        peak, total, acc = attend_range(
+        row_max, denom, acc = attend_range(
             q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, ALIGNED
         )
 
         if split == n_splits - 1:  # the newest token
-            place = tl.load(table + (context - 1) // 16).to(tl.int64) * block_stride + ((context - 1) % 16) * DIM
-            tl.store(keys + place + d[None, :] + one, k_new.to(pool.dtype.element_ty), mask=own)
-            tl.store(values + place + d[None, :] + one, v_new.to(pool.dtype.element_ty), mask=own)
+            new_slot = tl.load(table + (context - 1) // 16).to(tl.int64) * block_stride + ((context - 1) % 16) * DIM
+            tl.store(keys + new_slot + d[None, :] + one, k_new.to(pool.dtype.element_ty), mask=dim_mask)
+            tl.store(values + new_slot + d[None, :] + one, v_new.to(pool.dtype.element_ty), mask=dim_mask)
             score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-            higher = tl.maximum(peak, score)
-            shrink, weight = tl.exp2(peak - higher), tl.exp2(score - higher)
-            total = total * shrink + weight
-            acc = acc * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)
-            peak = higher
+            new_max = tl.maximum(row_max, score)
+            rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
+            denom = denom * rescale + weight
+            acc = acc * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)
+            row_max = new_max
 
-        heads = wide * GROUP * kv_heads + head * GROUP
-        n_shared = 0
+        first_head = wide_row * GROUP * kv_heads + head * GROUP
+        n_prefix = 0
         if SHARED:
-            n_shared = tl.where(tl.load(shares + row) > 0, n_prefix, 0)
-        if n_splits + n_shared == 1:
-            to = out + (heads + g)[:, None] * DIM + d[None, :]
-            tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine & (d < DIM)[None, :])
+            n_prefix = tl.where(tl.load(prefix_lens + row) > 0, n_prefix_splits, 0)
+        if n_splits + n_prefix == 1:
+            out_ptrs = out + (first_head + g)[:, None] * DIM + d[None, :]
+            tl.store(out_ptrs, (acc / denom[:, None]).to(out.dtype.element_ty), mask=head_mask & (d < DIM)[None, :])
         else:
-            at = (item * kv_heads + head).to(tl.int64) * GROUP + g
-            tl.store(partial + at[:, None] * DIM + d[None, :], acc, mask=mine & (d < DIM)[None, :])
-            tl.store(peaks + at * 2, peak, mask=g < GROUP)
-            tl.store(peaks + at * 2 + 1, total, mask=g < GROUP)
-            tl.debug_barrier()  # every thread's part is written before one of them says so
-            done = tl.atomic_add(counters + row * kv_heads + head, 1, sem="acq_rel")
-            if done == n_splits - 1:
+            offsets = (index * kv_heads + head).to(tl.int64) * GROUP + g
+            tl.store(partial + offsets[:, None] * DIM + d[None, :], acc, mask=head_mask & (d < DIM)[None, :])
+            tl.store(stats + offsets * 2, row_max, mask=g < GROUP)
+            tl.store(stats + offsets * 2 + 1, denom, mask=g < GROUP)
+            tl.debug_barrier()  # all threads have stored before the counter is incremented
+            finished = tl.atomic_add(counters + row * kv_heads + head, 1, sem="acq_rel")
+            if finished == n_splits - 1:
                 tl.store(counters + row * kv_heads + head, 0)
                 s = tl.arange(0, GROUP_PAD)
-                high = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-                sums = tl.zeros([GROUP_PAD], tl.float32)
+                merged_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+                merged_denom = tl.zeros([GROUP_PAD], tl.float32)
                 merged = tl.zeros([GROUP_PAD, PAD], tl.float32)
-                high, sums, merged = _merge_partials(
-                    partial, peaks, item - split, 1, n_splits, head, s, d, high, sums, merged, DIM, GROUP, MANY
-                )
+                merged_max, merged_denom, merged = _merge_partials(
+                    partial, stats, index - split, 1, n_splits, head, s, d,
+                    merged_max, merged_denom, merged, DIM, GROUP, MERGE_WIDTH,
+                )  # fmt: skip
                 if SHARED:
-                    high, sums, merged = _merge_partials(
-                        prefix, prefix_peaks, row, n_rows, n_shared, head, s, d, high, sums, merged, DIM, GROUP, MANY
-                    )
-                target = out + (heads + s)[:, None] * DIM + d[None, :]
-                wanted = (s < GROUP)[:, None] & (d < DIM)[None, :]
-                tl.store(target, (merged / sums[:, None]).to(out.dtype.element_ty), mask=wanted)
+                    merged_max, merged_denom, merged = _merge_partials(
+                        prefix_partial, prefix_stats, row, n_rows, n_prefix, head, s, d,
+                        merged_max, merged_denom, merged, DIM, GROUP, MERGE_WIDTH,
+                    )  # fmt: skip
+                merged_ptrs = out + (first_head + s)[:, None] * DIM + d[None, :]
+                merged_mask = (s < GROUP)[:, None] & (d < DIM)[None, :]
+                tl.store(merged_ptrs, (merged / merged_denom[:, None]).to(out.dtype.element_ty), mask=merged_mask)
 
 
 def decode_attention(
-    qkv: Tensor,
-    out: Tensor,
-    at: Attention,
-    angles: tuple[Tensor, Tensor],
-    pool: Tensor,
-    tables: Tensor,
-    pieces: DecodeSplits,
-    partial: Tensor,
-    peaks: Tensor,
-    counters: Tensor,
-    rows: int,
-    prefix: tuple[Tensor, Tensor, Tensor, int] | None = None,
-    pdl: bool = False,
-    release: bool = False,
+    qkv: Tensor, out: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor,
+    splits: DecodeSplits, partial: Tensor, stats: Tensor, counters: Tensor, rows: int,
+    prefix: tuple[Tensor, Tensor, Tensor, int] | None = None, pdl: bool = False, release: bool = False,
     tile: DecodeTile | None = None,
-) -> None:
-    """Rows 0 .. rows - 1, token r of qkv each; out: [tokens, heads * dim]. k and v go into the pool's blocks.
+) -> None:  # fmt: skip
+    """Attention of rows 0 .. rows - 1, row r having token r of qkv; out: [tokens, heads * dim].
 
-    release: the next kernel may start at once, to fetch its weights while this one waits for the cache.
-    counters: int32 zeros, and zeros again afterwards. prefix: partial results, their peaks, the rows' shares and the
-    number of parts, from `cascade.attend_prefix`.
+    Writes k and v of the new tokens to the cache. release: allow the next kernel to start at once, to load its weights
+    while this one waits for the cache. stats: float32 [splits, heads, 2], softmax maximum and denominator. counters:
+    int32 zeros, reset to zero. prefix: partial results, stats, each row's prefix length and the number of splits, from
+    `shared_prefix_attention`.
     """
     if not rows:
         return
-    norm, group = at.q_norm is not None, at.heads // at.kv_heads
-    tile = tile or decode_tile(rows, at.head_dim)
-    shared, shared_peaks, shares, parts = prefix or (partial, peaks, counters, 0)
-    _decode_attention[(at.kv_heads, pieces.n)](
-        qkv, out, *angles, at.q_norm if norm else qkv, at.k_norm if norm else qkv, pool, tables, pieces.table,
-        partial, peaks, counters, shared, shared_peaks, shares, rows, at.scale * LOG2_E, at.eps,
-        pool.stride(0), tables.stride(0), parts,
-        GROUP=group, GROUP_PAD=next_power_of_two(group), QUERIES=max(16, next_power_of_two(group)), DIM=at.head_dim,
-        PAD=next_power_of_two(at.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None, STAGES=tile.stages,
-        MANY=tile.many, ALIGNED=at.window is None, PDL=int(pdl or release),
+    norm, group = attn.q_norm is not None, attn.heads // attn.kv_heads
+    tile = tile or decode_tile(rows, attn.head_dim)
+    prefix_partial, prefix_stats, prefix_lens, n_prefix_splits = prefix or (partial, stats, counters, 0)
+    _decode_attention[(attn.kv_heads, splits.n)](
+        qkv, out, *rotary, attn.q_norm if norm else qkv, attn.k_norm if norm else qkv, pool, tables, splits.table,
+        partial, stats, counters, prefix_partial, prefix_stats, prefix_lens, rows, attn.scale * LOG2_E, attn.eps,
+        pool.stride(0), tables.stride(0), n_prefix_splits,
+        GROUP=group, GROUP_PAD=next_power_of_two(group), QUERIES=max(16, next_power_of_two(group)), DIM=attn.head_dim,
+        PAD=next_power_of_two(attn.head_dim), TILE=tile.tokens, NORM=norm, SHARED=prefix is not None,
+        STAGES=tile.stages, MERGE_WIDTH=tile.merge_width, ALIGNED=attn.window is None, PDL=int(pdl or release),
         **launch_options(pdl, num_warps=tile.warps),
     )  # fmt: skip
 
 
+# --- cascade attention ------------------------------------------------------------------------------------------------
+
+
 def n_prefix_splits(rows: int, heads: int, kv_heads: int) -> int:
-    """Into how many parts the prefix is cut: about two programs for each multiprocessor, at most 16."""
+    """How many splits the prefix is divided into: about two programs per SM, at most 16."""
     tiles = cdiv(rows * (heads // kv_heads), _prefix_tile_queries(rows * (heads // kv_heads)))
     return max(1, min(16, 2 * SM_COUNT // (tiles * kv_heads)))
 
@@ -240,74 +240,71 @@ def _prefix_tile_queries(n: int) -> int:
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _shared_prefix_attention(
-    qkv, partial, peaks, cosine, sine, q_weight, pool, tables, shared, n_rows, scale, eps, block_stride, table_stride,
+    qkv, partial, stats, cosine, sine, q_weight, pool, tables, shared, n_rows, scale, eps, block_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
     NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head, part = tl.program_id(0), tl.program_id(2)
-    kv_heads, n_parts = tl.num_programs(0), tl.num_programs(2)
+    head, split = tl.program_id(0), tl.program_id(2)
+    kv_heads, n_splits = tl.num_programs(0), tl.num_programs(2)
     pdl_wait(PDL)
     pdl_launch_early(PDL)
-    tokens = tl.load(shared + 1)
-    if tokens > 0:
-        each = tl.cdiv(tl.cdiv(tokens, n_parts), TILE) * TILE
-        begin, end = part * each, tl.minimum(part * each + each, tokens)
+    prefix_len = tl.load(shared + 1)
+    if prefix_len > 0:
+        split_len = tl.cdiv(tl.cdiv(prefix_len, n_splits), TILE) * TILE
+        begin, end = split * split_len, tl.minimum(split * split_len + split_len, prefix_len)
         d = tl.arange(0, PAD)
         m = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
         row = (m // GROUP).to(tl.int64)
-        mine = (row < n_rows)[:, None]
-        wide = ((GROUP + 2) * kv_heads * DIM).to(tl.int64)
+        query_mask = (row < n_rows)[:, None]
+        row_width = ((GROUP + 2) * kv_heads * DIM).to(tl.int64)
         HALF: tl.constexpr = DIM // 2
-        kind = qkv.dtype.element_ty
-        source = qkv + (row * wide + (head * GROUP + m % GROUP) * DIM)[:, None]
+        dtype = qkv.dtype.element_ty
+        head_ptrs = qkv + (row * row_width + (head * GROUP + m % GROUP) * DIM)[:, None]
         partner = tl.where(d < HALF, d + HALF, d - HALF)
-        ok = mine & (d < DIM)[None, :]
-        x = tl.load(source + d[None, :], mask=ok, other=0.0).to(tl.float32)
-        y = tl.load(source + partner[None, :], mask=ok, other=0.0).to(tl.float32)
+        mask = query_mask & (d < DIM)[None, :]
+        x = tl.load(head_ptrs + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(head_ptrs + partner[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM:
-            inverse = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-            x = (x * inverse * tl.load(q_weight + d, mask=d < DIM, other=0.0)[None, :]).to(kind).to(tl.float32)
-            y = (y * inverse * tl.load(q_weight + partner, mask=d < DIM, other=0.0)[None, :]).to(kind).to(tl.float32)
-        turn = (row * HALF)[:, None] + (d % HALF)[None, :]
-        cos = tl.load(cosine + turn, mask=ok, other=0.0)
-        sin = tl.load(sine + turn, mask=ok, other=0.0)
-        q = (x * cos + y * tl.where((d < HALF)[None, :], -sin, sin)).to(kind)
+            inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            x = (x * inverse_rms * tl.load(q_weight + d, mask=d < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
+            y = (
+                (y * inverse_rms * tl.load(q_weight + partner, mask=d < DIM, other=0.0)[None, :])
+                .to(dtype)
+                .to(tl.float32)
+            )
+        rotary_offsets = (row * HALF)[:, None] + (d % HALF)[None, :]
+        cos = tl.load(cosine + rotary_offsets, mask=mask, other=0.0)
+        sin = tl.load(sine + rotary_offsets, mask=mask, other=0.0)
+        q = (x * cos + y * tl.where((d < HALF)[None, :], -sin, sin)).to(dtype)
 
         table = tables + tl.load(shared).to(tl.int64) * table_stride
         keys = pool + head * (16 * DIM)
         values = keys + kv_heads * (16 * DIM)
-        peak, total, acc = attend_range(
+        row_max, denom, acc = attend_range(
             q, table, keys, values, begin, end, d, scale, block_stride, QUERIES, DIM, PAD, TILE, STAGES, True
         )
-        to = ((part * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
-        tl.store(partial + to[:, None] * DIM + d[None, :], acc, mask=ok)
-        tl.store(peaks + to * 2, peak, mask=row < n_rows)
-        tl.store(peaks + to * 2 + 1, total, mask=row < n_rows)
+        out_index = ((split * n_rows + row) * kv_heads + head) * GROUP + m % GROUP
+        tl.store(partial + out_index[:, None] * DIM + d[None, :], acc, mask=mask)
+        tl.store(stats + out_index * 2, row_max, mask=row < n_rows)
+        tl.store(stats + out_index * 2 + 1, denom, mask=row < n_rows)
 
 
 def shared_prefix_attention(
-    qkv: Tensor,
-    at: Attention,
-    angles: tuple[Tensor, Tensor],
-    pool: Tensor,
-    tables: Tensor,
-    shared: Tensor,
-    partial: Tensor,
-    peaks: Tensor,
-    rows: int,
-    pdl: bool = False,
-) -> int:
-    """shared: int32 [2], a row whose table starts with the prefix and the prefix's tokens, a multiple of the block.
+    qkv: Tensor, attn: Attention, rotary: tuple[Tensor, Tensor], pool: Tensor, tables: Tensor, shared: Tensor,
+    partial: Tensor, stats: Tensor, rows: int, pdl: bool = False,
+) -> int:  # fmt: skip
+    """Attention of all rows over the shared prefix, as partial results; returns the number of splits.
 
-    partial: float32 [parts, rows, heads, dim], peaks: [parts, rows, heads, 2]. Returns the number of parts.
+    shared: int32 [2], a row whose block table begins with the prefix, and the prefix's length, a multiple of the block
+    size. partial: float32 [splits, rows, heads, dim]; stats: [splits, rows, heads, 2], max and denominator.
     """
-    group = at.heads // at.kv_heads
-    queries, parts = _prefix_tile_queries(rows * group), n_prefix_splits(rows, at.heads, at.kv_heads)
-    stages, warps = (3, 4) if at.head_dim <= 128 else (2, 8)  # what shared memory and registers hold
-    _shared_prefix_attention[(at.kv_heads, cdiv(rows * group, queries), parts)](
-        qkv, partial, peaks, *angles, at.q_norm if at.q_norm is not None else qkv, pool, tables, shared, rows,
-        at.scale * LOG2_E, at.eps, pool.stride(0), tables.stride(0),
-        GROUP=group, DIM=at.head_dim, PAD=next_power_of_two(at.head_dim), QUERIES=queries, TILE=64,
-        NORM=at.q_norm is not None, STAGES=stages, PDL=int(pdl), **launch_options(pdl, num_warps=warps),
+    group = attn.heads // attn.kv_heads
+    queries, n_splits = _prefix_tile_queries(rows * group), n_prefix_splits(rows, attn.heads, attn.kv_heads)
+    stages, warps = (3, 4) if attn.head_dim <= 128 else (2, 8)  # limited by shared memory and registers
+    _shared_prefix_attention[(attn.kv_heads, cdiv(rows * group, queries), n_splits)](
+        qkv, partial, stats, *rotary, attn.q_norm if attn.q_norm is not None else qkv, pool, tables, shared, rows,
+        attn.scale * LOG2_E, attn.eps, pool.stride(0), tables.stride(0),
+        GROUP=group, DIM=attn.head_dim, PAD=next_power_of_two(attn.head_dim), QUERIES=queries, TILE=64,
+        NORM=attn.q_norm is not None, STAGES=stages, PDL=int(pdl), **launch_options(pdl, num_warps=warps),
     )  # fmt: skip
-    return parts
+    return n_splits

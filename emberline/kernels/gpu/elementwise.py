@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""The gate of an MLP: activation(gate) * up."""
+"""Memory-bound kernels: gated activation, residual add with RMS norm, embedding lookup, block copies."""
 
 import torch
 import triton
@@ -9,6 +9,9 @@ from torch import Tensor
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.reference import activate, rms_norm
 
+COPY_WORDS = 2048  # of 8 bytes, copied by one program at a time
+PROGRAMS_PER_BLOCK = 8  # programs that share a block: a few blocks keep all SMs busy
+
 
 def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
@@ -17,7 +20,7 @@ def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def activation_fn(x, GELU: tl.constexpr):
-    """SiLU or tanh-GELU of float32 numbers; tanh(z) = 1 - 2 / (e^2z + 1)."""
+    """SiLU or tanh-GELU of float32 values; tanh(z) = 1 - 2 / (e^2z + 1)."""
     if GELU:
         z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         out = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
@@ -30,36 +33,29 @@ def activation_fn(x, GELU: tl.constexpr):
 def _gated_activation(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_launch_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < width
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = col < width
     pdl_wait(PDL)
-    gate = tl.load(gate_up + row * 2 * width + at, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=ok, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * width + col, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + col, mask=ok, other=0.0).to(tl.float32)
     gate = activation_fn(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=ok)
+    tl.store(out + row * width + col, (gate * up).to(out.dtype.element_ty), mask=ok)
 
 
 def gated_activation(gate_up: Tensor, activation: str, out: Tensor, pdl: bool = False) -> None:
-    """gate_up: [tokens, 2 * width], out: [tokens, width]."""
+    """out = activation(gate) * up. gate_up: [tokens, 2 * width], out: [tokens, width]."""
     tokens, width = out.shape
-    if not tokens:
-        return
-    block = 2048
-    _gated_activation[(tokens, cdiv(width, block))](
-        gate_up,
-        out,
-        width,
-        GELU=activation == "gelu_tanh",
-        BLOCK=block,
-        PDL=int(pdl),
-        **launch_options(pdl, num_warps=4),
-    )
+    if tokens:
+        _gated_activation[(tokens, cdiv(width, 2048))](
+            gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=2048, PDL=int(pdl),
+            **launch_options(pdl, num_warps=4),
+        )  # fmt: skip
 
 
 def add_norm_reference(
     x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, post: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new residual, and it normed. `post` norms what is added first."""
+    """The new residual, and its RMS norm. `post` is the weight of a norm applied to `added` first."""
     if added is not None:
         x = x + (added if post is None else rms_norm(added, post, eps))
     return x, x if weight is None else rms_norm(x, weight, eps)
@@ -72,34 +68,29 @@ def _add_norm(
 ):  # fmt: skip
     pdl_launch_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    ok = at < width
+    col = tl.arange(0, BLOCK)
+    ok = col < width
     pdl_wait(PDL)
-    value = tl.load(x + row * width + at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.load(x + row * width + col, mask=ok, other=0.0).to(tl.float32)
     if ADD:
-        more = tl.load(added + row * width + at, mask=ok, other=0.0).to(tl.float32)
+        more = tl.load(added + row * width + col, mask=ok, other=0.0).to(tl.float32)
         if POST:
             scaled = more * tl.rsqrt(tl.sum(more * more) / width + eps)
-            scaled *= tl.load(post + at, mask=ok, other=0.0)
+            scaled *= tl.load(post + col, mask=ok, other=0.0)
             more = scaled.to(x.dtype.element_ty).to(tl.float32)
         value = (value + more).to(x.dtype.element_ty).to(tl.float32)
-        tl.store(x + row * width + at, value.to(x.dtype.element_ty), mask=ok)
+        tl.store(x + row * width + col, value.to(x.dtype.element_ty), mask=ok)
     if NORM:
         normed = value * tl.rsqrt(tl.sum(value * value) / width + eps)
-        normed *= tl.load(weight + at, mask=ok, other=0.0)
-        tl.store(out + row * width + at, normed.to(out.dtype.element_ty), mask=ok)
+        normed *= tl.load(weight + col, mask=ok, other=0.0)
+        tl.store(out + row * width + col, normed.to(out.dtype.element_ty), mask=ok)
 
 
 def add_norm(
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor | None,
-    out: Tensor | None,
-    eps: float,
-    post: Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """x += added (normed by `post` first), in place; out = rms_norm(x) where a weight is given. All [tokens, width]."""
+    x: Tensor, added: Tensor | None, weight: Tensor | None, out: Tensor | None, eps: float,
+    post: Tensor | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """x += added, normed with `post` first if given; out = rms_norm(x) if a weight is given. All [tokens, width]."""
     tokens, width = x.shape
     if not tokens:
         return
@@ -119,11 +110,11 @@ def embedding_reference(weight: Tensor, ids: Tensor, factor: float) -> Tensor:
 @triton.jit
 def _embedding(weight, ids, out, width, factor, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < width
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = col < width
     row = tl.load(ids + token).to(tl.int64)
-    value = tl.load(weight + row * width + at, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + token * width + at, (value * factor).to(out.dtype.element_ty), mask=ok)
+    value = tl.load(weight + row * width + col, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + token * width + col, (value * factor).to(out.dtype.element_ty), mask=ok)
 
 
 def embedding(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
@@ -133,29 +124,26 @@ def embedding(weight: Tensor, ids: Tensor, factor: float, out: Tensor) -> None:
         _embedding[(tokens, cdiv(width, 1024))](weight, ids, out, width, factor, BLOCK=1024)
 
 
-WORDS = 2048  # of 8 bytes, copied by one program at a time
-PER_BLOCK = 8  # programs that share a block: 132 multiprocessors are busy with few blocks
-
-
 @triton.jit
 def _copy_blocks(source, target, pairs, n_words, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr):
     pair, part = tl.program_id(0), tl.program_id(1)
-    taken = source + tl.load(pairs + 2 * pair).to(tl.int64) * n_words
-    given = target + tl.load(pairs + 2 * pair + 1).to(tl.int64) * n_words
+    source_block = source + tl.load(pairs + 2 * pair).to(tl.int64) * n_words
+    target_block = target + tl.load(pairs + 2 * pair + 1).to(tl.int64) * n_words
     for start in range(part * WORDS, n_words, WORDS * PER_BLOCK):
-        at = start + tl.arange(0, WORDS)
-        tl.store(given + at, tl.load(taken + at, mask=at < n_words), mask=at < n_words)
+        word = start + tl.arange(0, WORDS)
+        tl.store(target_block + word, tl.load(source_block + word, mask=word < n_words), mask=word < n_words)
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """pairs: [n, 2] int32, (block of source, block of target). Pools are [blocks, words] of int64."""
+    """Copy KV blocks between pools, both int64 [blocks, words]. pairs: int32 [n, 2], (source block, target block)."""
     n_words = source.shape[1]
     assert source.dtype == target.dtype == torch.int64
     assert target.shape[1] == n_words
     if len(pairs):
-        _copy_blocks[len(pairs), PER_BLOCK](source, target, pairs, n_words, WORDS, PER_BLOCK, num_warps=8)
+        _copy_blocks[len(pairs), PROGRAMS_PER_BLOCK](
+            source, target, pairs, n_words, COPY_WORDS, PROGRAMS_PER_BLOCK, num_warps=8
+        )
 
 
 def copy_blocks_reference(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """What the kernel does, in plain torch."""
     target[pairs[:, 1].long()] = source[pairs[:, 0].long()]

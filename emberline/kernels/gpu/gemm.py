@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""A few tokens times a matrix on the tensor cores, at the speed at which the weights can be read.
+"""Dense matrix products for few tokens: GEMV for one, skinny GEMM for up to about 64, and a batch-invariant matmul.
 
-The matrix stands on the side where an instruction takes 64 rows, the tokens on the side where it takes as few as 8.
-Columns may be split over programs; whichever of a tile's programs ends last adds the parts, always in the same order.
+GEMV fuses the RMS norm before it: the sum of squares accumulates in the same loop as the product. Skinny GEMM runs on
+tensor cores with the weights as the instruction's M side (64 rows) and the tokens as its N side (as few as 8). Its K
+dimension may be split over programs (split-K); the last program of a tile to finish adds the partial sums, always in
+the same order. All of them share an epilogue: bias, gated activation, residual.
 """
 
 from dataclasses import dataclass
@@ -25,52 +27,54 @@ from emberline.kernels.gpu.launch import (
 
 
 @triton.jit
-def epilogue(value, other, bias, to, bias_ok, ok, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr):
-    """value + bias, as the gate of `other` or added to what is there, to the pointers `to`.
+def epilogue(
+    value, up, bias_ptrs, out_ptrs, bias_mask, mask, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr
+):
+    """out = value + bias; with GATE activation(value + bias) * up; with ADD added to the old values of out.
 
     GATE: 0 none, 1 SiLU, 2 GELU.
     """
     if BIAS:
-        value += tl.load(bias, mask=bias_ok, other=0.0).to(tl.float32)
+        value += tl.load(bias_ptrs, mask=bias_mask, other=0.0).to(tl.float32)
     if GATE:
-        value = activation_fn(value, GATE == 2) * other
+        value = activation_fn(value, GATE == 2) * up
     if ADD:
-        value += tl.load(to, mask=ok, other=0.0).to(tl.float32)
-    tl.store(to, value.to(to.dtype.element_ty), mask=ok)
+        value += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, value.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def reduce_split_k(
-    acc, acc2, partial, counters, tile, split,
+    acc, acc_up, partial, counters, tile, split,
     GATE: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Leaves this program's part for the one of its tile that ends last; that one gets the sum, in a fixed order.
+    """Store this program's partial sums; the last program of the tile to finish gets the total, added in a fixed order.
 
-    acc, acc2 (the latter with a gate): [ROWS, TOKENS]. counters: zeros, and zeros again afterwards.
+    acc, acc_up (the latter with a gate): [ROWS, TOKENS]. counters: zero before the launch, and zero again after it.
     """
-    PARTS: tl.constexpr = 2 if GATE else 1
-    place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    mine = partial + (tile * SPLITS).to(tl.int64) * (PARTS * ROWS * TOKENS)
-    part = mine + split * (PARTS * ROWS * TOKENS)
-    tl.store(part + place, acc)
+    N_ACC: tl.constexpr = 2 if GATE else 1
+    offsets = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    tile_partials = partial + (tile * SPLITS).to(tl.int64) * (N_ACC * ROWS * TOKENS)
+    own_partial = tile_partials + split * (N_ACC * ROWS * TOKENS)
+    tl.store(own_partial + offsets, acc)
     if GATE:
-        tl.store(part + ROWS * TOKENS + place, acc2)
-    tl.debug_barrier()  # every thread's part is written before one of them says so
+        tl.store(own_partial + ROWS * TOKENS + offsets, acc_up)
+    tl.debug_barrier()  # all threads have stored before the counter is incremented
     last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
     if last:
         tl.store(counters + tile, 0)
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
+        acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
         for s in tl.static_range(SPLITS):
-            other = mine + s * (PARTS * ROWS * TOKENS)
-            acc += tl.load(other + place, cache_modifier=".cg")
+            split_partial = tile_partials + s * (N_ACC * ROWS * TOKENS)
+            acc += tl.load(split_partial + offsets, cache_modifier=".cg")
             if GATE:
-                acc2 += tl.load(other + ROWS * TOKENS + place, cache_modifier=".cg")
-    return acc, acc2, last
+                acc_up += tl.load(split_partial + ROWS * TOKENS + offsets, cache_modifier=".cg")
+    return acc, acc_up, last
 
 
 def split_k_floats(tiles: int, splits: int, rows: int, tokens: int, gated: bool) -> int:
-    """What `join` needs for its parts."""
+    """Workspace of `reduce_split_k`."""
     return 0 if splits == 1 else tiles * splits * (1 + gated) * rows * tokens
 
 
@@ -81,7 +85,7 @@ class SkinnyGemmTile:
     splits: int
     stages: int
     warps: int
-    fetch: int = 0  # bytes of each row, a power of two, asked into the L2 cache before the input is there
+    fetch: int = 0  # bytes of each row, a power of two, prefetched into L2 before the input is ready
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -96,63 +100,64 @@ def _skinny_gemm(
     row = tile * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     t = tl.arange(0, TOKENS)
-    ok, there = row < n, t < m
-    each = tl.cdiv(tl.cdiv(k, COLS), SPLITS) * COLS
-    begin, end = split * each, tl.minimum(split * each + each, k)
-    safe = tl.minimum(row, n - 1).to(tl.int64)  # a tile that hangs over reads the last row again
-    at = weight + safe[:, None] * k + col[None, :]
-    second = at + n.to(tl.int64) * k
+    row_mask, token_mask = row < n, t < m
+    cols_per_split = tl.cdiv(tl.cdiv(k, COLS), SPLITS) * COLS
+    begin, end = split * cols_per_split, tl.minimum(split * cols_per_split + cols_per_split, k)
+    safe_row = tl.minimum(row, n - 1).to(tl.int64)  # a tile past the end reads the last row again
+    w_ptrs = weight + safe_row[:, None] * k + col[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * k
     if FETCH > 0:
-        prefetch_l2(weight + safe * k + begin, FETCH)
+        prefetch_l2(weight + safe_row * k + begin, FETCH)
         if GATE:
-            prefetch_l2(weight + safe * k + n.to(tl.int64) * k + begin, FETCH)
+            prefetch_l2(weight + safe_row * k + n.to(tl.int64) * k + begin, FETCH)
     pdl_wait(PDL)
-    source = x + t[:, None] * k + col[None, :]
+    x_ptrs = x + t[:, None] * k + col[None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(begin, end, COLS, num_stages=STAGES):
         if EVEN:
-            w = tl.load(at + start, eviction_policy="evict_first")
-            v = tl.load(source + start, mask=there[:, None], other=0.0)
+            w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+            x_tile = tl.load(x_ptrs + start, mask=token_mask[:, None], other=0.0)
         else:
-            inside = (start + col < k)[None, :]
-            w = tl.load(at + start, mask=inside, other=0.0)
-            v = tl.load(source + start, mask=there[:, None] & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(v), acc)
+            col_mask = (start + col < k)[None, :]
+            w = tl.load(w_ptrs + start, mask=col_mask, other=0.0)
+            x_tile = tl.load(x_ptrs + start, mask=token_mask[:, None] & col_mask, other=0.0)
+        acc = tl.dot(w, tl.trans(x_tile), acc)
         if GATE:
             if EVEN:
-                w2 = tl.load(second + start, eviction_policy="evict_first")
+                w_up = tl.load(up_ptrs + start, eviction_policy="evict_first")
             else:
-                w2 = tl.load(second + start, mask=inside, other=0.0)
-            acc2 = tl.dot(w2, tl.trans(v), acc2)
+                w_up = tl.load(up_ptrs + start, mask=col_mask, other=0.0)
+            acc_up = tl.dot(w_up, tl.trans(x_tile), acc_up)
     pdl_launch_late(PDL)
     last = True
     if SPLITS > 1:
-        acc, acc2, last = reduce_split_k(acc, acc2, partial, counters, tile, split, GATE, SPLITS, ROWS, TOKENS)
+        acc, acc_up, last = reduce_split_k(acc, acc_up, partial, counters, tile, split, GATE, SPLITS, ROWS, TOKENS)
     if last:
-        to = out + t.to(tl.int64)[None, :] * n + row[:, None]
-        epilogue(acc, acc2, bias + row[:, None], to, ok[:, None], ok[:, None] & there[None, :], BIAS, GATE, ADD)
+        out_ptrs = out + t.to(tl.int64)[None, :] * n + row[:, None]
+        epilogue(
+            acc,
+            acc_up,
+            bias + row[:, None],
+            out_ptrs,
+            row_mask[:, None],
+            row_mask[:, None] & token_mask[None, :],
+            BIAS,
+            GATE,
+            ADD,
+        )
 
 
 def skinny_gemm_floats(n: int, m: int, tile: SkinnyGemmTile, gated: bool) -> int:
-    """Scratch for the split columns of a matrix with n output columns."""
+    """Split-K workspace of `skinny_gemm` for m tokens and n output columns."""
     return split_k_floats(cdiv(n, tile.rows), tile.splits, tile.rows, max(16, next_power_of_two(m)), gated)
 
 
 def skinny_gemm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tile: SkinnyGemmTile,
-    partial: Tensor,
-    counters: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gate: int = 0,
-    add: bool = False,
-    pdl: int = 0,
-) -> None:
-    """x: [m, k]; weight: [n, k], or [2n, k] with a gate; out: [m, n]. counters: int32 zeros, and zeros afterwards."""
+    x: Tensor, weight: Tensor, out: Tensor, tile: SkinnyGemmTile, partial: Tensor, counters: Tensor, *,
+    bias: Tensor | None = None, gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [m, k]; weight: [n, k], or [2n, k] with a gate; out: [m, n]. counters: int32 zeros, reset to zero."""
     (m, n), k = out.shape, weight.shape[1]
     even = k % (tile.cols * tile.splits) == 0
     fetch = tile.fetch if pdl and even and tile.fetch <= k // tile.splits * weight.element_size() else 0
@@ -166,7 +171,7 @@ def skinny_gemm(
 
 @triton.jit(do_not_specialize=["m"])
 def _batch_invariant_matmul(
-    x, weight, bias, out, m, n, k, stride, BIAS: tl.constexpr, ADD: tl.constexpr,
+    x, weight, bias, out, m, n, k, out_stride, BIAS: tl.constexpr, ADD: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_early(PDL)
@@ -176,25 +181,28 @@ def _batch_invariant_matmul(
     pdl_wait(PDL)
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
     for start in range(0, k, COLS):
-        inside = (start + col < k)[None, :]
-        a = tl.load(x + t.to(tl.int64)[:, None] * k + start + col[None, :], mask=(t < m)[:, None] & inside, other=0.0)
+        col_mask = (start + col < k)[None, :]
+        a = tl.load(x + t.to(tl.int64)[:, None] * k + start + col[None, :], mask=(t < m)[:, None] & col_mask, other=0.0)
         b = tl.load(
-            weight + row.to(tl.int64)[:, None] * k + start + col[None, :], mask=(row < n)[:, None] & inside, other=0.0
+            weight + row.to(tl.int64)[:, None] * k + start + col[None, :], mask=(row < n)[:, None] & col_mask, other=0.0
         )
         acc = tl.dot(a, tl.trans(b), acc)
     if BIAS:
         acc += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-    to = out + t.to(tl.int64)[:, None] * stride + row[None, :]
-    ok = (t < m)[:, None] & (row < n)[None, :]
+    out_ptrs = out + t.to(tl.int64)[:, None] * out_stride + row[None, :]
+    mask = (t < m)[:, None] & (row < n)[None, :]
     if ADD:
-        acc += tl.load(to, mask=ok, other=0.0).to(tl.float32)
-    tl.store(to, acc.to(out.dtype.element_ty), mask=ok)
+        acc += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def batch_invariant_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, pdl: bool = False
-) -> None:
-    """x: [m, k], weight: [n, k], out: [m, n], the columns of a row contiguous."""
+) -> None:  # fmt: skip
+    """One tile shape and K order for any m, so a token's result does not depend on the batch.
+
+    x: [m, k], weight: [n, k], out: [m, n] with any stride between rows.
+    """
     (m, n), k = out.shape, x.shape[1]
     _batch_invariant_matmul[(cdiv(n, 128), cdiv(m, 64))](
         x, weight, weight if bias is None else bias, out, m, n, k, out.stride(0), BIAS=bias is not None, ADD=add,
@@ -204,10 +212,10 @@ def batch_invariant_matmul(
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    rows: int  # of the matrix, per program; of gate and of up each, where there is a gate
-    cols: int  # per step of the loop
+    rows: int  # of the matrix, per program; with a gate, of gate and up each
+    cols: int  # per iteration
     warps: int
-    fetch: int = 0  # bytes of each row, a power of two, asked into the L2 cache before the input is there
+    fetch: int = 0  # bytes of each row, a power of two, prefetched into L2 before the input is ready
 
 
 @triton.jit
@@ -216,64 +224,55 @@ def _gemv(
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With a gate (`epilogue.put`), rows n .. 2n - 1 of the matrix are what it multiplies."""
+    """With a gate, rows n .. 2n - 1 of the matrix are the up projection."""
     pdl_launch_early(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
-    ok = row < n
-    at = weight + row.to(tl.int64)[:, None] * k + col[None, :]
-    mask = ok[:, None] if EVEN else ok[:, None] & (col < k)[None, :]
-    w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    second = at + n.to(tl.int64) * k
+    row_mask = row < n
+    w_ptrs = weight + row.to(tl.int64)[:, None] * k + col[None, :]
+    mask = row_mask[:, None] if EVEN else row_mask[:, None] & (col < k)[None, :]
+    w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    up_ptrs = w_ptrs + n.to(tl.int64) * k
     if GATE:
-        w2 = tl.load(second, mask=mask, other=0.0, eviction_policy="evict_first")
+        w_up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     if FETCH > 0:
-        ahead = weight + tl.minimum(row, n - 1).to(tl.int64) * k + COLS
-        prefetch_l2(ahead, FETCH)
+        prefetch_ptrs = weight + tl.minimum(row, n - 1).to(tl.int64) * k + COLS
+        prefetch_l2(prefetch_ptrs, FETCH)
         if GATE:
-            prefetch_l2(ahead + n.to(tl.int64) * k, FETCH)
+            prefetch_l2(prefetch_ptrs + n.to(tl.int64) * k, FETCH)
     pdl_wait(PDL)
     acc = tl.zeros([ROWS, COLS], tl.float32)
-    acc2 = tl.zeros([ROWS, COLS], tl.float32)
+    acc_up = tl.zeros([ROWS, COLS], tl.float32)
     squares = tl.zeros([COLS], tl.float32)
     for start in range(0, k, COLS):
-        here = w
-        ahead_mask = ok[:, None] & (start + COLS + col < k)[None, :]
-        w = tl.load(at + start + COLS, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
+        current = w
+        next_mask = row_mask[:, None] & (start + COLS + col < k)[None, :]
+        w = tl.load(w_ptrs + start + COLS, mask=next_mask, other=0.0, eviction_policy="evict_first")
         if GATE:
-            here2 = w2
-            w2 = tl.load(second + start + COLS, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
-        inside = start + col < k
-        v = tl.load(x + start + col, mask=inside, other=0.0).to(tl.float32)
+            current_up = w_up
+            w_up = tl.load(up_ptrs + start + COLS, mask=next_mask, other=0.0, eviction_policy="evict_first")
+        col_mask = start + col < k
+        x_tile = tl.load(x + start + col, mask=col_mask, other=0.0).to(tl.float32)
         if NORM:
-            squares += v * v
-            v *= tl.load(norm + start + col, mask=inside, other=0.0)
-        acc += here.to(tl.float32) * v[None, :]
+            squares += x_tile * x_tile
+            x_tile *= tl.load(norm + start + col, mask=col_mask, other=0.0)
+        acc += current.to(tl.float32) * x_tile[None, :]
         if GATE:
-            acc2 += here2.to(tl.float32) * v[None, :]
+            acc_up += current_up.to(tl.float32) * x_tile[None, :]
     pdl_launch_late(PDL)
-    result, other = tl.sum(acc, 1), tl.sum(acc2, 1)
+    result, up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares) / k + eps)
         result *= scale
-        other *= scale
-    epilogue(result, other, bias + row, out + row, ok, ok, BIAS, GATE, ADD)
+        up *= scale
+    epilogue(result, up, bias + row, out + row, row_mask, row_mask, BIAS, GATE, ADD)
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tile: GemvTile,
-    *,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: int = 0,
-    add: bool = False,
-    pdl: int = 0,
-) -> None:
-    """x: [1, k]; weight: [n, k], or [2n, k] with a gate; out: [1, n], any float type."""
+    x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, bias: Tensor | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [1, k]; weight: [n, k], or [2n, k] with a gate; out: [1, n], any float dtype."""
     n, k = out.shape[1], weight.shape[1]
     fetch = tile.fetch if pdl and tile.cols * 2 + tile.fetch <= k * weight.element_size() else 0
     _gemv[(cdiv(n, tile.rows),)](
@@ -285,12 +284,12 @@ def gemv(
 
 @dataclass(frozen=True, slots=True)
 class PersistentGemvTile:
-    """Whole rows at a time, by programs that stay: the token is read and normed once, and stays in registers."""
+    """Persistent programs that take whole rows: the token is read and normed once and stays in registers."""
 
     rows: int
     warps: int
-    per_sm: int  # programs on a multiprocessor
-    fetch: bool = False  # ask all of the matrix into the L2 cache before the input is there
+    per_sm: int  # programs per SM
+    fetch: bool = False  # prefetch the whole matrix into L2 before the input is ready
 
 
 @triton.jit
@@ -302,55 +301,46 @@ def _persistent_gemv(
     pdl_launch_early(PDL)
     stride = tl.num_programs(0) * ROWS
     col = tl.arange(0, WIDTH)
-    inside = col < k
+    col_mask = col < k
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = weight + row.to(tl.int64)[:, None] * k + col[None, :]
-    second = at + n.to(tl.int64) * k
-    mask = (row < n)[:, None] & inside[None, :]
-    w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    w_ptrs = weight + row.to(tl.int64)[:, None] * k + col[None, :]
+    up_ptrs = w_ptrs + n.to(tl.int64) * k
+    mask = (row < n)[:, None] & col_mask[None, :]
+    w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATE:
-        w2 = tl.load(second, mask=mask, other=0.0, eviction_policy="evict_first")
+        w_up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     if FETCH > 0:
         for start in range(tl.program_id(0) * ROWS, n, stride):
-            ahead = tl.minimum(start + tl.arange(0, ROWS), n - 1).to(tl.int64)
-            prefetch_l2(weight + ahead * k, FETCH)
+            prefetch_row = tl.minimum(start + tl.arange(0, ROWS), n - 1).to(tl.int64)
+            prefetch_l2(weight + prefetch_row * k, FETCH)
     pdl_wait(PDL)
-    v = tl.load(x + col, mask=inside, other=0.0).to(tl.float32)
+    x_row = tl.load(x + col, mask=col_mask, other=0.0).to(tl.float32)
     if NORM:
-        v *= tl.rsqrt(tl.sum(v * v) / k + eps)
-        v *= tl.load(norm + col, mask=inside, other=0.0)
+        x_row *= tl.rsqrt(tl.sum(x_row * x_row) / k + eps)
+        x_row *= tl.load(norm + col, mask=col_mask, other=0.0)
     for start in range(tl.program_id(0) * ROWS, n, stride):
         row = start + tl.arange(0, ROWS)
-        ok = row < n
-        here = w
-        next_mask = (row + stride < n)[:, None] & inside[None, :]
-        at += stride.to(tl.int64) * k
-        w = tl.load(at, mask=next_mask, other=0.0, eviction_policy="evict_first")
+        row_mask = row < n
+        current = w
+        next_mask = (row + stride < n)[:, None] & col_mask[None, :]
+        w_ptrs += stride.to(tl.int64) * k
+        w = tl.load(w_ptrs, mask=next_mask, other=0.0, eviction_policy="evict_first")
         if GATE:
-            here2 = w2
-            second += stride.to(tl.int64) * k
-            w2 = tl.load(second, mask=next_mask, other=0.0, eviction_policy="evict_first")
-        result = tl.sum(here.to(tl.float32) * v[None, :], 1)
-        other = 0.0
+            current_up = w_up
+            up_ptrs += stride.to(tl.int64) * k
+            w_up = tl.load(up_ptrs, mask=next_mask, other=0.0, eviction_policy="evict_first")
+        result = tl.sum(current.to(tl.float32) * x_row[None, :], 1)
+        up = 0.0
         if GATE:
-            other = tl.sum(here2.to(tl.float32) * v[None, :], 1)
-        epilogue(result, other, bias + row, out + row, ok, ok, BIAS, GATE, ADD)
+            up = tl.sum(current_up.to(tl.float32) * x_row[None, :], 1)
+        epilogue(result, up, bias + row, out + row, row_mask, row_mask, BIAS, GATE, ADD)
     pdl_launch_late(PDL)
 
 
 def persistent_gemv(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tile: PersistentGemvTile,
-    *,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: int = 0,
-    add: bool = False,
-    pdl: int = 0,
-) -> None:
+    x: Tensor, weight: Tensor, out: Tensor, tile: PersistentGemvTile, *, bias: Tensor | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
     """As `gemv`, for rows that fit in registers."""
     n, k = out.shape[1], weight.shape[1]
     programs = min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT)

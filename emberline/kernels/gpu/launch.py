@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""What every launch shares: whether kernels run interpreted, and how one kernel may start before the last has ended.
+"""Launch helpers shared by all kernels: interpreter mode, launch options and programmatic dependent launch (PDL).
 
-Dependent launch: a kernel marked PDL may start while its predecessor still runs. It loads what no kernel writes
-(weights) at once, and calls `await_inputs` before it touches anything else. Every program of every marked kernel
-calls it, also one with nothing to do: only so does the end of a kernel imply the end of all before it.
-PDL is 0 (off), 1 (the next may start as soon as this one has), or 2 (as soon as this one's reading is done).
+With PDL a kernel may start while its predecessor still runs. It may load weights, which no kernel writes, at once, and
+must call `pdl_wait` before it touches anything else. Every program of every PDL kernel calls it, even one without work:
+only then does the end of a kernel imply that all earlier kernels have ended.
+PDL is 0 (off), 1 (the next kernel may start as soon as this one has) or 2 (once this one has finished reading).
 """
 
 import os
@@ -16,16 +16,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tables were measured on; others run, less well balanced
+SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measured on; other GPUs are balanced less well
 
 
 def supports_pdl() -> bool:
-    """Whether this device can start kernels early."""
+    """Whether this device supports programmatic dependent launch."""
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
 
 
 def launch_options(pdl: bool, **more: Any) -> dict[str, Any]:
-    """Launch options; the interpreter knows none of them."""
+    """Launch options such as num_warps; the interpreter accepts none of them."""
     if INTERPRETED:
         return {}
     return {**more, "launch_pdl": True} if pdl else more
@@ -33,25 +33,28 @@ def launch_options(pdl: bool, **more: Any) -> dict[str, Any]:
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
+    """Wait until all preceding kernels have completed."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def pdl_launch_early(PDL: tl.constexpr):
+    """Called at the start of a kernel: allow the next kernel to start."""
     if PDL == 1:
         gdc_launch_dependents()
 
 
 @triton.jit
 def pdl_launch_late(PDL: tl.constexpr):
+    """Called after a kernel's last read: allow the next kernel to start."""
     if PDL == 2:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch_l2(rows, BYTES: tl.constexpr):
-    """Starts moving BYTES (a power of two, 128 at least) from each pointer to the L2 cache; waits for nothing."""
+    """Prefetch BYTES (a power of two, at least 128) from each pointer into the L2 cache, without waiting."""
     lines = rows.to(tl.pointer_type(tl.int8))[:, None] + tl.arange(0, BYTES // 128)[None, :] * 128
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1

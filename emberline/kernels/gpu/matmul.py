@@ -1,7 +1,7 @@
-"""Every projection: which kernel multiplies, by the number of tokens and the matrix's shape.
+"""Every projection of a model: selects the kernel and tile config by token count and matrix shape, and launches it.
 
-The tables were measured on an H200 (docs/design/gpu-kernels.md); nothing is tuned at run time. The norm before, the
-gate or the residual behind are folded in where that pays, and are launches of their own where not.
+The tables were measured on an H200 (docs/design/gpu-kernels.md); nothing is tuned at run time. The norm before a
+projection and the gate or residual after it are fused where that pays, and are separate launches where it does not.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import quantized_gemm as quantised
-from emberline.kernels.gpu.elementwise import add_norm
-from emberline.kernels.gpu.elementwise import gated_activation as apply_gate
+from emberline.kernels.gpu.elementwise import add_norm, gated_activation
 from emberline.kernels.gpu.gemm import (
     GemvTile,
     PersistentGemvTile,
@@ -29,6 +27,7 @@ from emberline.kernels.gpu.quantized_gemm import (
     QuantizedGemmTile,
     QuantizedGemvTile,
     QuantizedMatrix,
+    dequantize_rows,
     quantized_gemv,
     quantized_skinny_gemm,
 )
@@ -36,8 +35,8 @@ from emberline.kernels.gpu.workspace import DEQUANTIZED_BYTES, MLP_TOKENS, Works
 
 GATES = ("", "silu", "gelu_tanh")
 MAX_SKINNY = 64  # tokens; above, cuBLAS
-MAX_GATED = 128  # tokens up to which gate and up are still ours: the gate comes for nothing
-MAX_WHOLE_ROW = 8192  # columns that one program holds in registers
+MAX_GATED = 128  # tokens up to which gate and up use the skinny GEMM, whose activation is free
+MAX_WHOLE_ROW = 8192  # columns that one program can hold in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """out = rms_norm(x) · matrixᵀ + bias, gated, or added to out."""
+    """What is fused with a product: out = rms_norm(x) · matrixᵀ + bias, then gated, or added to out."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -60,8 +59,11 @@ class Fusion:
     add: bool = False
 
 
+# --- tile configs -----------------------------------------------------------------------------------------------------
+
+
 def dense_tile(m: int, n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile | SkinnyGemmTile | None:
-    """The kernel for m tokens and n output columns; None: cuBLAS."""
+    """The kernel and tile config for m tokens and n output columns; None: cuBLAS."""
     if m == 1:
         return _gemv_tile(n, k, gated)
     if m <= MAX_SKINNY or (m <= MAX_GATED and gated and n >= 8192):
@@ -71,21 +73,17 @@ def dense_tile(m: int, n: int, k: int, gated: bool) -> GemvTile | PersistentGemv
 
 def _gemv_tile(n: int, k: int, gated: bool) -> GemvTile | PersistentGemvTile:
     if INTERPRETED:
-        return PersistentGemvTile(32, 1, 1)  # a step costs the interpreter the same, however many rows it takes
+        return PersistentGemvTile(32, 1, 1)  # an iteration costs the interpreter the same for any number of rows
     if k <= MAX_WHOLE_ROW:
         if gated:
             return PersistentGemvTile(1, 8, 4)
-        return (
-            PersistentGemvTile(2, 8, 4)
-            if n >= 6144
-            else PersistentGemvTile(4, 8, 2)
-            if n >= 2048
-            else PersistentGemvTile(1, 4, 4)
-        )
-    each = 4
-    while each > 1 and n // each < 3 * SM_COUNT:
-        each //= 2
-    return GemvTile(each, 512, 4)
+        if n >= 6144:
+            return PersistentGemvTile(2, 8, 4)
+        return PersistentGemvTile(4, 8, 2) if n >= 2048 else PersistentGemvTile(1, 4, 4)
+    rows = 4
+    while rows > 1 and n // rows < 3 * SM_COUNT:
+        rows //= 2
+    return GemvTile(rows, 512, 4)
 
 
 def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyGemmTile:
@@ -94,7 +92,7 @@ def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyGemmTile:
             return SkinnyGemmTile(128, 128, 1, 3, 4) if m <= 16 else SkinnyGemmTile(128, 64, 1, 4, 8)
         return SkinnyGemmTile(64, 64, 1, 6, 4)
     tiles = cdiv(n, 64)
-    if tiles >= 8 * SM_COUNT:  # a head
+    if tiles >= 8 * SM_COUNT:  # an LM head
         return SkinnyGemmTile(128, 128, 1, 3, 8) if m <= 16 else SkinnyGemmTile(128, 64, 1, 5, 4)
     if tiles >= SM_COUNT // 2 + 8:
         return SkinnyGemmTile(64, 128, 1, 5, 4)
@@ -104,112 +102,6 @@ def _skinny_tile(m: int, n: int, k: int, gated: bool) -> SkinnyGemmTile:
     if splits == 2 and k % 512 == 0 and m <= 32:
         return SkinnyGemmTile(64, 256, 2, 3, 4, 256)
     return SkinnyGemmTile(64, 128, splits, 5 if splits == 2 else 3, 4)
-
-
-class Matmul:
-    """Multiplies, with the workspace's scratch. `deterministic`: what a token gets does not depend on the others.
-
-    pdl: whether kernels may start before their predecessor has ended. For one token only the kernel behind attention
-    does, while that one waits for the cache; else all do, and let their successor start when they stop reading.
-    """
-
-    def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
-        self._space = workspace
-        self._deterministic = deterministic
-        self._pdl = pdl
-
-    def __call__(
-        self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, job: Fusion, overlapped: bool = False
-    ) -> None:
-        """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
-        if not len(x):
-            return
-        if isinstance(matrix, QuantizedMatrix):
-            self._quantised(x, matrix, out, job)
-            return
-        if self._deterministic:
-            self._separate(x, matrix, out, job)
-            return
-        (m, n), k = out.shape, x.shape[1]
-        tile = dense_tile(m, n, k, bool(job.gate))
-        if isinstance(tile, GemvTile | PersistentGemvTile):
-            self._vector(x, matrix, out, job, tile, overlapped)
-        elif tile is not None and skinny_gemm_floats(n, m, tile, bool(job.gate)) <= self._space.matmul.numel():
-            if job.norm is not None:
-                x = self._normed(x, job)
-            skinny_gemm(
-                x, matrix.weight, out, tile, self._space.matmul, self._space.counters, bias=matrix.bias,
-                gate=job.gate, add=job.add, pdl=2 * self._pdl,
-            )  # fmt: skip
-        else:
-            self._separate(x, matrix, out, job)
-
-    def _vector(
-        self,
-        x: Tensor,
-        matrix: DenseMatrix,
-        out: Tensor,
-        job: Fusion,
-        tile: GemvTile | PersistentGemvTile,
-        overlapped: bool,
-    ) -> None:
-        kernel: Any = gemv if isinstance(tile, GemvTile) else persistent_gemv
-        kernel(
-            x, matrix.weight, out, tile, bias=matrix.bias, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add,
-            pdl=self._pdl and overlapped,
-        )  # fmt: skip
-
-    def _normed(self, x: Tensor, job: Fusion) -> Tensor:
-        normed = self._space.take("normed", *x.shape)
-        add_norm(x, None, job.norm, normed, job.eps, pdl=self._pdl)
-        return normed
-
-    def _separate(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, job: Fusion) -> None:
-        if job.norm is not None:
-            x = self._normed(x, job)
-        if not job.gate:
-            self._product(x, matrix, out, job.add)
-            return
-        assert len(x) <= MLP_TOKENS
-        both = self._space.take("gate_up", len(x), matrix.shape[0])
-        self._product(x, matrix, both, False)
-        apply_gate(both, GATES[job.gate], out, pdl=self._pdl)
-
-    def _product(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, add: bool) -> None:
-        if isinstance(matrix, DenseMatrix):
-            self._plain(x, matrix.weight, matrix.bias, out, add)
-            return
-        n, k = matrix.shape
-        each = DEQUANTIZED_BYTES // (k * x.element_size()) // 64 * 64
-        for first in range(0, n, each):
-            rows = self._space.take("dequantised", min(each, n - first), k)
-            quantised.dequantize_rows(matrix, first, rows)
-            bias = None if matrix.bias is None else matrix.bias[first : first + each]
-            self._plain(x, rows, bias, out[:, first : first + each], add)
-
-    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
-        if self._deterministic:
-            batch_invariant_matmul(x, weight, bias, out, add, pdl=self._pdl)
-        else:
-            _cublas(x, weight, bias, out, add)
-
-    def _quantised(self, x: Tensor, matrix: QuantizedMatrix, out: Tensor, job: Fusion) -> None:
-        m, words = len(x), matrix.codes.shape[1]
-        if m > MAX_SKINNY or self._deterministic:
-            self._separate(x, matrix, out, job)
-        elif m == 1 and words <= MAX_GEMV_WORDS:
-            tile = quantized_gemv_tile(out.shape[1], words, bool(job.gate))
-            quantized_gemv(
-                x, matrix, out, tile, norm=job.norm, eps=job.eps, gate=job.gate, add=job.add, pdl=self._pdl
-            )  # fmt: skip
-        else:
-            if job.norm is not None:
-                x = self._normed(x, job)
-            few = quantized_gemm_tile(m, out.shape[1])
-            space = self._space
-            quantized_skinny_gemm(
-                x, matrix, out, few, space.matmul, space.counters, gate=job.gate, add=job.add, pdl=2 * self._pdl
-            )  # fmt: skip
 
 
 def quantized_gemv_tile(n: int, words: int, gated: bool) -> QuantizedGemvTile:
@@ -230,15 +122,114 @@ def quantized_gemm_tile(m: int, n: int) -> QuantizedGemmTile:
     return QuantizedGemmTile(64, 32, splits, 3, 4) if m <= 16 else QuantizedGemmTile(64, 16, splits, 4, 4)
 
 
-def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    if out.dtype != x.dtype:
-        torch.ops.aten.mm.dtype_out(x, weight.T, out.dtype, out=out)
-        if bias is not None:
-            out.add_(bias)
-    elif bias is not None:
-        assert not add
-        torch.addmm(bias, x, weight.T, out=out)
-    elif add:
-        out.addmm_(x, weight.T)
-    else:
-        torch.mm(x, weight.T, out=out)
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+class Matmul:
+    """Launches products in the workspace's memory.
+
+    deterministic: batch-invariant kernels only, so that a token's result does not depend on the rest of the batch.
+    pdl: use programmatic dependent launch. For one token only the projection after attention starts early, while
+    attention waits for the KV cache; for more tokens every kernel does, and lets its successor start once it has read.
+    """
+
+    def __init__(self, workspace: Workspace, deterministic: bool, pdl: bool) -> None:
+        self._workspace = workspace
+        self._deterministic = deterministic
+        self._pdl = pdl
+
+    def __call__(
+        self,
+        x: Tensor,
+        matrix: DenseMatrix | QuantizedMatrix,
+        out: Tensor,
+        fusion: Fusion,
+        after_attention: bool = False,
+    ) -> None:
+        """x: [m, k], out: [m, n] contiguous. Reads x before it writes out; with a gate, n is half the matrix's rows."""
+        if not len(x):
+            return
+        if isinstance(matrix, QuantizedMatrix):
+            self._quantized(x, matrix, out, fusion)
+        elif self._deterministic:
+            self._unfused(x, matrix, out, fusion)
+        else:
+            self._dense(x, matrix, out, fusion, after_attention)
+
+    def _dense(self, x: Tensor, matrix: DenseMatrix, out: Tensor, fusion: Fusion, after_attention: bool) -> None:
+        (m, n), k, workspace = out.shape, x.shape[1], self._workspace
+        tile = dense_tile(m, n, k, bool(fusion.gate))
+        if isinstance(tile, GemvTile | PersistentGemvTile):
+            kernel: Any = gemv if isinstance(tile, GemvTile) else persistent_gemv
+            kernel(
+                x, matrix.weight, out, tile, bias=matrix.bias, norm=fusion.norm, eps=fusion.eps, gate=fusion.gate,
+                add=fusion.add, pdl=self._pdl and after_attention,
+            )  # fmt: skip
+        elif tile is not None and skinny_gemm_floats(n, m, tile, bool(fusion.gate)) <= workspace.matmul.numel():
+            skinny_gemm(
+                self._normed(x, fusion), matrix.weight, out, tile, workspace.matmul, workspace.counters,
+                bias=matrix.bias, gate=fusion.gate, add=fusion.add, pdl=2 * self._pdl,
+            )  # fmt: skip
+        else:
+            self._unfused(x, matrix, out, fusion)
+
+    def _quantized(self, x: Tensor, matrix: QuantizedMatrix, out: Tensor, fusion: Fusion) -> None:
+        m, words, workspace = len(x), matrix.codes.shape[1], self._workspace
+        if m > MAX_SKINNY or self._deterministic:
+            self._unfused(x, matrix, out, fusion)
+        elif m == 1 and words <= MAX_GEMV_WORDS:
+            quantized_gemv(
+                x, matrix, out, quantized_gemv_tile(out.shape[1], words, bool(fusion.gate)), norm=fusion.norm,
+                eps=fusion.eps, gate=fusion.gate, add=fusion.add, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            quantized_skinny_gemm(
+                self._normed(x, fusion), matrix, out, quantized_gemm_tile(m, out.shape[1]), workspace.matmul,
+                workspace.counters, gate=fusion.gate, add=fusion.add, pdl=2 * self._pdl,
+            )  # fmt: skip
+
+    def _normed(self, x: Tensor, fusion: Fusion) -> Tensor:
+        if fusion.norm is None:
+            return x
+        normed = self._workspace.take("normed", *x.shape)
+        add_norm(x, None, fusion.norm, normed, fusion.eps, pdl=self._pdl)
+        return normed
+
+    def _unfused(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, fusion: Fusion) -> None:
+        """Norm, product and gate as separate launches."""
+        x = self._normed(x, fusion)
+        if not fusion.gate:
+            self._product(x, matrix, out, fusion.add)
+            return
+        assert len(x) <= MLP_TOKENS
+        gate_up = self._workspace.take("gate_up", len(x), matrix.shape[0])
+        self._product(x, matrix, gate_up, False)
+        gated_activation(gate_up, GATES[fusion.gate], out, pdl=self._pdl)
+
+    def _product(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, add: bool) -> None:
+        if isinstance(matrix, DenseMatrix):
+            self._library(x, matrix.weight, matrix.bias, out, add)
+            return
+        n, k = matrix.shape
+        rows = DEQUANTIZED_BYTES // (k * x.element_size()) // 64 * 64
+        for first in range(0, n, rows):
+            weight = self._workspace.take("dequantized", min(rows, n - first), k)
+            dequantize_rows(matrix, weight, first=first)
+            bias = None if matrix.bias is None else matrix.bias[first : first + rows]
+            self._library(x, weight, bias, out[:, first : first + rows], add)
+
+    def _library(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:
+        """cuBLAS, or the batch-invariant matmul in deterministic mode."""
+        if self._deterministic:
+            batch_invariant_matmul(x, weight, bias, out, add, pdl=self._pdl)
+        elif out.dtype != x.dtype:
+            torch.ops.aten.mm.dtype_out(x, weight.T, out.dtype, out=out)
+            if bias is not None:
+                out.add_(bias)
+        elif bias is not None:
+            assert not add
+            torch.addmm(bias, x, weight.T, out=out)
+        elif add:
+            out.addmm_(x, weight.T)
+        else:
+            torch.mm(x, weight.T, out=out)

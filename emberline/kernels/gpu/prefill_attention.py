@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""Attention of chunks: several new tokens of a sequence against its cache, themselves included.
+"""Paged attention of prefill chunks: several new tokens of a sequence against its cache, themselves included.
 
-A tile holds the query heads that share a KV head for a run of tokens, so that short chunks fill it too. Every query
-walks the keys from the front in the same tiles, alone or in company, in whatever chunks: the result is the same. Only
-where there is room for partial results may `split_keys` cut the walk into pieces, as it suits the launch.
+A query tile stacks the query heads that share a KV head over consecutive tokens, so that short chunks fill it too.
+Every query visits the keys from position 0 in the same tiles, whatever the batch and the chunk boundaries, so its
+result is always the same. Only with split-KV (`split_kv`), which balances small launches, does the order of sums vary.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu import split_kv as split_keys
+from emberline.kernels.gpu import split_kv
 from emberline.kernels.gpu.decode_attention import LOG2_E
 from emberline.kernels.gpu.launch import cdiv, launch_options, next_power_of_two, pdl_launch_early, pdl_wait
 from emberline.kernels.gpu.split_kv import PrefillSplits, merge_splits, store_output
@@ -22,13 +22,13 @@ from emberline.kernels.gpu.split_kv import PrefillSplits, merge_splits, store_ou
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
     queries: int  # of one KV head: tokens times the query heads that share it
-    tokens: int  # of the cache
+    keys: int
     stages: int
     warps: int
 
 
 def prefill_tile(head_dim: int) -> PrefillTile:
-    return PrefillTile(128, 128, 3, 8) if head_dim <= 128 else PrefillTile(64, 64, 2, 8)  # what shared memory holds
+    return PrefillTile(128, 128, 3, 8) if head_dim <= 128 else PrefillTile(64, 64, 2, 8)  # shared memory
 
 
 def _tile_queries(tile: PrefillTile, group: int) -> int:
@@ -36,87 +36,80 @@ def _tile_queries(tile: PrefillTile, group: int) -> int:
 
 
 def prefill_scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
-    """For the parts of any step."""
+    """Workspace for the partial results of any step."""
     queries = _tile_queries(prefill_tile(head_dim), heads // kv_heads)
-    return split_keys.MAX_WORK_ITEMS * split_keys.split_floats(queries, next_power_of_two(head_dim))
+    return split_kv.MAX_WORK_ITEMS * split_kv.split_floats(queries, next_power_of_two(head_dim))
 
 
 def plan_prefill_splits(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int | None,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    tokens: int,
-    first_row: int,
-    out: Tensor,
-    scratch: split_keys.SplitScratch,
-    tile: PrefillTile | None = None,
+    heads: int, kv_heads: int, head_dim: int, window: int | None, query_starts: Tensor, context_lens: Tensor,
+    tokens: int, first_row: int, out: Tensor, scratch: split_kv.SplitScratch, tile: PrefillTile | None = None,
     splits: int = 0,
-) -> PrefillSplits | None:
-    """For `chunks`, once a step: keys split as it suits the launch. None: they are not, the step is large.
+) -> PrefillSplits | None:  # fmt: skip
+    """Split-KV work items for `prefill_attention`, once per step; None for a large step, which needs no splitting.
 
-    splits: pieces of the longest tile, where it is long enough; 0: by measure. The order of sums depends on it.
+    splits: how often to split the longest query tile, if it is long enough; 0: minimize the estimated time.
     """
     group, tile = heads // kv_heads, tile or prefill_tile(head_dim)
-    queries = _tile_queries(tile, group)
-    n = split_keys.max_work_items(tokens, query_starts.shape[0] - 1 - first_row, queries // group, kv_heads)
+    tile_queries = _tile_queries(tile, group)
+    n = split_kv.max_work_items(tokens, query_starts.shape[0] - 1 - first_row, tile_queries // group, kv_heads)
     if not n:
         return None
-    part = split_keys.split_floats(queries, next_power_of_two(head_dim))
-    return split_keys.plan_work_items(
-        query_starts, context_lens, first_row, n, kv_heads, queries // group, tile.tokens, window, out, scratch, part,
-        splits,
+    partial_floats = split_kv.split_floats(tile_queries, next_power_of_two(head_dim))
+    return split_kv.plan_work_items(
+        query_starts, context_lens, first_row, n, kv_heads, tile_queries // group, tile.keys, window, out, scratch,
+        partial_floats, splits,
     )  # fmt: skip
 
 
 @triton.jit
-def find_tile(index, query_starts, first_row, n_rows, limit, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """Of tiles of TOKENS new tokens, row after row: the row of tile `index`, tiles before that row, tiles in all.
+def find_tile(index, query_starts, first_row, n_rows, max_tokens, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Rows are divided into tiles of TOKENS new tokens: the row of tile `index`, tiles before that row, tiles in all.
 
-    Rows of more than `limit` tokens have none.
+    Rows with more than `max_tokens` tokens have no tiles.
     """
     row = first_row
-    before = 0
-    carry = 0
+    tiles_before = 0
+    n_tiles = 0
     for start in range(0, n_rows, ROWS):
         r = start + tl.arange(0, ROWS)
-        ok = r < n_rows
-        a = tl.load(query_starts + first_row + r, mask=ok, other=0)
-        b = tl.load(query_starts + first_row + r + 1, mask=ok, other=0)
-        tiles = tl.where(b - a > limit, 0, tl.cdiv(b - a, TOKENS))
-        ends = carry + tl.cumsum(tiles, 0)
-        passed = (ends <= index) & ok
-        row += tl.sum(passed.to(tl.int32))
-        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
-        carry += tl.sum(tiles)
-    return row, before, carry
+        mask = r < n_rows
+        query_start = tl.load(query_starts + first_row + r, mask=mask, other=0)
+        query_end = tl.load(query_starts + first_row + r + 1, mask=mask, other=0)
+        tiles = tl.where(query_end - query_start > max_tokens, 0, tl.cdiv(query_end - query_start, TOKENS))
+        ends = n_tiles + tl.cumsum(tiles, 0)
+        is_past = (ends <= index) & mask
+        row += tl.sum(is_past.to(tl.int32))
+        tiles_before = tl.maximum(tiles_before, tl.max(tl.where(is_past, ends, 0)))
+        n_tiles += tl.sum(tiles)
+    return row, tiles_before, n_tiles
 
 
 @triton.jit
-def _softmax_step(q, k, v, visible, peak, total, out, scale, MASKED: tl.constexpr):
+def _softmax_step(q, k, v, visible, row_max, denom, out, scale, MASKED: tl.constexpr):
+    """Online softmax over one tile of keys: updates each query's maximum (base 2), denominator and output."""
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
-    safe = higher
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    safe_max = new_max
     if MASKED:
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * scale - safe[:, None])
-    shrink = tl.exp2(peak - safe)
-    total = total * shrink + tl.sum(weights, 1)
-    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
-    return higher, total, out
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - safe_max[:, None])
+    rescale = tl.exp2(row_max - safe_max)
+    denom = denom * rescale + tl.sum(weights, 1)
+    out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+    return new_max, denom, out
 
 
 @triton.jit
 def _attend_query_tile(
     q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
-    table_stride, parts, counters, split, n_pieces, each, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row's queries for one KV head; SPLIT: against a piece of its keys, of `each` steps."""
+    """Attention of one query tile for one KV head; with SPLIT over `tiles_per_split` tiles of its keys."""
     TOKENS: tl.constexpr = QUERIES // GROUP
     start = tl.load(query_starts + row)
     n = tl.load(query_starts + row + 1) - start
@@ -124,69 +117,72 @@ def _attend_query_tile(
     first = tile * TOKENS
     m, d, t = tl.arange(0, QUERIES), tl.arange(0, PAD), tl.arange(0, TILE)
     token = first + m // GROUP
-    at = ((start + token).to(tl.int64) * kv_heads + head) * (GROUP * DIM) + (m % GROUP) * DIM
-    lowest = context - n + first  # position of the tile's first query
+    q_offsets = ((start + token).to(tl.int64) * kv_heads + head) * (GROUP * DIM) + (m % GROUP) * DIM
+    first_position = context - n + first  # position of the tile's first query
     position = (context - n + token)[:, None]
-    end = tl.minimum(lowest + TOKENS, context)
+    end = tl.minimum(first_position + TOKENS, context)
     table = tables + row.to(tl.int64) * table_stride
     keys = pool + head * (16 * DIM)
     values = keys + kv_heads * (16 * DIM)
     begin = 0
-    full = (lowest + 1) // TILE * TILE  # tiles before this are seen whole
+    unmasked_end = (first_position + 1) // TILE * TILE  # key tiles before this are visible to all queries
     if WINDOWED:
-        begin = tl.maximum(lowest - window + 1, 0) // TILE * TILE
-        full = begin
-    low, high = begin, end
+        begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
+        unmasked_end = begin
+    key_begin, key_end = begin, end
     if SPLIT:
-        low = begin + split * each * TILE
-        high = tl.minimum(low + each * TILE, end)
-        full = low if WINDOWED else tl.minimum(tl.maximum(full, low), high)
-    mine = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
-    queries = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+        key_begin = begin + split * tiles_per_split * TILE
+        key_end = tl.minimum(key_begin + tiles_per_split * TILE, end)
+        unmasked_end = key_begin if WINDOWED else tl.minimum(tl.maximum(unmasked_end, key_begin), key_end)
+    query_mask = ((m < TOKENS * GROUP) & (token < n))[:, None] & (d < DIM)[None, :]
+    queries = tl.load(q + q_offsets[:, None] + d[None, :], mask=query_mask, other=0.0)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    denom = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, PAD], tl.float32)
-    inside = tl.arange(0, 16)[None, :, None] * DIM + d[None, None, :]
-    for at_token in tl.range(low, full, TILE, num_stages=STAGES):  # block by block: each is looked up once
-        block = tl.load(table + at_token // 16 + tl.arange(0, TILE // 16)).to(tl.int64)
-        place = (block * block_stride)[:, None, None] + inside
+    block_offsets = tl.arange(0, 16)[None, :, None] * DIM + d[None, None, :]
+    for key_start in tl.range(key_begin, unmasked_end, TILE, num_stages=STAGES):  # one table lookup per block
+        block = tl.load(table + key_start // 16 + tl.arange(0, TILE // 16)).to(tl.int64)
+        offsets = (block * block_stride)[:, None, None] + block_offsets
         if DIM == PAD:
-            k = tl.load(keys + place)
-            v = tl.load(values + place)
+            k = tl.load(keys + offsets)
+            v = tl.load(values + offsets)
         else:
-            k = tl.load(keys + place, mask=(d < DIM)[None, None, :], other=0.0)
-            v = tl.load(values + place, mask=(d < DIM)[None, None, :], other=0.0)
+            k = tl.load(keys + offsets, mask=(d < DIM)[None, None, :], other=0.0)
+            v = tl.load(values + offsets, mask=(d < DIM)[None, None, :], other=0.0)
         k, v = tl.reshape(k, [TILE, PAD]), tl.reshape(v, [TILE, PAD])
-        peak, total, acc = _softmax_step(queries, k, v, True, peak, total, acc, scale, False)
-    for at_token in tl.range(full, high, TILE, num_stages=STAGES):
-        key = at_token + t
-        ok = key < end
+        row_max, denom, acc = _softmax_step(queries, k, v, True, row_max, denom, acc, scale, False)
+    for key_start in tl.range(unmasked_end, key_end, TILE, num_stages=STAGES):
+        key = key_start + t
+        key_mask = key < end
         if WINDOWED:
-            ok &= key > lowest - window  # what fell out of the window has no block any more
-        block = tl.load(table + key // 16, mask=ok, other=0).to(tl.int64)
-        place = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
-        there = ok[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + place, mask=there, other=0.0)
-        v = tl.load(values + place, mask=there, other=0.0)
+            key_mask &= key > first_position - window  # blocks outside the window may be freed
+        block = tl.load(table + key // 16, mask=key_mask, other=0).to(tl.int64)
+        offsets = (block * block_stride + (key % 16) * DIM)[:, None] + d[None, :]
+        load_mask = key_mask[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + offsets, mask=load_mask, other=0.0)
+        v = tl.load(values + offsets, mask=load_mask, other=0.0)
         visible = key[None, :] <= position
         if WINDOWED:
             visible &= key[None, :] > position - window
-        peak, total, acc = _softmax_step(queries, k, v, visible, peak, total, acc, scale, True)
-    to = out + at[:, None] + d[None, :]
+        row_max, denom, acc = _softmax_step(queries, k, v, visible, row_max, denom, acc, scale, True)
+    out_ptrs = out + q_offsets[:, None] + d[None, :]
     if SPLIT:
-        if n_pieces == 1:
-            store_output(to, acc, total, mine)
+        if n_splits == 1:
+            store_output(out_ptrs, acc, denom, query_mask)
         else:
-            place = (tl.program_id(0) - split) * kv_heads + head
-            merge_splits(acc, peak, total, to, mine, parts, counters, place, split, n_pieces, kv_heads, QUERIES, PAD)
+            offsets = (tl.program_id(0) - split) * kv_heads + head
+            merge_splits(
+                acc, row_max, denom, out_ptrs, query_mask, partials, counters, offsets, split, n_splits, kv_heads,
+                QUERIES, PAD,
+            )  # fmt: skip
     else:
-        store_output(to, acc, total, mine)
+        store_output(out_ptrs, acc, denom, query_mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "limit", "window"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "max_tokens", "window"])
 def _prefill_attention(
-    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, scale, window, block_stride,
-    table_stride, items, parts, counters, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, scale, window, block_stride,
+    table_stride, work_items, partials, counters, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -195,54 +191,46 @@ def _prefill_attention(
     pdl_wait(PDL)
     pdl_launch_early(PDL)
     if SPLIT:
-        entry = items + tl.program_id(0) * 8
+        entry = work_items + tl.program_id(0) * 8
         row = tl.load(entry)
-        tile, split, n_pieces, each = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+        tile, split, n_splits, tiles_per_split = (
+            tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+        )  # fmt: skip
         exists = row >= 0
     else:
         index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-        row, before, n_tiles = find_tile(index, query_starts, first_row, n_rows, limit, TOKENS, ROWS)
-        tile, split, n_pieces, each = index - before, 0, 1, 0
+        row, tiles_before, n_tiles = find_tile(index, query_starts, first_row, n_rows, max_tokens, TOKENS, ROWS)
+        tile, split, n_splits, tiles_per_split = index - tiles_before, 0, 1, 0
         exists = index < n_tiles
     if exists:
         _attend_query_tile(
             q, out, pool, tables, query_starts, context_lens, row, tile, head, kv_heads, scale, window, block_stride,
-            table_stride, parts, counters, split, n_pieces, each, GROUP, DIM, PAD, QUERIES, TILE, WINDOWED, STAGES,
-            SPLIT,
+            table_stride, partials, counters, split, n_splits, tiles_per_split, GROUP, DIM, PAD, QUERIES, TILE,
+            WINDOWED, STAGES, SPLIT,
         )  # fmt: skip
 
 
 def prefill_attention(
-    q: Tensor,
-    out: Tensor,
-    at: Attention,
-    pool: Tensor,
-    tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    tokens: int,
-    first_row: int = 0,
-    limit: int = 2**31 - 1,
-    items: PrefillSplits | None = None,
-    pdl: bool = False,
-    tile: PrefillTile | None = None,
-) -> None:
-    """Rows from `first_row`, together at most `tokens` new tokens. q, out: [all tokens, heads * dim]; q is rotated.
+    q: Tensor, out: Tensor, attn: Attention, pool: Tensor, tables: Tensor, query_starts: Tensor,
+    context_lens: Tensor, tokens: int, first_row: int = 0, max_tokens: int = 2**31 - 1,
+    splits: PrefillSplits | None = None, pdl: bool = False, tile: PrefillTile | None = None,
+) -> None:  # fmt: skip
+    """Attention of the rows from `first_row` on, with at most `tokens` new tokens in all.
 
-    k and v of the new tokens are in the pool's blocks already. Rows of no tokens are allowed, and those of more than
-    `limit` are left out. items: of these rows, from `split`.
+    q, out: [all tokens, heads * dim]; q is rotated, and k and v of the new tokens are in the cache already. Rows may be
+    empty, and those with more than `max_tokens` tokens are skipped. splits: of these rows, from `plan_prefill_splits`.
     """
     n_rows = query_starts.shape[0] - 1 - first_row
     if not tokens or not n_rows:
         return
-    group, tile = at.heads // at.kv_heads, tile or prefill_tile(at.head_dim)
-    queries = _tile_queries(tile, group)
-    n_programs = cdiv(tokens, queries // group) + n_rows - 1 if items is None else len(items.table)
-    table, parts, counters = (q, q, q) if items is None else (items.table, *items.scratch)
-    _prefill_attention[(n_programs, at.kv_heads)](
-        q, out, pool, tables, query_starts, context_lens, first_row, n_rows, limit, at.scale * LOG2_E,
-        at.window or 0, pool.stride(0), tables.stride(0), table, parts, counters, GROUP=group, DIM=at.head_dim,
-        PAD=next_power_of_two(at.head_dim), QUERIES=queries, TILE=tile.tokens, WINDOWED=at.window is not None, ROWS=64,
-        STAGES=tile.stages, SPLIT=items is not None, PDL=int(pdl),
+    group, tile = attn.heads // attn.kv_heads, tile or prefill_tile(attn.head_dim)
+    tile_queries = _tile_queries(tile, group)
+    n_programs = cdiv(tokens, tile_queries // group) + n_rows - 1 if splits is None else len(splits.table)
+    table, partials, counters = (q, q, q) if splits is None else (splits.table, *splits.scratch)
+    _prefill_attention[(n_programs, attn.kv_heads)](
+        q, out, pool, tables, query_starts, context_lens, first_row, n_rows, max_tokens, attn.scale * LOG2_E,
+        attn.window or 0, pool.stride(0), tables.stride(0), table, partials, counters, GROUP=group, DIM=attn.head_dim,
+        PAD=next_power_of_two(attn.head_dim), QUERIES=tile_queries, TILE=tile.keys, WINDOWED=attn.window is not None,
+        ROWS=64, STAGES=tile.stages, SPLIT=splits is not None, PDL=int(pdl),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip

@@ -1,5 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment"
-"""Few tokens times a matrix of 4 or 8 bits, multiplied as it lies: one token in registers, more on tensor cores."""
+"""Weights of 4 or 8 bits in groups of 32, `w = scale * code + offset`: layout, dequantization, GEMV and skinny GEMM.
+
+Codes are packed into 32-bit words, a group in adjacent words; code i of a group's word j is column i * W + j, where W
+is the number of words per group. A thread that loads 16 bytes of a row thus stays within one group (or half of one),
+and code i of adjacent words belongs to adjacent columns. A group's float16 scale and offset share one more word. These
+words are stored separately with the rows of a group adjacent, because a program takes several rows and each group once.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +28,8 @@ from emberline.kernels.gpu.launch import (
 )
 
 GROUP = 32
-_PACKED_ROWS = 1024  # packed at a time, so that loading needs little beside the result
+MAX_GEMV_WORDS = 8192  # of a row, that one program can hold in registers
+_PACKED_ROWS = 1024  # packed at a time: bounds the temporary memory of loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +44,14 @@ class QuantizedMatrix:
         return self.affine.shape[1], self.affine.shape[0] * GROUP
 
 
-def pack_quantized(parts: list[Any], bias: Tensor | None, device: str, dtype: torch.dtype) -> QuantizedMatrix:
-    """Affine parts (`emberline.weights.tensors.Affine`) below each other; 4 bits only where all have 4."""
+def pack_quantized(parts: list[Any], bias: Tensor | None, device: str) -> QuantizedMatrix:
+    """`emberline.weights.tensors.Affine` parts stacked by rows; 4 bits only if all parts have 4."""
     bits, k = max(part.bits for part in parts), parts[0].codes.shape[1]
     n = sum(len(part.codes) for part in parts)
     codes = torch.empty(n, k * bits // 32, dtype=torch.int32, device=device)
-    halves = [np.concatenate([getattr(part, name) for part in parts]).astype(np.float16) for name in _HALVES]
+    halves = [
+        np.concatenate([getattr(part, name) for part in parts]).astype(np.float16) for name in ("scale", "offset")
+    ]
     affine = torch.from_numpy(np.stack(halves, axis=-1).view(np.int32)[..., 0]).to(device).T.contiguous()
     done = 0
     for part in parts:
@@ -53,11 +62,8 @@ def pack_quantized(parts: list[Any], bias: Tensor | None, device: str, dtype: to
     return QuantizedMatrix(codes, affine, bits, bias)
 
 
-_HALVES = ("scale", "offset")
-
-
 def _pack_words(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [n, k], a code each, to int32 [n, k * bits / 32]."""
+    """uint8 [n, k], one code each, to int32 [n, k * bits / 32]."""
     each = 32 // bits
     by_word = codes.view(len(codes), -1, each, GROUP // each).transpose(2, 3)  # [n, groups, words, codes of a word]
     if bits == 4:
@@ -77,34 +83,34 @@ def dequantize_reference(matrix: QuantizedMatrix) -> Tensor:
     return dense.flatten(1)
 
 
-BITS_OF_256, BITS_OF_16 = 0x43800000, 0x41800000  # as float32
+BITS_OF_256, BITS_OF_16 = 0x43800000, 0x41800000  # bit patterns of 256.0 and 16.0
 
 
 @triton.jit
 def biased_codes(word, of_256, of_16, BITS: tl.constexpr):
-    """The codes of each word as floats that stand too high, by 256 in even places and, of 4 bits, by 16 in odd ones.
+    """The codes of each word as floats plus a bias: 256 in even positions and, for 4 bits, 16 in odd ones.
 
-    A code's bits are put straight into a mantissa: no conversion, and two codes of 4 bits share a shift. The floats'
-    other bits are run-time numbers, since the instruction that masks and sets bits takes only one constant.
+    A code's bits are placed directly into a mantissa, which needs no conversion, and two 4-bit codes share a shift.
+    The remaining bits are run-time values, because the instruction that masks and sets bits takes only one immediate.
     """
-    a, b, c, d = word << 15, word << 7, word >> 1, word >> 9
+    shift_0, shift_1, shift_2, shift_3 = word << 15, word << 7, word >> 1, word >> 9
     if BITS == 8:
         return (
-            ((a & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
-            ((b & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
-            ((c & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
-            ((d & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_0 & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_1 & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_2 & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_3 & 0x7F8000) | of_256).to(tl.float32, bitcast=True),
         )
     else:
         return (
-            ((a & 0x78000) | of_256).to(tl.float32, bitcast=True),
-            ((a & 0x780000) | of_16).to(tl.float32, bitcast=True),
-            ((b & 0x78000) | of_256).to(tl.float32, bitcast=True),
-            ((b & 0x780000) | of_16).to(tl.float32, bitcast=True),
-            ((c & 0x78000) | of_256).to(tl.float32, bitcast=True),
-            ((c & 0x780000) | of_16).to(tl.float32, bitcast=True),
-            ((d & 0x78000) | of_256).to(tl.float32, bitcast=True),
-            ((d & 0x780000) | of_16).to(tl.float32, bitcast=True),
+            ((shift_0 & 0x78000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_0 & 0x780000) | of_16).to(tl.float32, bitcast=True),
+            ((shift_1 & 0x78000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_1 & 0x780000) | of_16).to(tl.float32, bitcast=True),
+            ((shift_2 & 0x78000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_2 & 0x780000) | of_16).to(tl.float32, bitcast=True),
+            ((shift_3 & 0x78000) | of_256).to(tl.float32, bitcast=True),
+            ((shift_3 & 0x780000) | of_16).to(tl.float32, bitcast=True),
         )
 
 
@@ -135,33 +141,26 @@ def _dequantize(
     codes, affine, ids, out, first, n, k, factor, of_256, of_16,
     BITS: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    EACH: tl.constexpr = 32 // BITS
-    SPAN: tl.constexpr = 32 // EACH
+    CODES_PER_WORD: tl.constexpr = 32 // BITS
+    WORDS_PER_GROUP: tl.constexpr = 32 // CODES_PER_WORD
     row = first + tl.program_id(0)
     if IDS:
         row = tl.load(ids + tl.program_id(0))
-    wide = row.to(tl.int64)
-    place = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    ok = place < k // EACH
-    group = place // SPAN
-    word = tl.load(codes + wide * (k // EACH) + place, mask=ok, other=0)
-    w = dequantize_words(word, tl.load(affine + group * n + row, mask=ok, other=0), of_256, of_16, BITS)
-    to = out + tl.program_id(0).to(tl.int64) * k + group * 32 + place % SPAN
-    for i in tl.static_range(EACH):
-        tl.store(to + i * SPAN, (w[i] * factor).to(out.dtype.element_ty), mask=ok)
+    wide_row = row.to(tl.int64)
+    word_index = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    mask = word_index < k // CODES_PER_WORD
+    group = word_index // WORDS_PER_GROUP
+    word = tl.load(codes + wide_row * (k // CODES_PER_WORD) + word_index, mask=mask, other=0)
+    w = dequantize_words(word, tl.load(affine + group * n + row, mask=mask, other=0), of_256, of_16, BITS)
+    out_ptrs = out + tl.program_id(0).to(tl.int64) * k + group * 32 + word_index % WORDS_PER_GROUP
+    for i in tl.static_range(CODES_PER_WORD):
+        tl.store(out_ptrs + i * WORDS_PER_GROUP, (w[i] * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def quantized_embedding(matrix: QuantizedMatrix, ids: Tensor, factor: float, out: Tensor) -> None:
-    """Rows of the matrix times a factor: out [tokens, k]."""
-    _launch_dequantize(matrix, ids, 0, factor, out)
-
-
-def dequantize_rows(matrix: QuantizedMatrix, first: int, out: Tensor) -> None:
-    """Rows first .. of the matrix, as many as out has: out [rows, k]."""
-    _launch_dequantize(matrix, None, first, 1.0, out)
-
-
-def _launch_dequantize(matrix: QuantizedMatrix, ids: Tensor | None, first: int, factor: float, out: Tensor) -> None:
+def dequantize_rows(
+    matrix: QuantizedMatrix, out: Tensor, *, ids: Tensor | None = None, first: int = 0, factor: float = 1.0
+) -> None:
+    """out [rows, k] = `factor` times the rows `ids` of the matrix, or the rows from `first` on."""
     rows, k = out.shape
     if rows:
         _dequantize[(rows, cdiv(matrix.codes.shape[1], 512))](
@@ -170,52 +169,53 @@ def _launch_dequantize(matrix: QuantizedMatrix, ids: Tensor | None, first: int, 
         )  # fmt: skip
 
 
-MAX_GEMV_WORDS = 8192  # of a row, that one program holds against its token
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizedGemvTile:
-    rows: int  # of the matrix, at a time
+    rows: int  # of the matrix, per iteration
     warps: int
-    per_sm: int  # programs on a multiprocessor
+    per_sm: int  # programs per SM
 
 
 @triton.jit
-def _load_token(x, norm, word, inside, k, eps, NORM: tl.constexpr, EACH: tl.constexpr):
-    """The token as the words want it: for each code of a word its column's number, normed."""
-    SPAN: tl.constexpr = 32 // EACH
-    col = word // SPAN * 32 + word % SPAN
-    v = ()
-    for i in tl.static_range(EACH):
-        v = v + (tl.load(x + col + i * SPAN, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005  # Triton's tuples
+def _load_token(x, norm, word, word_mask, k, eps, NORM: tl.constexpr, CODES_PER_WORD: tl.constexpr):
+    """The token in the layout of the words: for each code of a word the value of its column, normed."""
+    WORDS_PER_GROUP: tl.constexpr = 32 // CODES_PER_WORD
+    col = word // WORDS_PER_GROUP * 32 + word % WORDS_PER_GROUP
+    values = ()
+    for i in tl.static_range(CODES_PER_WORD):
+        # Triton's tuples cannot be unpacked into new ones.
+        values = values + (tl.load(x + col + i * WORDS_PER_GROUP, mask=word_mask, other=0.0).to(tl.float32),)  # noqa: RUF005
     if NORM:
-        squares = v[0] * v[0]
-        for i in tl.static_range(1, EACH):
-            squares += v[i] * v[i]
-        factor = tl.rsqrt(tl.sum(squares) / k + eps)
+        squares = values[0] * values[0]
+        for i in tl.static_range(1, CODES_PER_WORD):
+            squares += values[i] * values[i]
+        inverse_rms = tl.rsqrt(tl.sum(squares) / k + eps)
         normed = ()
-        for i in tl.static_range(EACH):
-            weight = tl.load(norm + col + i * SPAN, mask=inside, other=0.0)
-            normed = normed + (v[i] * factor * weight,)  # noqa: RUF005
-        v = normed
-    return v
+        for i in tl.static_range(CODES_PER_WORD):
+            weight = tl.load(norm + col + i * WORDS_PER_GROUP, mask=word_mask, other=0.0)
+            normed = normed + (values[i] * inverse_rms * weight,)  # noqa: RUF005
+        values = normed
+    return values
 
 
 @triton.jit
 def _sum_of_four_words(p, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Sums of four words, the 16 bytes that a thread reads: they share a scale."""
+    """Sums over four words, the 16 bytes that a thread loads: they share a scale."""
     return tl.sum(tl.reshape(p, [ROWS, WORDS // 4, 4]), 2)
 
 
 @triton.jit
-def _dot_rows(words, affine, v, high, sums, of_256, of_16, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Rows times the token: [ROWS]. high: what the codes' standing too high adds up to; sums: of the token."""
-    q = biased_codes(words, of_256, of_16, BITS)
-    p = q[0] * v[0][None, :] - high[None, :]
+def _dot_rows(
+    words, affine, values, bias_sum, token_sums, of_256, of_16, BITS: tl.constexpr, ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Rows times the token: [ROWS]. bias_sum: what the codes' biases add up to; token_sums: of the token's values."""
+    codes = biased_codes(words, of_256, of_16, BITS)
+    products = codes[0] * values[0][None, :] - bias_sum[None, :]
     for i in tl.static_range(1, 32 // BITS):
-        p += q[i] * v[i][None, :]
+        products += codes[i] * values[i][None, :]
     scale, offset = scale_offset(affine)
-    return tl.sum(_sum_of_four_words(p, ROWS, WORDS) * scale + sums * offset, 1)
+    return tl.sum(_sum_of_four_words(products, ROWS, WORDS) * scale + token_sums * offset, 1)
 
 
 @triton.jit(do_not_specialize=["of_256", "of_16"])
@@ -224,62 +224,60 @@ def _quantized_gemv(
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    EACH: tl.constexpr = 32 // BITS
+    CODES_PER_WORD: tl.constexpr = 32 // BITS
     pdl_launch_early(PDL)
-    word, four = tl.arange(0, WORDS), tl.arange(0, WORDS // 4)
-    width, k = groups * (32 // EACH), groups * 32
-    inside, real = word < width, four < width // 4
-    group = four // (8 // EACH)
+    word, quad = tl.arange(0, WORDS), tl.arange(0, WORDS // 4)
+    width, k = groups * (32 // CODES_PER_WORD), groups * 32
+    word_mask, quad_mask = word < width, quad < width // 4
+    group = quad // (8 // CODES_PER_WORD)
     stride = tl.num_programs(0) * ROWS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = codes + row.to(tl.int64)[:, None] * width + word[None, :]
-    at2 = affine + (group * (n * (2 if GATE else 1)))[None, :] + row[:, None]
-    ok = (row < n)[:, None]
-    w = tl.load(at, mask=ok & inside[None, :], other=0, eviction_policy="evict_first")
-    s = tl.load(at2, mask=ok & real[None, :], other=0)
+    code_ptrs = codes + row.to(tl.int64)[:, None] * width + word[None, :]
+    affine_ptrs = affine + (group * (n * (2 if GATE else 1)))[None, :] + row[:, None]
+    row_mask = (row < n)[:, None]
+    words = tl.load(code_ptrs, mask=row_mask & word_mask[None, :], other=0, eviction_policy="evict_first")
+    affines = tl.load(affine_ptrs, mask=row_mask & quad_mask[None, :], other=0)
     if GATE:
-        up = n.to(tl.int64) * width
-        w2 = tl.load(at + up, mask=ok & inside[None, :], other=0, eviction_policy="evict_first")
-        s2 = tl.load(at2 + n, mask=ok & real[None, :], other=0)
+        up_offset = n.to(tl.int64) * width
+        up_words = tl.load(
+            code_ptrs + up_offset, mask=row_mask & word_mask[None, :], other=0, eviction_policy="evict_first"
+        )
+        up_affines = tl.load(affine_ptrs + n, mask=row_mask & quad_mask[None, :], other=0)
     pdl_wait(PDL)
-    v = _load_token(x, norm, word, inside, k, eps, NORM, EACH)
-    high, total = v[0] * 256.0, v[0]
-    for i in tl.static_range(1, EACH):
-        high += v[i] * (16.0 if BITS == 4 and i % 2 == 1 else 256.0)
-        total += v[i]
-    sums = _sum_of_four_words(total[None, :], 1, WORDS)
+    values = _load_token(x, norm, word, word_mask, k, eps, NORM, CODES_PER_WORD)
+    bias_sum, total = values[0] * 256.0, values[0]
+    for i in tl.static_range(1, CODES_PER_WORD):
+        bias_sum += values[i] * (16.0 if BITS == 4 and i % 2 == 1 else 256.0)
+        total += values[i]
+    token_sums = _sum_of_four_words(total[None, :], 1, WORDS)
     for start in range(tl.program_id(0) * ROWS, n, stride):
         row = start + tl.arange(0, ROWS)
-        next_ok = (row + stride < n)[:, None]
-        at += stride.to(tl.int64) * width
-        at2 += stride
-        here, here_s = w, s
-        w = tl.load(at, mask=next_ok & inside[None, :], other=0, eviction_policy="evict_first")
-        s = tl.load(at2, mask=next_ok & real[None, :], other=0)
-        other = 0.0
+        next_mask = (row + stride < n)[:, None]
+        code_ptrs += stride.to(tl.int64) * width
+        affine_ptrs += stride
+        current, current_affines = words, affines
+        words = tl.load(code_ptrs, mask=next_mask & word_mask[None, :], other=0, eviction_policy="evict_first")
+        affines = tl.load(affine_ptrs, mask=next_mask & quad_mask[None, :], other=0)
+        up_result = 0.0
         if GATE:
-            here2, here_s2 = w2, s2
-            w2 = tl.load(at + up, mask=next_ok & inside[None, :], other=0, eviction_policy="evict_first")
-            s2 = tl.load(at2 + n, mask=next_ok & real[None, :], other=0)
-            other = _dot_rows(here2, here_s2, v, high, sums, of_256, of_16, BITS, ROWS, WORDS)
-        result = _dot_rows(here, here_s, v, high, sums, of_256, of_16, BITS, ROWS, WORDS)
-        epilogue(result, other, bias + row, out + row, row < n, row < n, BIAS, GATE, ADD)
+            current_up, current_up_affines = up_words, up_affines
+            up_words = tl.load(
+                code_ptrs + up_offset, mask=next_mask & word_mask[None, :], other=0, eviction_policy="evict_first"
+            )
+            up_affines = tl.load(affine_ptrs + n, mask=next_mask & quad_mask[None, :], other=0)
+            up_result = _dot_rows(
+                current_up, current_up_affines, values, bias_sum, token_sums, of_256, of_16, BITS, ROWS, WORDS
+            )
+        result = _dot_rows(current, current_affines, values, bias_sum, token_sums, of_256, of_16, BITS, ROWS, WORDS)
+        epilogue(result, up_result, bias + row, out + row, row < n, row < n, BIAS, GATE, ADD)
     pdl_launch_late(PDL)
 
 
 def quantized_gemv(
-    x: Tensor,
-    matrix: QuantizedMatrix,
-    out: Tensor,
-    tile: QuantizedGemvTile,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: int = 0,
-    add: bool = False,
-    pdl: int = 0,
-) -> None:
-    """x: [1, k], out: [1, n]; as `gemv.whole_rows`."""
+    x: Tensor, matrix: QuantizedMatrix, out: Tensor, tile: QuantizedGemvTile, *, norm: Tensor | None = None,
+    eps: float = 0.0, gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [1, k], out: [1, n]; as `gemm.persistent_gemv`."""
     n, k = out.shape[1], x.shape[1]
     _quantized_gemv[(min(cdiv(n, tile.rows), tile.per_sm * SM_COUNT),)](
         x, matrix.codes, matrix.affine, x if matrix.bias is None else matrix.bias, x if norm is None else norm, out,
@@ -293,7 +291,7 @@ def quantized_gemv(
 @dataclass(frozen=True, slots=True)
 class QuantizedGemmTile:
     rows: int
-    words: int  # of a row, per step of the loop
+    words: int  # of a row, per iteration
     splits: int
     stages: int
     warps: int
@@ -306,66 +304,57 @@ def _quantized_skinny_gemm(
     ROWS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    EACH: tl.constexpr = 32 // BITS
-    SPAN: tl.constexpr = 32 // EACH
+    CODES_PER_WORD: tl.constexpr = 32 // BITS
+    WORDS_PER_GROUP: tl.constexpr = 32 // CODES_PER_WORD
     pdl_launch_early(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
     word, t = tl.arange(0, WORDS), tl.arange(0, TOKENS)
-    width, k = groups * SPAN, groups * 32
-    each = tl.cdiv(tl.cdiv(width, WORDS), SPLITS) * WORDS
-    begin, end = split * each, tl.minimum(split * each + each, width)
-    safe = tl.minimum(row, n - 1).to(tl.int64)[:, None]
-    near = row
+    width, k = groups * WORDS_PER_GROUP, groups * 32
+    words_per_split = tl.cdiv(tl.cdiv(width, WORDS), SPLITS) * WORDS
+    begin, end = split * words_per_split, tl.minimum(split * words_per_split + words_per_split, width)
+    safe_row = tl.minimum(row, n - 1).to(tl.int64)[:, None]
+    affine_row = row
     if not EVEN:
-        near = tl.minimum(row, n - 1)
+        affine_row = tl.minimum(row, n - 1)
     pdl_wait(PDL)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    acc2 = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = tl.zeros([ROWS, TOKENS], tl.float32)
     kind = x.dtype.element_ty
     for start in tl.range(begin, end, WORDS, num_stages=STAGES):
-        place = start + word
-        inside = (place < end)[None, :]
-        scales = affine + (place // SPAN * (n * (2 if GATE else 1)))[None, :]
-        source = x + t[:, None] * k + (place // SPAN * 32 + place % SPAN)[None, :]
-        w = tl.load(codes + safe * width + place[None, :], mask=inside, other=0)
-        s = tl.load(scales + near[:, None], mask=inside, other=0)
-        wide = dequantize_words(
-            w, s, 0x43800000, 0x41800000, BITS
-        )  # constants here: else the compiler moves weights through memory
+        word_index = start + word
+        word_mask = (word_index < end)[None, :]
+        affine_ptrs = affine + (word_index // WORDS_PER_GROUP * (n * (2 if GATE else 1)))[None, :]
+        x_ptrs = x + t[:, None] * k + (word_index // WORDS_PER_GROUP * 32 + word_index % WORDS_PER_GROUP)[None, :]
+        words = tl.load(codes + safe_row * width + word_index[None, :], mask=word_mask, other=0)
+        affines = tl.load(affine_ptrs + affine_row[:, None], mask=word_mask, other=0)
+        # Immediates here: with run-time values the compiler moves the weights through shared memory.
+        weights = dequantize_words(words, affines, 0x43800000, 0x41800000, BITS)
         if GATE:
-            up = safe + n
-            w2 = tl.load(codes + up * width + place[None, :], mask=inside, other=0)
-            s2 = tl.load(scales + near[:, None] + n, mask=inside, other=0)
-            wide2 = dequantize_words(w2, s2, 0x43800000, 0x41800000, BITS)
-        for i in tl.static_range(EACH):
-            v = tl.trans(tl.load(source + i * SPAN, mask=(t < m)[:, None] & inside, other=0.0))
-            acc = tl.dot(wide[i].to(kind), v, acc)
+            up_row = safe_row + n
+            up_words = tl.load(codes + up_row * width + word_index[None, :], mask=word_mask, other=0)
+            up_affines = tl.load(affine_ptrs + affine_row[:, None] + n, mask=word_mask, other=0)
+            up_weights = dequantize_words(up_words, up_affines, 0x43800000, 0x41800000, BITS)
+        for i in tl.static_range(CODES_PER_WORD):
+            x_tile = tl.trans(tl.load(x_ptrs + i * WORDS_PER_GROUP, mask=(t < m)[:, None] & word_mask, other=0.0))
+            acc = tl.dot(weights[i].to(kind), x_tile, acc)
             if GATE:
-                acc2 = tl.dot(wide2[i].to(kind), v, acc2)
+                acc_up = tl.dot(up_weights[i].to(kind), x_tile, acc_up)
     pdl_launch_late(PDL)
     last = True
     if SPLITS > 1:
-        acc, acc2, last = reduce_split_k(acc, acc2, partial, counters, tile, split, GATE, SPLITS, ROWS, TOKENS)
+        acc, acc_up, last = reduce_split_k(acc, acc_up, partial, counters, tile, split, GATE, SPLITS, ROWS, TOKENS)
     if last:
-        ok = (row < n)[:, None] & (t < m)[None, :]
-        to = out + t.to(tl.int64)[None, :] * n + row[:, None]
-        epilogue(acc, acc2, bias + row[:, None], to, (row < n)[:, None], ok, BIAS, GATE, ADD)
+        mask = (row < n)[:, None] & (t < m)[None, :]
+        out_ptrs = out + t.to(tl.int64)[None, :] * n + row[:, None]
+        epilogue(acc, acc_up, bias + row[:, None], out_ptrs, (row < n)[:, None], mask, BIAS, GATE, ADD)
 
 
 def quantized_skinny_gemm(
-    x: Tensor,
-    matrix: QuantizedMatrix,
-    out: Tensor,
-    tile: QuantizedGemmTile,
-    partial: Tensor,
-    counters: Tensor,
-    *,
-    gate: int = 0,
-    add: bool = False,
-    pdl: int = 0,
-) -> None:
-    """x: [m, k], out: [m, n]; m at most 64. As `skinny.skinny`, with the weights dequantised on the way."""
+    x: Tensor, matrix: QuantizedMatrix, out: Tensor, tile: QuantizedGemmTile, partial: Tensor, counters: Tensor, *,
+    gate: int = 0, add: bool = False, pdl: int = 0,
+) -> None:  # fmt: skip
+    """x: [m, k], out: [m, n]; m at most 64. As `gemm.skinny_gemm`, dequantizing in registers."""
     (m, n), k = out.shape, x.shape[1]
     _quantized_skinny_gemm[(cdiv(n, tile.rows), tile.splits)](
         x, matrix.codes, matrix.affine, x if matrix.bias is None else matrix.bias, out, partial, counters,

@@ -1,4 +1,4 @@
-"""The Backend protocol in Triton: one workspace, nothing allocated inside a layer, all of it fit for a CUDA graph."""
+"""The Backend protocol in Triton: one workspace, no allocation inside a layer, all of it CUDA graph capturable."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,32 +9,29 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Layer, Rope, WeightSource
-from emberline.kernels.gpu import cudnn_attention as dense_attention
-from emberline.kernels.gpu import decode_attention as cascade
-from emberline.kernels.gpu import elementwise as embedding
-from emberline.kernels.gpu import split_kv as plan
-from emberline.kernels.gpu.decode_attention import decode_attention
-from emberline.kernels.gpu.elementwise import add_norm
+from emberline.kernels.gpu import cudnn_attention
+from emberline.kernels.gpu.decode_attention import decode_attention, shared_prefix_attention
+from emberline.kernels.gpu.elementwise import add_norm, embedding
 from emberline.kernels.gpu.launch import INTERPRETED, supports_pdl
 from emberline.kernels.gpu.matmul import GATES, DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention
-from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, pack_quantized, quantized_embedding
+from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_rows, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rotary_table
-from emberline.kernels.gpu.split_kv import PrefillSplits
+from emberline.kernels.gpu.split_kv import DecodeSplits, PrefillSplits, plan_decode_splits
 from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, mlp_tokens
 from emberline.protocol.block_hash import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
-class TritonStepContext:
-    """What the layers of a step share."""
+class TritonStep:
+    """What the layers of a step share; lists are per KV group."""
 
     step: Any
     shape: StepShape
     kv: list[Tensor]
-    angles: list[tuple[Tensor, Tensor]]  # by KV group
-    pieces: list[plan.DecodeSplits]
-    items: list[PrefillSplits | None]
+    rotary: list[tuple[Tensor, Tensor]]
+    decode_splits: list[DecodeSplits]
+    prefill_splits: list[PrefillSplits | None]
 
 
 class TritonBackend:
@@ -47,201 +44,195 @@ class TritonBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
         self._pdl = supports_pdl()
-        self._space: Workspace | None = None
-        self._multiply: Matmul | None = None
+        self._workspace: Workspace  # set by `reserve`, as is _matmul
+        self._matmul: Matmul
 
-    # --- memory and weights ---------------------------------------------------------------------------------------
+    # --- memory and weights -------------------------------------------------------------------------------------------
 
     def reserve(self, sizes: WorkspaceSizes) -> None:
-        """The workspace, once. Without a call it is made, and grows, when a step begins: never inside a capture."""
-        self._space = Workspace(sizes, self.device, self.dtype)
-        self._multiply = Matmul(self._space, self._deterministic, self._pdl)
+        """Allocate the workspace. Must be called once, before the first step."""
+        self._workspace = Workspace(sizes, self.device, self.dtype)
+        self._matmul = Matmul(self._workspace, self._deterministic, self._pdl)
 
-    def matrix(
+    def load_matrix(
         self, weights: list[WeightSource], bias: list[WeightSource] | None = None, *, gated: bool = False
     ) -> DenseMatrix | QuantizedMatrix:
-        added = None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
+        stacked_bias = None if bias is None else torch.cat([b.tensor(self.dtype, self.device) for b in bias])
         parts = [w.affine() for w in weights]
         if all(part is not None for part in parts):
-            return pack_quantized(parts, added, self.device, self.dtype)
+            return pack_quantized(parts, stacked_bias, self.device)
         rows = [w.shape[0] for w in weights]
         stacked = torch.empty(sum(rows), weights[0].shape[1], dtype=self.dtype, device=self.device)
-        for weight, place in zip(weights, torch.split(stacked, rows), strict=True):
-            into = getattr(weight, "into", None)
-            if into is not None:
-                into(place)
-            else:
-                place.copy_(weight.tensor(self.dtype, self.device))
-        return DenseMatrix(stacked, added)
+        for weight, target in zip(weights, torch.split(stacked, rows), strict=True):
+            weight.into(target)
+        return DenseMatrix(stacked, stacked_bias)
 
-    def vector(self, weight: WeightSource) -> Tensor:
+    def load_vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
 
-    # --- a step -----------------------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TritonStepContext:
-        shape = getattr(step, "shape", None) or _shape_of(step)
-        space = self._workspace
+    def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TritonStep:
+        shape, workspace = step.shape or _shape_of(step), self._workspace
         rows = 0 if self._deterministic else shape.decode_rows
-        angles, pieces, items = [], [], []
+        rotary, decode_splits, prefill_splits = [], [], []
         for i, (group, rope) in enumerate(zip(groups, ropes, strict=True)):
-            angles.append(rotary_table(step.positions, rope, space.flat(f"angles{i}", torch.float32)))
-            shares = shape.shares if group.window is None else None
-            room = space.flat(f"pieces{i}", torch.int32)
-            pieces.append(plan.plan_decode_splits(step.context_lens, rows, group.kv_heads, group.window, shares, room))
-            items.append(self._items(i, step, shape, group))
-        return TritonStepContext(step, shape, kv, angles, pieces, items)
+            rotary.append(rotary_table(step.positions, rope, workspace.region(f"rotary{i}")))
+            prefix_lens = shape.prefix_lens if group.window is None else None
+            memory = workspace.region(f"decode_splits{i}", torch.int32)
+            decode_splits.append(
+                plan_decode_splits(step.context_lens, rows, group.kv_heads, group.window, prefix_lens, memory)
+            )
+            prefill_splits.append(self._plan_prefill(i, step, shape, group))
+        return TritonStep(step, shape, kv, rotary, decode_splits, prefill_splits)
 
-    def _items(self, number: int, step: Any, shape: StepShape, group: KVGroup) -> PrefillSplits | None:
-        """How the keys of chunks are split; in deterministic mode they are not."""
+    def _plan_prefill(self, index: int, step: Any, shape: StepShape, group: KVGroup) -> PrefillSplits | None:
         if self._deterministic or not shape.max_query:
             return None
-        space, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
+        workspace, first = self._workspace, 0 if shape.chunks is None else shape.decode_rows
         return plan_prefill_splits(
-            space.sizes.heads, group.kv_heads, group.head_dim, group.window, step.query_starts, step.context_lens,
-            len(step.token_ids) - first, shape.decode_rows, space.flat(f"items{number}", torch.int32),
-            space.chunk_scratch,
+            workspace.sizes.heads, group.kv_heads, group.head_dim, group.window, step.query_starts, step.context_lens,
+            len(step.token_ids) - first, shape.decode_rows, workspace.region(f"work_items{index}", torch.int32),
+            workspace.prefill_scratch,
         )  # fmt: skip
 
-    @property
-    def _workspace(self) -> Workspace:
-        assert self._space is not None, "reserve() comes first"
-        return self._space
-
-    def rows(self, matrix: DenseMatrix | QuantizedMatrix, ids: Tensor, factor: float) -> Tensor:
+    def embed(self, matrix: DenseMatrix | QuantizedMatrix, ids: Tensor, factor: float) -> Tensor:
         out = self._workspace.take("residual", len(ids), matrix.shape[1])
         if isinstance(matrix, QuantizedMatrix):
-            quantized_embedding(matrix, ids, factor, out)
+            dequantize_rows(matrix, out, ids=ids, factor=factor)
         else:
-            embedding.embedding(matrix.weight, ids, factor, out)
+            embedding(matrix.weight, ids, factor, out)
         return out
 
-    def linear(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, norm: Tensor, eps: float) -> Tensor:
+    def norm_linear(self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, norm: Tensor, eps: float) -> Tensor:
         out = self._workspace.take("logits", len(x), matrix.shape[0], dtype=torch.float32)
-        self._product(x, matrix, out, Fusion(norm, eps))
+        self._matmul(x, matrix, out, Fusion(norm, eps))
         return out
 
-    def layers(self, layers: Sequence[Layer], x: Tensor, context: TritonStepContext) -> None:
-        space, tokens = self._workspace, len(x)
+    def run_layers(self, layers: Sequence[Layer], x: Tensor, context: TritonStep) -> None:
+        workspace, tokens = self._workspace, len(x)
         for layer in layers:
-            qkv = space.take("qkv", tokens, layer.qkv.shape[0])
-            self._product(x, layer.qkv, qkv, Fusion(layer.norm, layer.eps))
-            attended = space.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
-            attended = self._attend(qkv, attended, layer.attention, context)
-            self._add(attended, layer.output, x, layer.post_norm, layer.eps, overlapped=True)
+            qkv = workspace.take("qkv", tokens, layer.qkv.shape[0])
+            self._matmul(x, layer.qkv, qkv, Fusion(layer.norm, layer.eps))
+            out = workspace.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
+            attended = self._attend(qkv, out, layer.attention, context)
+            self._linear_add(attended, layer.output, x, layer.post_norm, layer.eps, after_attention=True)
             for part in torch.split(x, mlp_tokens(tokens)):
                 self._mlp(layer.mlp, part)
 
-    def _product(
-        self, x: Tensor, matrix: DenseMatrix | QuantizedMatrix, out: Tensor, job: Fusion, overlapped: bool = False
-    ) -> None:
-        assert self._multiply is not None
-        self._multiply(x, matrix, out, job, overlapped)
-
-    def _add(
-        self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float, overlapped: bool = False
-    ) -> None:
+    def _linear_add(
+        self, x: Tensor, matrix: Any, residual: Tensor, post_norm: Tensor | None, eps: float,
+        after_attention: bool = False,
+    ) -> None:  # fmt: skip
         if post_norm is None:
-            self._product(x, matrix, residual, Fusion(add=True), overlapped)
+            self._matmul(x, matrix, residual, Fusion(add=True), after_attention)
             return
         out = self._workspace.take("gate_up", *residual.shape)
-        self._product(x, matrix, out, Fusion(), overlapped)
+        self._matmul(x, matrix, out, Fusion(), after_attention)
         add_norm(residual, out, None, None, eps, post=post_norm, pdl=self._pdl)
 
     def _mlp(self, mlp: MLP, x: Tensor) -> None:
         activated = self._workspace.take("activated", len(x), mlp.down.shape[1])
-        self._product(x, mlp.gate_up, activated, Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation)))
-        self._add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
+        self._matmul(x, mlp.gate_up, activated, Fusion(mlp.norm, mlp.eps, gate=GATES.index(mlp.activation)))
+        self._linear_add(activated, mlp.down, x, mlp.post_norm, mlp.eps)
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def _attend(self, qkv: Tensor, out: Tensor, at: Attention, context: TritonStepContext) -> Tensor:
-        """Into `out`, or where it is already."""
-        step, shape, space = context.step, context.shape, self._workspace
-        pool, tables = context.kv[at.group][:, at.index], step.block_tables[at.group]
-        decodes = 0 if self._deterministic else shape.decode_rows
-        if decodes:
+    def _attend(self, qkv: Tensor, out: Tensor, attn: Attention, context: TritonStep) -> Tensor:
+        """Attention of all rows; returns `out`, or another tensor that holds the result."""
+        shape, workspace = context.shape, self._workspace
+        pool, tables = context.kv[attn.kv_group][:, attn.layer_index], context.step.block_tables[attn.kv_group]
+        rotary = context.rotary[attn.kv_group]
+        n_decodes = 0 if self._deterministic else shape.decode_rows
+        if n_decodes:
             prefix = None
-            if shape.shared is not None and shape.shares is not None and at.window is None:
-                parts = cascade.shared_prefix_attention(
-                    qkv, at, context.angles[at.group], pool, tables, shape.shared, space.prefix, space.prefix_peaks,
-                    decodes, pdl=self._pdl,
+            if shape.shared_prefix is not None and shape.prefix_lens is not None and attn.window is None:
+                n_splits = shared_prefix_attention(
+                    qkv, attn, rotary, pool, tables, shape.shared_prefix, workspace.prefix_partial,
+                    workspace.prefix_stats, n_decodes, pdl=self._pdl,
                 )  # fmt: skip
-                prefix = (space.prefix, space.prefix_peaks, shape.shares, parts)
+                prefix = (workspace.prefix_partial, workspace.prefix_stats, shape.prefix_lens, n_splits)
             decode_attention(
-                qkv, out, at, context.angles[at.group], pool, tables, context.pieces[at.group], space.partial,
-                space.peaks, space.row_counters, decodes, prefix, pdl=self._pdl and decodes > 1,
+                qkv, out, attn, rotary, pool, tables, context.decode_splits[attn.kv_group], workspace.decode_partial,
+                workspace.decode_stats, workspace.row_counters, n_decodes, prefix, pdl=self._pdl and n_decodes > 1,
                 release=self._pdl,
             )  # fmt: skip
-        if shape.max_query or not decodes:
-            return self._attend_chunks(qkv, out, at, context, pool, tables, decodes)
+        if shape.max_query or not n_decodes:
+            return self._attend_chunks(qkv, out, attn, context, pool, tables, n_decodes)
         return out
 
     def _attend_chunks(
         self,
         qkv: Tensor,
         out: Tensor,
-        at: Attention,
-        context: TritonStepContext,
+        attn: Attention,
+        context: TritonStep,
         pool: Tensor,
         tables: Tensor,
-        decodes: int,
+        n_decodes: int,
     ) -> Tensor:
-        step, space, tokens = context.step, self._workspace, len(qkv)
-        first = 0 if context.shape.chunks is None else decodes  # captured: only the device knows which rows decode
-        queries = space.take("queries", tokens, at.heads * at.head_dim)
-        listed = [] if self._deterministic else context.shape.chunks or []
-        dense = [c for c in listed if dense_attention.supports(at, c.n)]
-        own = space.take("own", 2, tokens - first, at.kv_heads * at.head_dim)
-        exact = len(dense) == 1 and dense[0].n == tokens - first and dense_attention.has_exact_plan(dense[0].n)
-        copy = None
-        if dense:
-            keys, values = (dense_attention.kv_view(half, tokens - first, at, exact) for half in own)
-            copy = (keys, values)
+        step, workspace, tokens = context.step, self._workspace, len(qkv)
+        first = 0 if context.shape.chunks is None else n_decodes  # captured: only the device knows which rows decode
+        n_new = tokens - first
+        queries = workspace.take("queries", tokens, attn.heads * attn.head_dim)
+        chunks = [] if self._deterministic else context.shape.chunks or []
+        long = [chunk for chunk in chunks if cudnn_attention.supports(attn, chunk.n)]
+        new_kv = None
+        if long:
+            exact = len(long) == 1 and long[0].n == n_new and cudnn_attention.has_exact_plan(n_new)
+            memory = workspace.take("new_kv", 2, n_new, attn.kv_heads * attn.head_dim)
+            keys, values = (cudnn_attention.kv_view(half, n_new, attn, exact) for half in memory)
+            new_kv = (keys, values)
         rope_and_cache(
-            qkv, queries, at, context.angles[at.group], pool, tables, step.query_starts, step.positions, first, decodes,
-            copy=copy, pdl=self._pdl,
+            qkv, queries, attn, context.rotary[attn.kv_group], pool, tables, step.query_starts, step.positions, first,
+            n_decodes, copy_to=new_kv, pdl=self._pdl,
         )  # fmt: skip
-        if len(dense) < len(listed) or not listed:
+        if len(long) < len(chunks) or not chunks:
             prefill_attention(
-                queries, out, at, pool, tables, step.query_starts, step.context_lens, tokens - first, decodes,
-                limit=dense_attention.MIN_TOKENS - 1 if dense else 2**31 - 1, items=context.items[at.group],
-                pdl=self._pdl,
+                queries, out, attn, pool, tables, step.query_starts, step.context_lens, n_new, n_decodes,
+                max_tokens=cudnn_attention.MIN_TOKENS - 1 if long else 2**31 - 1,
+                splits=context.prefill_splits[attn.kv_group], pdl=self._pdl,
             )  # fmt: skip
-        gathered = space.flat("gathered", self.dtype)
-        halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
-        for c in dense:
-            assert copy is not None
-            new, mine = slice(c.start, c.start + c.n), slice(c.start - first, c.start - first + c.n)
-            written = (copy[0][mine], copy[1][mine])
-            if c.n == c.context == tokens:  # all there is: one copy less
-                return dense_attention.attend_without_context(queries, written, at)
-            dense_attention.attend(queries[new], written, at, pool, tables[c.row], c.context, halves, out[new])
+        for chunk in long:
+            assert new_kv is not None
+            new, copied = (
+                slice(chunk.start, chunk.start + chunk.n),
+                slice(chunk.start - first, chunk.start - first + chunk.n),
+            )
+            chunk_kv = (new_kv[0][copied], new_kv[1][copied])
+            if chunk.n == chunk.context == tokens:  # the only chunk, without context: saves a copy
+                return cudnn_attention.attend_without_context(queries, chunk_kv, attn)
+            cudnn_attention.attend(
+                queries[new], chunk_kv, attn, pool, tables[chunk.row], chunk.context, self._gather_memory(), out[new]
+            )
         return out
 
-    def rehearse(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
-        """What long prompts would wait for the first time, done ahead, a little with every turn."""
-        space, tokens = self._workspace, self._workspace.sizes.max_tokens
-        for kind in {at.window is None: at for at in attentions}.values():  # large steps do not split keys
-            nothing = torch.zeros(1, 16, dtype=torch.int32, device=self.device)
-            queries, out = (space.take(name, 1, kind.heads * kind.head_dim) for name in ("queries", "normed"))
-            pool = kv[kind.group][:, kind.index]
-            prefill_attention(queries, out, kind, pool, nothing, nothing[0, :2], nothing[0, :1], 1, pdl=self._pdl)
+    def _gather_memory(self) -> tuple[Tensor, Tensor]:
+        memory = self._workspace.region("gathered_kv", self.dtype)
+        return memory[: len(memory) // 2], memory[len(memory) // 2 :]
+
+    def warm_up(self, attentions: Sequence[Attention], kv: Sequence[Tensor]) -> Iterator[bool]:
+        """Compile kernels and make the library plans that the first long prompts would wait for, one per iteration."""
+        workspace, tokens = self._workspace, self._workspace.sizes.max_tokens
+        for attn in {attn.window is None: attn for attn in attentions}.values():  # large steps do not split keys
+            zeros = torch.zeros(1, 16, dtype=torch.int32, device=self.device)
+            queries, out = (workspace.take(name, 1, attn.heads * attn.head_dim) for name in ("queries", "normed"))
+            pool = kv[attn.kv_group][:, attn.layer_index]
+            prefill_attention(queries, out, attn, pool, zeros, zeros[0, :2], zeros[0, :1], 1, pdl=self._pdl)
             yield True
-        at = next((at for at in attentions if dense_attention.supports(at, tokens)), None)
-        if at is None or self._deterministic:
+        long = next((attn for attn in attentions if cudnn_attention.supports(attn, tokens)), None)
+        if long is None or self._deterministic:
             return
-        queries, out = (space.take(name, tokens, at.heads * at.head_dim) for name in ("queries", "normed"))
-        own = space.take("own", 2, tokens, at.kv_heads * at.head_dim)
-        gathered = space.flat("gathered", self.dtype)
-        halves = (gathered[: len(gathered) // 2], gathered[len(gathered) // 2 :])
-        yield from dense_attention.warm_up(queries, own, at, kv[at.group][:, at.index], halves, out)
+        queries, out = (workspace.take(name, tokens, long.heads * long.head_dim) for name in ("queries", "normed"))
+        memory = workspace.take("new_kv", 2, tokens, long.kv_heads * long.head_dim)
+        pool = kv[long.kv_group][:, long.layer_index]
+        yield from cudnn_attention.warm_up(queries, memory, long, pool, self._gather_memory(), out)
 
 
 def _shape_of(step: Any) -> StepShape:
-    """For steps that come without: asks the device, and waits."""
+    """The shape of a step that comes without one; waits for the device."""
     starts, contexts = step.query_starts.tolist(), step.context_lens.tolist()
     lengths = [b - a for a, b in pairwise(starts)]
-    decodes = next((row for row, n in enumerate(lengths) if n != 1), len(lengths))
-    rest = [PrefillChunk(row, starts[row], lengths[row], contexts[row]) for row in range(decodes, len(lengths))]
-    return StepShape(decodes, max((c.n for c in rest), default=0), chunks=rest)
+    n_decodes = next((row for row, n in enumerate(lengths) if n != 1), len(lengths))
+    chunks = [PrefillChunk(row, starts[row], lengths[row], contexts[row]) for row in range(n_decodes, len(lengths))]
+    return StepShape(n_decodes, max((chunk.n for chunk in chunks), default=0), chunks=chunks)

@@ -1,7 +1,7 @@
-"""The one piece of memory that all layers of all steps share, sized before anything is allocated.
+"""The workspace: one allocation that all layers of all steps share, sized before anything is allocated.
 
-residual | normed, then attended | qkv | kv gathered, parts | gate, up | activated | partial sums | rotary, pieces
-                                 '--------- logits, once the layers are done ---------'
+residual | normed, attention out | qkv | KV of new tokens, partials | gate, up | activated | split-K | rotary, splits
+                                 '------------ logits, after the last layer -------------'
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.kernels.gpu import cudnn_attention as dense_attention
-from emberline.kernels.gpu import decode_attention as cascade
-from emberline.kernels.gpu import prefill_attention
-from emberline.kernels.gpu import split_kv as plan
-from emberline.kernels.gpu import split_kv as split_keys
+from emberline.kernels.gpu import cudnn_attention, prefill_attention, split_kv
+from emberline.kernels.gpu.decode_attention import n_prefix_splits
 from emberline.kernels.gpu.launch import cdiv
 
-MLP_TOKENS = 2048  # an MLP's intermediate is computed for so many tokens at a time
-PARTIAL_FLOATS = 4 << 20  # for matmuls with split columns
+MLP_TOKENS = 2048  # for which an MLP's intermediates are computed at a time
+PARTIAL_FLOATS = 4 << 20  # for split-K matmuls
 COUNTERS = 1 << 16
-DEQUANTIZED_BYTES = 32 << 20  # bytes: rows of a quantised matrix at a time, for cuBLAS
+DEQUANTIZED_BYTES = 32 << 20  # of a quantized matrix, dequantized at a time for cuBLAS
 _ALIGN = 256
 
 
 def mlp_tokens(tokens: int) -> int:
-    """Of a step's, that an MLP computes at a time. cuBLAS is a tenth slower at 1,024 than at twice 512."""
+    """How many of a step's tokens an MLP processes at a time: cuBLAS is a tenth slower at 1,024 than at twice 512."""
     return 512 if tokens == 1024 else MLP_TOKENS
 
 
@@ -43,72 +40,64 @@ class WorkspaceSizes:
     max_rows: int
     max_samples: int
     item: int = 2  # bytes of an activation
-    quantised: bool = False
+    quantized: bool = False
 
     @classmethod
     def of(
-        cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantised: bool = False
+        cls, config: Any, max_tokens: int, max_rows: int, max_samples: int, item: int = 2, quantized: bool = False
     ) -> "WorkspaceSizes":
         groups = len(set(config.windows or (None,)))
         shape = (config.hidden_size, config.n_heads, config.n_kv_heads, config.head_dim, config.mlp_size)
-        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item, quantised)
-
-    @property
-    def qkv(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    def holds(self, tokens: int, rows: int, samples: int) -> bool:
-        return tokens <= self.max_tokens and rows <= self.max_rows and samples <= self.max_samples
+        return cls(*shape, config.vocab_size, groups, max_tokens, max_rows, max_samples, item, quantized)
 
 
 def _layout(s: WorkspaceSizes) -> dict[str, tuple[int, int]]:
-    """Name to (offset, bytes)."""
-    places: dict[str, tuple[int, int]] = {}
-    wide = max(s.hidden, s.heads * s.head_dim)
-    pieces = plan.max_decode_splits(s.max_rows, s.kv_heads)
-    parts = max(cascade.n_prefix_splits(rows, s.heads, s.kv_heads) * rows for rows in _row_counts(s.max_rows))
+    """Name of each region to its (offset, bytes)."""
+    regions: dict[str, tuple[int, int]] = {}
     end = 0
 
-    def place(name: str, size: int, at: int | None = None) -> None:
+    def add(name: str, size: int, at: int | None = None) -> None:
         nonlocal end
         start = end if at is None else at
-        places[name] = (start, size)
+        regions[name] = (start, size)
         end = max(end, cdiv(start + size, _ALIGN) * _ALIGN)
 
-    place("residual", s.max_tokens * s.hidden * s.item)
-    place("normed", s.max_tokens * wide * s.item)
-    layers = end
-    place("qkv", s.max_tokens * s.qkv * s.item)
-    place("queries", s.max_tokens * s.heads * s.head_dim * s.item)
-    dense = end
-    place("own", 2 * s.max_tokens * s.kv_heads * s.head_dim * s.item)
-    gathered = dense_attention.SEGMENT_TOKENS if s.head_dim in dense_attention.HEAD_DIMS else 0
-    place("gathered", 2 * gathered * s.kv_heads * s.head_dim * s.item)
-    # A step has dense chunks, or chunks whose keys are split.
-    place("parts", prefill_attention.prefill_scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, dense)
-    # The MLP runs after attention: its intermediates lie where attention's were.
-    both = max(min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden)  # or a projection yet to be normed
-    place("gate_up", both * s.item, layers)
-    start, size = places["gate_up"]
-    place("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
-    place("logits", s.max_samples * s.vocab * 4, layers)
-    place("matmul", PARTIAL_FLOATS * 4)
-    place("dequantised", DEQUANTIZED_BYTES if s.quantised else 0)
-    place("partial", pieces * s.heads * s.head_dim * 4)
-    place("peaks", pieces * s.heads * 2 * 4)
-    place("prefix", parts * s.heads * s.head_dim * 4)
-    place("prefix_peaks", parts * s.heads * 2 * 4)
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    add("residual", s.max_tokens * s.hidden * s.item)
+    add("normed", s.max_tokens * max(s.hidden, q) * s.item)
+    layer = end
+    add("qkv", s.max_tokens * (q + 2 * kv) * s.item)
+    add("queries", s.max_tokens * q * s.item)
+    attention = end
+    add("new_kv", 2 * s.max_tokens * kv * s.item)
+    gathered = cudnn_attention.SEGMENT_TOKENS if s.head_dim in cudnn_attention.HEAD_DIMS else 0
+    add("gathered_kv", 2 * gathered * kv * s.item)
+    # A step uses either cuDNN attention or split-KV prefill: they share memory.
+    add("prefill_partials", prefill_attention.prefill_scratch_floats(s.heads, s.kv_heads, s.head_dim) * 4, attention)
+    # The MLP runs after attention and reuses its memory.
+    both = max(
+        min(s.max_tokens, MLP_TOKENS) * 2 * s.mlp, s.max_tokens * s.hidden
+    )  # or an output awaiting its post-norm
+    add("gate_up", both * s.item, layer)
+    start, size = regions["gate_up"]
+    add("activated", min(s.max_tokens, MLP_TOKENS) * s.mlp * s.item, cdiv(start + size, _ALIGN) * _ALIGN)
+    add("logits", s.max_samples * s.vocab * 4, layer)
+    add("matmul", PARTIAL_FLOATS * 4)
+    add("dequantized", DEQUANTIZED_BYTES if s.quantized else 0)
+    decode_splits = split_kv.max_decode_splits(s.max_rows, s.kv_heads)
+    add("decode_partial", decode_splits * q * 4)
+    add("decode_stats", decode_splits * s.heads * 2 * 4)
+    row_counts = {1, s.max_rows, *(1 << i for i in range(s.max_rows.bit_length()))}
+    prefix_rows = max(n_prefix_splits(rows, s.heads, s.kv_heads) * rows for rows in row_counts)
+    add("prefix_partial", prefix_rows * q * 4)
+    add("prefix_stats", prefix_rows * s.heads * 2 * 4)
     for group in range(s.groups):
-        place(f"angles{group}", s.max_tokens * s.head_dim * 4)
-        place(f"pieces{group}", pieces * plan.DECODE_SPLIT_FIELDS * 4)
-        place(f"items{group}", split_keys.MAX_WORK_ITEMS * split_keys.WORK_ITEM_FIELDS * 4)
-    place("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
-    place("item_counters", split_keys.MAX_WORK_ITEMS * 4)
-    return places
-
-
-def _row_counts(most: int) -> list[int]:
-    return sorted({1, most, *(1 << i for i in range(most.bit_length()))})
+        add(f"rotary{group}", s.max_tokens * s.head_dim * 4)
+        add(f"decode_splits{group}", decode_splits * split_kv.DECODE_SPLIT_FIELDS * 4)
+        add(f"work_items{group}", split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS * 4)
+    add("counters", (COUNTERS + s.max_rows * s.kv_heads) * 4)
+    add("work_item_counters", split_kv.MAX_WORK_ITEMS * 4)
+    return regions
 
 
 class Workspace:
@@ -119,47 +108,46 @@ class Workspace:
     def __init__(self, sizes: WorkspaceSizes, device: str, dtype: torch.dtype) -> None:
         self.sizes = sizes
         self._dtype = dtype
-        self._places = _layout(sizes)
+        self._regions = _layout(sizes)
         self._memory = torch.empty(self.bytes(sizes), dtype=torch.uint8, device=device)
-        self.counters = self.flat("counters", torch.int32)[:COUNTERS].zero_()
-        self.row_counters = self.flat("counters", torch.int32)[COUNTERS:].zero_()
-        item_counters = self.flat("item_counters", torch.int32).zero_()
-        self.chunk_scratch = split_keys.SplitScratch(self.flat("parts", torch.float32), item_counters)
-        self.partial = self.flat("partial", torch.float32)
-        self.peaks = self.flat("peaks", torch.float32)
-        self.prefix = self.flat("prefix", torch.float32)
-        self.prefix_peaks = self.flat("prefix_peaks", torch.float32)
-        self.matmul = self.flat("matmul", torch.float32)
+        self.counters = self.region("counters", torch.int32)[:COUNTERS].zero_()
+        self.row_counters = self.region("counters", torch.int32)[COUNTERS:].zero_()
+        work_item_counters = self.region("work_item_counters", torch.int32).zero_()
+        self.prefill_scratch = split_kv.SplitScratch(self.region("prefill_partials"), work_item_counters)
+        self.decode_partial, self.decode_stats = self.region("decode_partial"), self.region("decode_stats")
+        self.prefix_partial, self.prefix_stats = self.region("prefix_partial"), self.region("prefix_stats")
+        self.matmul = self.region("matmul")
 
-    def flat(self, name: str, dtype: torch.dtype) -> Tensor:
-        offset, size = self._places[name]
+    def region(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A whole region as a flat tensor."""
+        offset, size = self._regions[name]
         return self._memory[offset : offset + size].view(dtype)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The beginning of a place as a tensor."""
-        return self.flat(name, dtype or self._dtype)[: prod(shape)].view(shape)
+        """The start of a region as a tensor; the activations' dtype by default."""
+        return self.region(name, dtype or self._dtype)[: prod(shape)].view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """New tokens of one sequence, more than one of them or a prompt's last."""
+    """New tokens of one sequence: more than one, or the last of a prompt."""
 
     row: int
     start: int  # index of its first token in the step
     n: int
-    context: int  # its length, the new tokens included
+    context: int  # length, the new tokens included
 
 
 @dataclass(slots=True)
 class StepShape:
-    """Rows that add one token come first: row r of them is token r. Chunks follow.
+    """What the host knows of a step's shape. Decode rows come first, row r having token r; chunks follow.
 
-    A captured graph is replayed with other contexts: only `decode_rows` and `max_query` are baked into it. The last of
-    the decode rows may be nobody's: their context is 0, and beside chunks they have no token.
+    A captured CUDA graph is replayed with other contexts: only `decode_rows` and `max_query` are fixed in it. The last
+    decode rows may be padding: their context is 0, and in a step with chunks they have no token.
     """
 
     decode_rows: int
-    max_query: int = 0  # longest chunk; 0: there is none
-    shared: Tensor | None = None  # int32 [2]: a row whose table starts with the shared prefix, and its tokens
-    shares: Tensor | None = None  # int32 [rows]: tokens of that prefix each row has, all of it or 0
-    chunks: list[PrefillChunk] | None = None  # None: chunks may be anything, as in a captured graph
+    max_query: int = 0  # tokens of the longest chunk; 0: no chunks
+    shared_prefix: Tensor | None = None  # int32 [2]: a row whose block table begins with the prefix, and its length
+    prefix_lens: Tensor | None = None  # int32 [rows]: the prefix's length for rows that have it, else 0
+    chunks: list[PrefillChunk] | None = None  # None: known only on the device, as in a captured graph

@@ -44,7 +44,7 @@ def run_decode(b: Batch, at: Attention, qkv: Tensor, shared: list[int] | None = 
     partial = torch.full((pieces.n * at.heads * at.head_dim,), torch.nan, device=DEVICE)
     peaks = torch.full((pieces.n * at.heads * 2,), torch.nan, device=DEVICE)
     counters = torch.zeros(rows * at.kv_heads, dtype=torch.int32, device=DEVICE)
-    pool = b.pool[:, at.index]
+    pool = b.pool[:, at.layer_index]
     prefix = None
     if shared is not None:
         parts = cascade.n_prefix_splits(rows, at.heads, at.kv_heads)

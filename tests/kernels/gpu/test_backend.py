@@ -160,7 +160,7 @@ def test_quantised_weights(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_keeps_every_weight(bits: int) -> None:
     parts = [Weight(name, (8, 96), bits).affine() for name in ("a", "b")]
-    packed = pack_quantized(parts, None, DEVICE, DTYPE)
+    packed = pack_quantized(parts, None, DEVICE)
     want = np.concatenate([part.dense() for part in parts])
     torch.testing.assert_close(dequantize_reference(packed).cpu(), torch.from_numpy(want).float(), rtol=1e-6, atol=1e-6)
 
@@ -191,9 +191,9 @@ def test_chunks_with_split_keys(name: str, deterministic: bool, monkeypatch: pyt
 
     def watched(*args: Any, items: split_keys.PrefillSplits | None, **more: Any) -> None:
         if items is not None:
-            items.scratch.parts.fill_(torch.nan)
+            items.scratch.partials.fill_(torch.nan)
         chunks(*args, items=items, **more)
-        split.append(items is not None and not items.scratch.parts.isnan().all())
+        split.append(items is not None and not items.scratch.partials.isnan().all())
         assert items is None or not items.scratch.counters.any()
 
     monkeypatch.setattr(backend, "chunks", watched)

@@ -91,7 +91,7 @@ def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[Quantized
     scale = rng.uniform(0.5, 1, (n, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
     offset = (-scale * rng.uniform(0, 2**bits, scale.shape)).astype(np.float16).astype(np.float32)
     affine = Affine(rng.integers(0, 2**bits, (n, k), dtype=np.uint8), scale, offset, bits)
-    return pack_quantized([affine], bias, DEVICE, DTYPE), torch.from_numpy(affine.dense()).to(DEVICE)
+    return pack_quantized([affine], bias, DEVICE), torch.from_numpy(affine.dense()).to(DEVICE)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

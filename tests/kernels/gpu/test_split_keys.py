@@ -59,7 +59,7 @@ def run(q: Tensor, at: Attention, b: Batch, scratch: SplitScratch | None, splits
 
 
 def used(scratch: SplitScratch) -> bool:
-    return not scratch.parts.isnan().all()
+    return not scratch.partials.isnan().all()
 
 
 SHAPES = [(4, 2, 64), (3, 1, 64), (4, 1, 96), (2, 2, 128), (2, 1, 256)]
@@ -91,7 +91,7 @@ def test_queries_that_see_nothing_of_a_piece() -> None:
     b = batch([16], [20 * TILE.tokens + 8], at)  # pieces of five steps and one of a single one, behind half the queries
     q, scratch = noise(16, 2 * 64, seed=4), scratch_for(at, 20)
     assert error(run(q, at, b, scratch, 5), expected(q, at, b)) < LIMIT
-    sums = scratch.parts.view(20, -1)[4, -TILE.queries :]
+    sums = scratch.partials.view(20, -1)[4, -TILE.queries :]
     assert (sums == 0).tolist() == [True] * 16 + [False] * 16
 
 
