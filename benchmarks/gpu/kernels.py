@@ -1,10 +1,11 @@
-"""Every kernel against its plain reference on fresh random inputs, and its time beside the floor.
+"""Every kernel against its plain-PyTorch reference on random inputs, and its time against its floor.
 
-`check()` raises where a kernel is wrong, and otherwise returns, by kernel and shape: the error, microseconds, and the
-floor, which is the bytes it must move or the operations it must do at the rates measured on this card.
+`check()` raises where a kernel is wrong. Otherwise it returns, by kernel and shape, the error, the microseconds and the
+floor: the bytes it must move, or the operations it must do, at the rates measured on this card.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +16,8 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
-from emberline.kernels.gpu import cudnn_attention as dense_attention
-from emberline.kernels.gpu import decode_attention as cascade
-from emberline.kernels.gpu import quantized_gemm as quantised
-from emberline.kernels.gpu import split_kv as plan
-from emberline.kernels.gpu import split_kv as split_keys
-from emberline.kernels.gpu.decode_attention import decode_attention
+from emberline.kernels.gpu import cudnn_attention, split_kv
+from emberline.kernels.gpu.decode_attention import decode_attention, n_prefix_splits, shared_prefix_attention
 from emberline.kernels.gpu.elementwise import (
     add_norm,
     add_norm_reference,
@@ -31,10 +28,10 @@ from emberline.kernels.gpu.elementwise import (
 )
 from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
 from emberline.kernels.gpu.prefill_attention import plan_prefill_splits, prefill_attention, prefill_scratch_floats
+from emberline.kernels.gpu.quantized_gemm import QuantizedMatrix, dequantize_reference, pack_quantized
 from emberline.kernels.gpu.rope import rope_and_cache, rope_and_cache_reference, rotary_table
 from emberline.kernels.gpu.sampler import sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
-from emberline.kernels.gpu.split_kv import SplitScratch
 from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.kernels.reference import attend, rms_norm
 from emberline.kernels.sampling import SamplerRow
@@ -42,7 +39,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.weights.tensors import Affine
 
 LIMIT = 1e-2  # relative error in the norm, of bf16
-LAYERS = 8  # of a pool: enough that the next layer's blocks are not in the L2 cache
+LAYERS = 8  # of a KV pool: enough that the next layer's blocks are not in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Case:
 
 
 def check(card: Card | None = None, scale: int = 1) -> dict[str, Any]:
-    """scale: how much smaller than a Llama-8B the shapes are; the interpreter needs them so."""
+    """scale: divides the shapes of Llama-8B, for Triton's interpreter."""
     timed = card is None
     card = card or Card.measured()
     found: dict[str, Any] = {}
@@ -101,7 +98,7 @@ def check(card: Card | None = None, scale: int = 1) -> dict[str, Any]:
 
 
 def time_us(run: Callable[[int], Any], calls: int, repeats: int = 7) -> float:
-    """Microseconds a call, of a captured graph of several."""
+    """Microseconds per call, measured on a CUDA graph of several calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -172,9 +169,9 @@ def _small(card: Card, scale: int) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Cache:
-    """Rows of a context each, in scattered blocks; `shared` leading tokens lie in the same ones."""
+    """Rows of one context length in scattered blocks; the first `shared` tokens are in the same blocks."""
 
-    at: Attention
+    attn: Attention
     pool: Tensor
     tables: Tensor
     lens: Tensor
@@ -187,8 +184,8 @@ class Cache:
         blocks = 1 + torch.randperm(n_rows * width).view(n_rows, width)
         blocks[:, :common] = blocks[:1, :common]
         pool = card.noise(n_rows * width + 1, LAYERS, 2, kv_heads, BLOCK_TOKENS, 128)
-        at = Attention(heads, kv_heads, 128, 128**-0.5, 1e-5, 0, 0, None)
-        return cls(at, pool, card.ints(blocks), card.ints([context] * n_rows), context)
+        attn = Attention(heads, kv_heads, 128, 128**-0.5, 1e-5, 0, 0, None)
+        return cls(attn, pool, card.ints(blocks), card.ints([context] * n_rows), context)
 
     def keys_values(self, row: int, context: int) -> tuple[Tensor, Tensor]:
         blocks = self.pool[self.tables[row, : -(-context // BLOCK_TOKENS)].long(), 0]
@@ -204,65 +201,66 @@ def _attention(card: Card, scale: int) -> Iterator[Case]:
     for n_rows, context in ((1, 576), (8, 576), (64, 576), (128 // scale, 1024), (4, 8192)):
         yield _decode(card, scale, n_rows, context // scale, 0)
     yield _decode(card, scale, 32 // scale, 4096 // scale + 100, 4096 // scale)
-    yield _rope_write(card, scale)
+    yield _rope_and_cache(card, scale)
     for n in (128, 512, 608, 1024):
-        yield _chunk(card, scale, n // scale, 8192 // scale, dense=False)
+        yield _chunk(card, scale, n // scale, 8192 // scale, cudnn=False)
     if card.device == "cuda":
-        yield _chunk(card, scale, 4096, 8192, dense=True)
-        yield _chunk(card, scale, 1500, 6500, dense=True)
+        yield _chunk(card, scale, 4096, 8192, cudnn=True)
+        yield _chunk(card, scale, 1500, 6500, cudnn=True)
 
 
 def _decode(card: Card, scale: int, n_rows: int, context: int, shared: int) -> Case:
     cache = Cache.of(card, scale, n_rows, context, shared)
-    at, f32 = cache.at, dict(dtype=torch.float32, device=card.device)
-    qkv = card.noise(n_rows, (at.heads + 2 * at.kv_heads) * 128)
-    angles = rotary_table(cache.lens - 1, _rope(card), torch.empty(n_rows * 128, **f32))
-    shares = card.ints([shared] * n_rows) if shared else None
-    spare = torch.empty(
-        plan.max_decode_splits(n_rows, at.kv_heads) * plan.DECODE_SPLIT_FIELDS, dtype=torch.int32, device=card.device
-    )
-    pieces = plan.plan_decode_splits(cache.lens, n_rows, at.kv_heads, None, shares, spare)
-    partial, peaks = torch.empty(pieces.n * at.heads * 128, **f32), torch.empty(pieces.n * at.heads * 2, **f32)
-    parts = cascade.n_prefix_splits(n_rows, at.heads, at.kv_heads)
-    prefix, prefix_peaks = (torch.empty(parts * n_rows * at.heads * size, **f32) for size in (128, 2))
-    out = card.noise(n_rows, at.heads * 128).fill_(torch.nan)
-    counters, pointer = card.ints([0] * (n_rows * at.kv_heads)), card.ints([n_rows - 1, shared])
+    attn = cache.attn
+
+    def floats(*sizes: int) -> Tensor:
+        return torch.empty(math.prod(sizes), dtype=torch.float32, device=card.device)
+
+    qkv = card.noise(n_rows, (attn.heads + 2 * attn.kv_heads) * 128)
+    rotary = rotary_table(cache.lens - 1, _rope(card), floats(n_rows, 128))
+    prefix_lens = card.ints([shared] * n_rows) if shared else None
+    memory = card.ints([0] * split_kv.max_decode_splits(n_rows, attn.kv_heads) * split_kv.DECODE_SPLIT_FIELDS)
+    splits = split_kv.plan_decode_splits(cache.lens, n_rows, attn.kv_heads, None, prefix_lens, memory)
+    partial, stats = floats(splits.n, attn.heads, 128), floats(splits.n, attn.heads, 2)
+    n_splits = n_prefix_splits(n_rows, attn.heads, attn.kv_heads)
+    prefix, prefix_stats = (floats(n_splits, n_rows, attn.heads, size) for size in (128, 2))
+    out = card.noise(n_rows, attn.heads * 128).fill_(torch.nan)
+    counters, pointer = card.ints([0] * (n_rows * attn.kv_heads)), card.ints([n_rows - 1, shared])
 
     def run(i: int) -> None:
         pool, read = cache.pool[:, i % LAYERS], None
-        if shares is not None:
-            cascade.shared_prefix_attention(qkv, at, angles, pool, cache.tables, pointer, prefix, prefix_peaks, n_rows)
-            read = (prefix, prefix_peaks, shares, parts)
-        decode_attention(qkv, out, at, angles, pool, cache.tables, pieces, partial, peaks, counters, n_rows, read)
+        if prefix_lens is not None:
+            shared_prefix_attention(qkv, attn, rotary, pool, cache.tables, pointer, prefix, prefix_stats, n_rows)
+            read = (prefix, prefix_stats, prefix_lens, n_splits)
+        decode_attention(qkv, out, attn, rotary, pool, cache.tables, splits, partial, stats, counters, n_rows, read)
 
     def want() -> Tensor:
         starts = card.ints(range(n_rows + 1))
-        pool = cache.pool[:, 0]
-        q = rope_and_cache_reference(qkv, at, angles, pool, cache.tables, starts, cache.lens - 1)
-        each = [
-            attend(q[r : r + 1], *cache.keys_values(r, context), at.scale, context - 1, None) for r in range(n_rows)
+        q = rope_and_cache_reference(qkv, attn, rotary, cache.pool[:, 0], cache.tables, starts, cache.lens - 1)
+        rows = [
+            attend(q[r : r + 1], *cache.keys_values(r, context), attn.scale, context - 1, None) for r in range(n_rows)
         ]
-        return torch.cat(each).flatten(1)
+        return torch.cat(rows).flatten(1)
 
     tokens = n_rows * context - max(0, n_rows - 1) * shared
     name = f"decode, {n_rows} × {context}" + (f", {shared} shared" if shared else "")
-    return Case(name, run, lambda: out, want, tokens * 2 * at.kv_heads * 128 * card.dtype.itemsize)
+    return Case(name, run, lambda: out, want, tokens * 2 * attn.kv_heads * 128 * card.dtype.itemsize)
 
 
-def _rope_write(card: Card, scale: int) -> Case:
+def _rope_and_cache(card: Card, scale: int) -> Case:
     tokens = 2048 // scale**2
     cache = Cache.of(card, scale, 1, tokens)
-    at, starts, positions = cache.at, card.ints([0, tokens]), card.ints(range(tokens))
-    qkv, out = card.noise(tokens, (at.heads + 2 * at.kv_heads) * 128), card.noise(tokens, at.heads * 128)
-    angles = rotary_table(positions, _rope(card), torch.empty(tokens * 128, device=card.device))
-    other = cache.pool.clone()
+    attn, starts, positions = cache.attn, card.ints([0, tokens]), card.ints(range(tokens))
+    qkv, out = card.noise(tokens, (attn.heads + 2 * attn.kv_heads) * 128), card.noise(tokens, attn.heads * 128)
+    rotary = rotary_table(positions, _rope(card), torch.empty(tokens * 128, device=card.device))
+    pool = cache.pool.clone()
 
     def run(i: int) -> None:
-        rope_and_cache(qkv, out, at, angles, cache.pool[:, i % LAYERS], cache.tables, starts, positions)
+        rope_and_cache(qkv, out, attn, rotary, cache.pool[:, i % LAYERS], cache.tables, starts, positions)
 
     def want() -> Tensor:
-        q = rope_and_cache_reference(qkv, at, angles, other[:, 0], cache.tables, starts, positions)
-        return torch.cat([q.flatten(), other[:, 0].flatten()])
+        q = rope_and_cache_reference(qkv, attn, rotary, pool[:, 0], cache.tables, starts, positions)
+        return torch.cat([q.flatten(), pool[:, 0].flatten()])
 
     def got() -> Tensor:
         return torch.cat([out.flatten(), cache.pool[:, 0].flatten()])
@@ -270,40 +268,40 @@ def _rope_write(card: Card, scale: int) -> Case:
     return Case(f"rope + KV write, {tokens} tokens", run, got, want, 2 * qkv.numel() * card.dtype.itemsize)
 
 
-def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
+def _chunk(card: Card, scale: int, n: int, context: int, cudnn: bool) -> Case:
     cache = Cache.of(card, scale, 1, context)
-    at, q = cache.at, card.noise(n, cache.at.heads * 128)
+    attn, q = cache.attn, card.noise(n, cache.attn.heads * 128)
     out, starts = torch.full_like(q, torch.nan), card.ints([0, n])
-    space = [card.noise(dense_attention.SEGMENT_TOKENS * at.kv_heads * 128) for _ in range(2)] if dense else []
-    exact = dense_attention.has_exact_plan(n)
-    parts = torch.empty(prefill_scratch_floats(at.heads, at.kv_heads, 128), device=card.device)
-    scratch = SplitScratch(parts, card.ints([0] * split_keys.MAX_WORK_ITEMS))
-    table = card.ints([0] * split_keys.MAX_WORK_ITEMS * split_keys.WORK_ITEM_FIELDS)
-    items = plan_prefill_splits(
-        at.heads, at.kv_heads, 128, None, starts, cache.lens, n, 0, table, scratch
-    )  # once for all layers
-    own = [dense_attention.kv_view(card.noise(n * at.kv_heads * 128), n, at, exact) for _ in range(2)]
-    for place, source in zip(own, cache.keys_values(0, context)):
-        place.copy_(source[-n:])
+    n_gathered = cudnn_attention.SEGMENT_TOKENS * attn.kv_heads * 128 if cudnn else 0
+    gather_memory = card.noise(n_gathered), card.noise(n_gathered)
+    partials = torch.empty(prefill_scratch_floats(attn.heads, attn.kv_heads, 128), device=card.device)
+    scratch = split_kv.SplitScratch(partials, card.ints([0] * split_kv.MAX_WORK_ITEMS))
+    table = card.ints([0] * split_kv.MAX_WORK_ITEMS * split_kv.WORK_ITEM_FIELDS)
+    shape = (attn.heads, attn.kv_heads, 128, None)
+    splits = plan_prefill_splits(*shape, starts, cache.lens, n, 0, table, scratch)  # once for all layers
+    exact = cudnn_attention.has_exact_plan(n)
+    k, v = (cudnn_attention.kv_view(card.noise(n * attn.kv_heads * 128), n, attn, exact) for _ in range(2))
+    for target, source in zip((k, v), cache.keys_values(0, context)):
+        target.copy_(source[-n:])
 
     def run(i: int) -> None:
         pool = cache.pool[:, 0]
-        if dense:
-            dense_attention.attend(q, (own[0], own[1]), at, pool, cache.tables[0], context, (space[0], space[1]), out)
+        if cudnn:
+            cudnn_attention.attend(q, (k, v), attn, pool, cache.tables[0], context, gather_memory, out)
         else:
-            prefill_attention(q, out, at, pool, cache.tables, starts, cache.lens, n, items=items)
+            prefill_attention(q, out, attn, pool, cache.tables, starts, cache.lens, n, splits=splits)
 
     few = [*range(4), *range(n - 4, n)]
 
     def want() -> Tensor:
         k, v = cache.keys_values(0, context)
-        queries = q.view(n, at.heads, 128)
+        queries = q.view(n, attn.heads, 128)
         at_end = [context - n + t for t in few]
-        each = [attend(queries[t : t + 1], k[: p + 1], v[: p + 1], at.scale, p, None) for t, p in zip(few, at_end)]
+        each = [attend(queries[t : t + 1], k[: p + 1], v[: p + 1], attn.scale, p, None) for t, p in zip(few, at_end)]
         return torch.cat(each).flatten(1)
 
-    flops = 4 * at.heads * 128 * (n * (context - n) + n * (n + 1) / 2)
-    name = f"chunk, {n} of {context}" + (", cuDNN" if dense else "")
+    flops = 4 * attn.heads * 128 * (n * (context - n) + n * (n + 1) / 2)
+    name = f"chunk, {n} of {context}" + (", cuDNN" if cudnn else "")
     return Case(name, run, lambda: out[few], want, flops=flops, calls=3)
 
 
@@ -313,21 +311,21 @@ def _chunk(card: Card, scale: int, n: int, context: int, dense: bool) -> Case:
 def _matmuls(card: Card, scale: int) -> Iterator[Case]:
     hidden, mlp, heads, kv_heads = _llama(scale)
     sizes = WorkspaceSizes(hidden, heads, kv_heads, 128, mlp, 1024, 1, 512, 512, 512, card.dtype.itemsize, True)
-    multiply = Matmul(Workspace(sizes, card.device, card.dtype), False, False)
+    matmul = Matmul(Workspace(sizes, card.device, card.dtype), False, False)
     shapes = {
         "qkv": ((heads + 2 * kv_heads) * 128, hidden, Fusion(card.noise(hidden).float(), 1e-5)),
         "output": (hidden, heads * 128, Fusion(add=True)),
         "gate, up": (mlp, hidden, Fusion(card.noise(hidden).float(), 1e-5, gate=1)),
         "down": (hidden, mlp, Fusion(add=True)),
     }
-    for (name, (n, k, job)), m in itertools.product(shapes.items(), (1, 8, 64, 256)):
-        yield _matmul(card, multiply, f"{name}, {m} tokens", m, n, k, job, 0)
-    for (name, (n, k, job)), bits, m in itertools.product(shapes.items(), (4, 8), (1, 8, 32, 256)):
-        yield _matmul(card, multiply, f"{name}, {bits} bits, {m} tokens", m, n, k, job, bits)
+    for (name, (n, k, fusion)), m in itertools.product(shapes.items(), (1, 8, 64, 256)):
+        yield _matmul(card, matmul, f"{name}, {m} tokens", m, n, k, fusion, 0)
+    for (name, (n, k, fusion)), bits, m in itertools.product(shapes.items(), (4, 8), (1, 8, 32, 256)):
+        yield _matmul(card, matmul, f"{name}, {bits} bits, {m} tokens", m, n, k, fusion, bits)
 
 
-def _matmul(card: Card, multiply: Matmul, name: str, m: int, n: int, k: int, job: Fusion, bits: int) -> Case:
-    total = 2 * n if job.gate else n
+def _matmul(card: Card, matmul: Matmul, name: str, m: int, n: int, k: int, fusion: Fusion, bits: int) -> Case:
+    total = 2 * n if fusion.gate else n
     copies = 1 if card.device == "cpu" else max(2, int(2e8 // (total * k * 2)) + 1)  # more than the L2 cache holds
     weights = [_weight(card, total, k, bits)]
     weights += [_copy(weights[0]) for _ in range(copies - 1)]
@@ -336,15 +334,15 @@ def _matmul(card: Card, multiply: Matmul, name: str, m: int, n: int, k: int, job
 
     def want() -> Tensor:
         weight = weights[0]
-        dense = weight.weight.float() if isinstance(weight, DenseMatrix) else quantised.dequantize_reference(weight)
-        y = (x.float() if job.norm is None else rms_norm(x.float(), job.norm, job.eps)) @ dense.T
-        y = gated_activation_reference(y, "silu") if job.gate else y
-        return y + start.float() if job.add else y
+        dense = weight.weight.float() if isinstance(weight, DenseMatrix) else dequantize_reference(weight)
+        y = (x.float() if fusion.norm is None else rms_norm(x.float(), fusion.norm, fusion.eps)) @ dense.T
+        y = gated_activation_reference(y, "silu") if fusion.gate else y
+        return y + start.float() if fusion.add else y
 
     stored = sum(t.numel() * t.element_size() for t in _tensors(weights[0]))
     return Case(
         name,
-        lambda i: multiply(x, weights[i % copies], out, job),
+        lambda i: matmul(x, weights[i % copies], out, fusion),
         lambda: out.clone(),
         want,
         stored + (x.numel() + out.numel()) * card.dtype.itemsize,
@@ -353,24 +351,22 @@ def _matmul(card: Card, multiply: Matmul, name: str, m: int, n: int, k: int, job
     )
 
 
-def _weight(card: Card, n: int, k: int, bits: int) -> DenseMatrix | quantised.QuantizedMatrix:
+def _weight(card: Card, n: int, k: int, bits: int) -> DenseMatrix | QuantizedMatrix:
     if not bits:
         return DenseMatrix(card.noise(n, k, scale=k**-0.5))
     rng = np.random.default_rng()
     scale = (rng.uniform(0.5, 1.5, (n, k // 32)) * 2**-bits * k**-0.5).astype(np.float32)
     codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
-    return quantised.pack_quantized(
-        [Affine(codes, scale, -scale * 2 ** (bits - 1), bits)], None, card.device, card.dtype
-    )
+    return pack_quantized([Affine(codes, scale, -scale * 2 ** (bits - 1), bits)], None, card.device)
 
 
-def _copy(matrix: DenseMatrix | quantised.QuantizedMatrix) -> DenseMatrix | quantised.QuantizedMatrix:
+def _copy(matrix: DenseMatrix | QuantizedMatrix) -> DenseMatrix | QuantizedMatrix:
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.weight.clone())
-    return quantised.QuantizedMatrix(matrix.codes.clone(), matrix.affine.clone(), matrix.bits)
+    return QuantizedMatrix(matrix.codes.clone(), matrix.affine.clone(), matrix.bits)
 
 
-def _tensors(matrix: DenseMatrix | quantised.QuantizedMatrix) -> list[Tensor]:
+def _tensors(matrix: DenseMatrix | QuantizedMatrix) -> list[Tensor]:
     return [matrix.weight] if isinstance(matrix, DenseMatrix) else [matrix.codes, matrix.affine]
 
 

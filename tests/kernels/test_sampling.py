@@ -1,4 +1,4 @@
-"""Choosing tokens: C against NumPy, and both against what the parameters promise."""
+"""CPU sampling: C against NumPy, and both against the definition of the parameters."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ rows = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(row=rows, seed=st.integers(0, 1000), vocab=st.sampled_from([5, 16, 1003]), spread=st.sampled_from([0.1, 3.0]))
-def test_c_chooses_what_numpy_chooses(row: SamplerRow, seed: int, vocab: int, spread: float) -> None:
+def test_c_matches_numpy(row: SamplerRow, seed: int, vocab: int, spread: float) -> None:
     assert sampling._native() is not None
     numbers = logits(seed, vocab, spread)
     assert draw(row, numbers) == choose_reference(numbers, row)
 
 
-def test_frequencies_follow_the_probabilities() -> None:
+def test_frequencies_match_probabilities() -> None:
     numbers = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     n = 20_000
     table = torch.from_numpy(np.tile(numbers, (n, 1)))
@@ -45,15 +45,15 @@ def test_frequencies_follow_the_probabilities() -> None:
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / n, [0.5, 0.3, 0.15, 0.05], atol=0.01)
 
 
-def test_no_noise_wins_against_every_logit() -> None:
-    row = SamplerRow(seed=5241)  # of all 2^24 numbers, its token 3470 draws the one that would round to 1
+def test_noise_is_finite() -> None:
+    row = SamplerRow(seed=5241)  # its token 3470 gets the one of 2^24 numbers that would round to 1
     assert np.isfinite(sampling._noise(row.seed, row.position, np.array([3470])))
     numbers = logits(0, 4500)
     numbers[3470] = -60.0
     assert draw(row, numbers) == choose_reference(numbers, row) != 3470
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+def test_a_row_does_not_depend_on_the_batch() -> None:
     batch = [SamplerRow(seed=5, position=i, top_p=0.9) for i in range(9)]
     table = np.stack([logits(i) for i in range(9)])
     together = [s.token_id for s in sample(torch.from_numpy(table.copy()), batch)]
@@ -80,7 +80,7 @@ def test_penalties_bias_and_bans() -> None:
     seen = np.array([0], np.uint32)
     assert draw(SamplerRow(**greedy), numbers) == 0
     assert draw(SamplerRow(**greedy, repetition_penalty=1.5, prompt_ids=seen), numbers) == 1
-    assert draw(SamplerRow(**greedy, presence_penalty=0.5, prompt_ids=seen), numbers) == 0  # looks at the output alone
+    assert draw(SamplerRow(**greedy, presence_penalty=0.5, prompt_ids=seen), numbers) == 0  # counts only the output
     assert draw(SamplerRow(**greedy, presence_penalty=0.5, output_ids=seen), numbers) == 1
     twice = np.array([0, 0, 1], np.uint32)
     assert draw(SamplerRow(**greedy, frequency_penalty=0.15, output_ids=twice), numbers) == 2
@@ -88,7 +88,7 @@ def test_penalties_bias_and_bans() -> None:
     assert draw(SamplerRow(**greedy, banned=(0, 1)), numbers) == 2
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_before_bias() -> None:
     numbers = logits(3)
     row = SamplerRow(temperature=0.0, logprobs=4, logit_bias={7: 100.0})
     got = sample(torch.from_numpy(numbers.copy())[None], [row])[0]
@@ -100,13 +100,13 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("where", [0, 17, 999])
-def test_invalid_numbers_are_told_not_sampled(poison: float, where: int) -> None:
+def test_nan_and_infinite_logits_give_no_token(poison: float, where: int) -> None:
     bad = logits(1)
     bad[where] = poison
     table = torch.from_numpy(np.stack([logits(0), bad]))
-    good, told = sample(table, [SamplerRow(), SamplerRow()])
+    good, invalid = sample(table, [SamplerRow(), SamplerRow()])
     assert good.token_id >= 0
-    assert told.token_id == INVALID
+    assert invalid.token_id == INVALID
     assert choose_reference(bad, SamplerRow()) == INVALID
 
 
@@ -114,7 +114,7 @@ def test_invalid_numbers_are_told_not_sampled(poison: float, where: int) -> None
 
 
 def bits_of(allowed: np.ndarray, words: int) -> np.ndarray:
-    """A mask of so many words, which may be fewer or more than the vocabulary has."""
+    """A mask of `words` words, which may be fewer or more than the vocabulary needs."""
     wide = np.zeros(words * 32, np.uint8)
     wide[: min(len(allowed), words * 32)] = allowed[: words * 32]
     return np.packbits(wide, bitorder="little").view(np.uint32)
@@ -128,7 +128,7 @@ def bits_of(allowed: np.ndarray, words: int) -> np.ndarray:
     st.integers(-1, 1),
     st.sampled_from([0.0, 1.0]),
 )
-def test_c_masks_as_numpy_does(seed: int, vocab: int, share: float, more_words: int, temperature: float) -> None:
+def test_c_mask_matches_numpy(seed: int, vocab: int, share: float, more_words: int, temperature: float) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=vocab).astype(np.float32)
     words = max(1, -(-vocab // 32) + more_words)
@@ -142,7 +142,7 @@ def test_c_masks_as_numpy_does(seed: int, vocab: int, share: float, more_words: 
         assert bits[drawn.token_id // 32] >> (drawn.token_id % 32) & 1
 
 
-def test_logprobs_are_those_before_the_mask() -> None:
+def test_logprobs_are_before_the_mask() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     row = SamplerRow(temperature=0.0, logprobs=2, allowed=np.array([0b0100], np.uint32))
     [drawn] = sample(logits.clone(), [row])
@@ -151,12 +151,12 @@ def test_logprobs_are_those_before_the_mask() -> None:
     assert [token_id for token_id, _ in drawn.top] == [0, 1]
 
 
-def test_a_mask_of_one_row_leaves_the_others_alone() -> None:
+def test_a_mask_applies_to_its_row_only() -> None:
     logits = torch.tensor([[5.0, 1.0], [5.0, 1.0]])
     rows = [SamplerRow(temperature=0.0), SamplerRow(temperature=0.0, allowed=np.array([0b10], np.uint32))]
     assert [drawn.token_id for drawn in sample(logits, rows)] == [0, 1]
 
 
-def test_an_empty_mask_is_told() -> None:
+def test_an_empty_mask_gives_no_token() -> None:
     row = SamplerRow(allowed=np.zeros(1, np.uint32))
     assert sample(torch.zeros(1, 8), [row])[0].token_id == INVALID

@@ -1,4 +1,4 @@
-"""Every architecture against transformers, on small random models written as real checkpoints."""
+"""Every architecture against transformers, on small random models saved as checkpoints."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from emberline.kernels.reference import TorchBackend
 from emberline.models.decoder import Decoder
 from emberline.models.registry import ARCHITECTURES
 from emberline.weights.checkpoint import open_checkpoint
-from tests.models.steps import all_logits
+from tests.models.step_inputs import all_logits
 
 SMALL = dict(
-    vocab_size=203,  # not a multiple of the kernels' panel
+    vocab_size=203,  # not a multiple of the kernels' panel rows
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=4,
@@ -38,7 +38,7 @@ CONFIGS = {
         **SMALL, head_dim=16, sliding_window=24, query_pre_attn_scalar=16, tie_word_embeddings=True
     ),
 }
-TOLERANCE = {"torch": 2e-5, "native": 2e-3}  # relative; native keeps the cache in half floats
+TOLERANCE = {"torch": 2e-5, "native": 2e-3}  # relative; the native backend's KV cache is float16
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -47,7 +47,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     config = CONFIGS[request.param]()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too: at their initial values they would hide mistakes
+        for parameter in model.parameters():  # norms and biases too: their initial values would hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.1)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size="100KB")

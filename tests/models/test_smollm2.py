@@ -1,4 +1,4 @@
-"""The real model: our quantised path against the same weights dequantised to float32."""
+"""A real model: the quantized CPU backend against the same weights dequantized to float32."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from emberline.models.decoder import Decoder
 from emberline.models.registry import ARCHITECTURES, load_model
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
-from tests.models.steps import all_logits, pools, step
+from tests.models.step_inputs import all_logits, pools, step
 
 TEXT = (Path(__file__).parent / "prose.txt").read_text()
 PROMPTS = [
@@ -35,7 +35,7 @@ def tokens(smollm2: Path):
 
 
 def greedy(model: Decoder, ids: list[int], n: int) -> tuple[list[int], list[float]]:
-    """Greedy continuation through the cache, and the margin of each choice."""
+    """Greedy decoding through the KV cache, and the top-two margin of each token."""
     table, kv, out, margins = torch.arange(16)[None], pools(model, 16), [], []
     new, past = ids, 0
     for _ in range(n):
@@ -55,12 +55,12 @@ def perplexity(model: Decoder, ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens_equal_the_reference_where_it_is_sure(both, tokens, prompt: str) -> None:
+def test_greedy_tokens_match_where_the_margin_is_clear(both, tokens, prompt: str) -> None:
     ours, reference = both
     want, margins = greedy(reference, tokens(prompt), 12)
-    sure = next((i for i, margin in enumerate(margins) if margin < MARGIN), len(margins))
-    assert sure >= 6, "a prompt that tests nothing"
-    assert greedy(ours, tokens(prompt), sure)[0] == want[:sure]
+    clear = next((i for i, margin in enumerate(margins) if margin < MARGIN), len(margins))
+    assert clear >= 6, "the prompt tests too few tokens"
+    assert greedy(ours, tokens(prompt), clear)[0] == want[:clear]
 
 
 def test_perplexity_within_two_percent(both, tokens) -> None:
@@ -70,7 +70,7 @@ def test_perplexity_within_two_percent(both, tokens) -> None:
     assert perplexity(ours, ids) == pytest.approx(perplexity(reference, ids), rel=0.02)
 
 
-def test_batch_and_chunks_do_not_change_a_bit(both, tokens) -> None:
+def test_results_do_not_depend_on_batch_or_chunks(both, tokens) -> None:
     ours, _ = both
     ids, other = tokens(TEXT)[:150], tokens(TEXT)[150:400]
     alone = ours.forward(step([(ids, 0)], torch.arange(32)[None], 1, [149]), pools(ours, 64))

@@ -1,13 +1,13 @@
-// Matrix products of quantised weights with activations quantised on the fly to 8 bits.
+// Matrix products of quantized weights with activations quantized on the fly to 8 bits.
 //
-// Weights are affine in groups of 32 columns: w = scale * code + offset. Sixteen rows make a panel; a panel is a run of
-// groups, each [codes | 16 half scales | 16 half offsets]:
+// Weights are affine in groups of 32 columns: w = scale * code + offset. Sixteen rows form a panel; a panel is a
+// sequence of groups, each [codes | 16 half scales | 16 half offsets]:
 //
 //   8-bit codes: 8 vectors of 64 bytes; vector s holds columns 4s .. 4s + 3 of each of the 16 rows
 //   4-bit codes: 4 vectors of 64 bytes; the low nibbles of vector j are step 2j, the high nibbles step 2j + 1
 //
-// so one stream of memory feeds the dot product instructions as they want it. Every (token, row) sees the same sequence
-// of operations whatever else is in the batch: integer sums are exact and groups are added in order.
+// so one sequential stream of memory feeds the dot product instructions in order. Every (token, row) pair gets the same
+// sequence of operations whatever the batch: integer sums are exact and groups are added in order.
 #pragma once
 #include "vec.h"
 
@@ -19,12 +19,12 @@
 #define GROUP_BYTES(bits) (((bits) == 4 ? CODES4 : CODES8) + SCALES)
 
 #if defined(__AVX512VNNI__)
-#define MAX_TILE 8 // tokens that one pass over a panel serves: what the registers hold
+#define MAX_TILE 8 // tokens per pass over a panel, limited by the registers
 #else
 #define MAX_TILE 4
 #endif
 
-// Whether the product instruction takes the codes' bytes as signed; see `code_shift`.
+// Whether the dot product instruction takes the codes as signed bytes; see `code_shift`.
 #if defined(__ARM_NEON)
 #define SIGNED_CODES 1
 #else
@@ -33,24 +33,24 @@
 
 INLINE int32_t code8(uint8_t byte) { return SIGNED_CODES ? (int8_t)byte : byte; }
 
-typedef struct { // activations of `tokens` rows, quantised per group of 32
+typedef struct { // activations of several tokens, quantized per group of 32
     int8_t *codes;  // [tokens, cols]
     float *scale;   // [tokens, cols / 32]
     float *sum;     // [tokens, cols / 32]: scale * sum of the group's codes
     int64_t cols;
-} quantised;
+} quantized;
 
-INLINE void quantise_row(const float *x, quantised q, int64_t token) {
+INLINE void quantize_row(const float *x, quantized q, int64_t token) {
     int64_t groups = q.cols / GROUP;
     int8_t *codes = q.codes + token * q.cols;
     for (int64_t g = 0; g < groups; g++, x += GROUP, codes += GROUP) {
-        vec magnitude = absolute(load(x));
-        for (int i = WIDTH; i < GROUP; i += WIDTH) magnitude = larger(magnitude, absolute(load(x + i)));
-        float scale = largest_of(magnitude) / 127.f;
+        vec magnitude = vec_abs(load(x));
+        for (int i = WIDTH; i < GROUP; i += WIDTH) magnitude = vec_max(magnitude, vec_abs(load(x + i)));
+        float scale = reduce_max(magnitude) / 127.f;
         float inverse = scale > 0.f ? 1.f / scale : 0.f;
         int32_t rounded[GROUP], total = 0;
         for (int i = 0; i < GROUP; i += WIDTH) {
-            veci n = __builtin_convertvector(nearest(load(x + i) * inverse), veci);
+            veci n = __builtin_convertvector(round_nearest(load(x + i) * inverse), veci);
             memcpy(rounded + i, &n, sizeof n);
         }
         for (int i = 0; i < GROUP; i++) {
@@ -65,9 +65,9 @@ INLINE void quantise_row(const float *x, quantised q, int64_t token) {
 typedef float panel_out[LANES]; // the 16 rows of a panel, for one token
 
 // out[t] = the 16 rows of one panel times token t, for `n` tokens of `act` beginning at `token`.
-// BITS and n are constants at every call: the loops over them unroll into registers.
+// BITS and n are constants at every call, so that the loops over them unroll into registers.
 #if defined(__AVX512VNNI__)
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantized act, int64_t token, panel_out *out) {
     int64_t groups = act.cols / GROUP;
     const int8_t *codes = act.codes + token * act.cols;
     const float *scale = act.scale + token * groups, *sum = act.sum + token * groups;
@@ -110,7 +110,7 @@ INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised ac
 }
 
 #elif defined(__ARM_FEATURE_DOTPROD)
-INLINE void half_tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, int half,
+INLINE void half_tile(const int BITS, const int n, const uint8_t *panel, quantized act, int64_t token, int half,
                       panel_out *out) { // rows 8 * half .. 8 * half + 7
     int64_t groups = act.cols / GROUP;
     const int8_t *codes = act.codes + token * act.cols;
@@ -160,7 +160,7 @@ INLINE void half_tile(const int BITS, const int n, const uint8_t *panel, quantis
     for (int t = 0; t < n; t++) memcpy(out[t] + 8 * half, total[t], 32);
 }
 
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantized act, int64_t token, panel_out *out) {
     half_tile(BITS, n, panel, act, token, 0, out);
     half_tile(BITS, n, panel, act, token, 1, out);
 }
@@ -181,7 +181,7 @@ INLINE veci step_dot(const int BITS, veci total, const uint8_t *weights, int hig
     __m256i w = _mm256_loadu_si256((const __m256i *)weights);
     __m256i upper = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble), lower = _mm256_and_si256(w, nibble);
     if (BITS == 4) return (veci)dot_bytes((__m256i)total, high ? upper : lower, a);
-    // halves of a byte, so that the 16-bit pairs cannot saturate
+    // by nibbles, so that the 16-bit pairs cannot saturate
     __m256i sixteens = _mm256_slli_epi32(dot_bytes(_mm256_setzero_si256(), upper, a), 4);
     return (veci)_mm256_add_epi32(dot_bytes((__m256i)total, lower, a), sixteens);
 #else
@@ -195,7 +195,7 @@ INLINE veci step_dot(const int BITS, veci total, const uint8_t *weights, int hig
 #endif
 }
 
-INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
+INLINE void tile(const int BITS, const int n, const uint8_t *panel, quantized act, int64_t token, panel_out *out) {
     int64_t groups = act.cols / GROUP;
     vec total[MAX_TILE][PARTS];
     for (int t = 0; t < n; t++)
@@ -241,7 +241,7 @@ INLINE void tile_f32(const int n, const float *panel, const float *x, int64_t co
 #define TILES(CALL) case 1: CALL(1); case 2: CALL(2); case 3: CALL(3); case 4: CALL(4);
 #endif
 
-static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
+static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, quantized act, int64_t token, panel_out *out) {
     switch (n) {
 #define CALL(N) tile(4, N, panel, act, token, out); break
         TILES(CALL)
@@ -249,7 +249,7 @@ static __attribute__((noinline)) void tile_4bit(int n, const uint8_t *panel, qua
     }
 }
 
-static __attribute__((noinline)) void tile_8bit(int n, const uint8_t *panel, quantised act, int64_t token, panel_out *out) {
+static __attribute__((noinline)) void tile_8bit(int n, const uint8_t *panel, quantized act, int64_t token, panel_out *out) {
     switch (n) {
 #define CALL(N) tile(8, N, panel, act, token, out); break
         TILES(CALL)

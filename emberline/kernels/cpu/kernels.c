@@ -1,4 +1,4 @@
-// Emberline on a CPU: the operations of a transformer layer, each one call.
+// CPU kernels: the operations of a transformer layer, and all layers of a step in one call.
 #include "attention.h"
 #include "gemm.h"
 #include "pool.h"
@@ -20,20 +20,20 @@ typedef struct {
     int32_t gelu; // 0: SiLU
 } mlp;
 
-#define SMALL 2 // tokens whose rows are not worth handing out
+#define MIN_PARALLEL_TOKENS 2 // at most so many tokens are prepared by the calling thread alone
 
 typedef struct {
     linear qkv, output;
     const float *norm, *post_norm; // post_norm: or null
     float eps;
-    int32_t group; // whose cache the layer uses
+    int32_t group; // index of the KV group
     attention attention;
     mlp mlp;
 } layer;
 
-enum { INPUT, HIDDEN, OUTPUT, QUANTISED_INPUT, QUANTISED_HIDDEN, QKV, ATTENDED, SLOTS };
+enum { INPUT, HIDDEN, OUTPUT, QUANTIZED_INPUT, QUANTIZED_HIDDEN, QKV, ATTENDED, SLOTS };
 
-// Scratch memory by purpose; grows, never shrinks. The engine calls from one thread at a time.
+// Scratch memory by purpose; grows, never shrinks. Callers must not run concurrently.
 static void *scratch(int slot, size_t bytes) {
     static void *memory[SLOTS];
     static size_t size[SLOTS];
@@ -45,38 +45,38 @@ static void *scratch(int slot, size_t bytes) {
     return memory[slot];
 }
 
-static quantised quantised_scratch(int slot, int64_t tokens, int64_t cols) {
+static quantized quantized_scratch(int slot, int64_t tokens, int64_t cols) {
     int64_t codes = (tokens * cols + 63) / 64 * 64, groups = tokens * cols / GROUP;
     int8_t *at = scratch(slot, codes + 2 * groups * sizeof(float));
-    return (quantised){at, (float *)(at + codes), (float *)(at + codes) + groups, cols};
+    return (quantized){at, (float *)(at + codes), (float *)(at + codes) + groups, cols};
 }
 
-typedef struct { // what a matrix is multiplied with: bytes for quantised weights, floats for float weights
-    quantised codes;
+typedef struct { // activations: 8-bit codes for quantized weights, floats for float weights
+    quantized codes;
     float *floats;
 } operand;
 
 static operand operand_scratch(const linear *w, int codes_slot, int floats_slot, int64_t tokens) {
     if (w->bits == 32) return (operand){.floats = scratch(floats_slot, tokens * w->cols * sizeof(float))};
-    return (operand){.codes = quantised_scratch(codes_slot, tokens, w->cols)};
+    return (operand){.codes = quantized_scratch(codes_slot, tokens, w->cols)};
 }
 
 typedef struct {
     const linear *w;
     operand in;
     int64_t tokens;
-    const float *x, *norm; // of preparing
+    const float *x, *norm; // for prepare
     float eps;
-    float *out; // of multiplying
+    float *out; // for multiply
     int add;
-    const mlp *gated; // of gating
-    int64_t size; // units (tokens, panels) a piece has
+    const mlp *gated; // for gate
+    int64_t size; // units (tokens, panels) per task
 } work;
 
 #define EACH(unit, all) \
-    for (int64_t unit = piece * job->size, end = unit + job->size < (all) ? unit + job->size : (all); unit < end; unit++)
+    for (int64_t unit = task * job->size, end = unit + job->size < (all) ? unit + job->size : (all); unit < end; unit++)
 
-static void prepare_piece(void *arg, int64_t piece) {
+static void prepare_task(void *arg, int64_t task) {
     const work *job = arg;
     const int64_t cols = job->w->cols;
     EACH(t, job->tokens) {
@@ -84,19 +84,19 @@ static void prepare_piece(void *arg, int64_t piece) {
         const float *from = job->x + t * cols;
         if (job->norm) {
             memcpy(row, from, cols * sizeof(float));
-            normalise(row, job->norm, cols, job->eps);
+            rms_norm(row, job->norm, cols, job->eps);
             from = row;
         }
         if (job->w->bits == 32) memcpy(job->in.floats + t * cols, from, cols * sizeof(float));
-        else quantise_row(from, job->in.codes, t);
+        else quantize_row(from, job->in.codes, t);
     }
 }
 
-// Norms (or copies) each token's row and puts it into the form the matrix is multiplied with.
+// Norms (or copies) each token's row and converts it to the matrix's operand format.
 static void prepare(const linear *w, const float *x, const float *norm, float eps, int64_t tokens, operand to) {
     work job = {.w = w, .in = to, .tokens = tokens, .x = x, .norm = norm, .eps = eps, .size = tokens};
-    if (tokens > SMALL) job.size = piece_size(tokens);
-    run(prepare_piece, &job, (tokens + job.size - 1) / job.size);
+    if (tokens > MIN_PARALLEL_TOKENS) job.size = task_size(tokens);
+    parallel_for(prepare_task, &job, (tokens + job.size - 1) / job.size);
 }
 
 INLINE void multiply(const linear *w, operand in, int64_t panel, int64_t token, int n, panel_out *out) {
@@ -109,12 +109,12 @@ INLINE void multiply(const linear *w, operand in, int64_t panel, int64_t token, 
     (w->bits == 4 ? tile_4bit : tile_8bit)(n, at, in.codes, token, out);
 }
 
-static int tile_tokens(int64_t tokens) { // equal tiles rather than full ones and a rest
+static int tile_tokens(int64_t tokens) { // equal tiles rather than full ones and a remainder
     int64_t tiles = (tokens + MAX_TILE - 1) / MAX_TILE;
     return (int)((tokens + tiles - 1) / tiles);
 }
 
-static void multiply_piece(void *arg, int64_t piece) {
+static void multiply_task(void *arg, int64_t task) {
     const work *job = arg;
     const linear *w = job->w;
     const int tile = tile_tokens(job->tokens);
@@ -134,12 +134,12 @@ static void multiply_piece(void *arg, int64_t piece) {
 }
 
 static void multiply_all(const linear *w, operand in, int64_t tokens, float *out, int add) {
-    const int64_t panels = w->rows / LANES, size = piece_size(panels);
+    const int64_t panels = w->rows / LANES, size = task_size(panels);
     work job = {.w = w, .in = in, .tokens = tokens, .out = out, .add = add, .size = size};
-    run(multiply_piece, &job, (panels + size - 1) / size);
+    parallel_for(multiply_task, &job, (panels + size - 1) / size);
 }
 
-static void gate_piece(void *arg, int64_t piece) {
+static void gate_task(void *arg, int64_t task) {
     const work *job = arg;
     const mlp *m = job->gated;
     const int tile = tile_tokens(job->tokens);
@@ -159,14 +159,14 @@ static void gate_piece(void *arg, int64_t piece) {
 }
 
 static void gate_all(const mlp *m, operand in, int64_t tokens, float *hidden) {
-    const int64_t panels = m->down.cols / LANES, size = piece_size(panels);
+    const int64_t panels = m->down.cols / LANES, size = task_size(panels);
     work job = {.gated = m, .in = in, .tokens = tokens, .out = hidden, .size = size};
-    run(gate_piece, &job, (panels + size - 1) / size);
+    parallel_for(gate_task, &job, (panels + size - 1) / size);
 }
 
-static void add_normalised(float *x, float *y, const float *norm, float eps, int64_t tokens, int64_t n) {
+static void add_rms_norm(float *x, float *y, const float *norm, float eps, int64_t tokens, int64_t n) {
     for (int64_t t = 0; t < tokens; t++) {
-        normalise(y + t * n, norm, n, eps);
+        rms_norm(y + t * n, norm, n, eps);
         for (int64_t i = t * n; i < (t + 1) * n; i += WIDTH) store(x + i, load(x + i) + load(y + i));
     }
 }
@@ -176,7 +176,7 @@ void em_threads(int n) { set_threads(n); }
 // out = norm(x) W' + bias; norm may be null.
 void em_linear(const linear *w, const float *norm, float eps, const float *x, int64_t tokens, float *out) {
     if (!tokens) return;
-    operand in = operand_scratch(w, QUANTISED_INPUT, INPUT, tokens);
+    operand in = operand_scratch(w, QUANTIZED_INPUT, INPUT, tokens);
     prepare(w, x, norm, eps, tokens, in);
     multiply_all(w, in, tokens, out, 0);
 }
@@ -184,26 +184,26 @@ void em_linear(const linear *w, const float *norm, float eps, const float *x, in
 // residual += x W', or residual += post_norm(x W').
 void em_linear_add(const linear *w, const float *post_norm, float eps, const float *x, int64_t tokens, float *residual) {
     if (!tokens) return;
-    operand in = operand_scratch(w, QUANTISED_INPUT, INPUT, tokens);
+    operand in = operand_scratch(w, QUANTIZED_INPUT, INPUT, tokens);
     float *y = post_norm ? scratch(OUTPUT, tokens * w->rows * sizeof(float)) : residual;
     prepare(w, x, NULL, 0, tokens, in);
     multiply_all(w, in, tokens, y, !post_norm);
-    if (post_norm) add_normalised(residual, y, post_norm, eps, tokens, w->rows);
+    if (post_norm) add_rms_norm(residual, y, post_norm, eps, tokens, w->rows);
 }
 
 // residual += down(act(gate(norm(residual))) * up(norm(residual))), with a norm after it where post_norm is set.
 void em_mlp(const mlp *m, float *residual, int64_t tokens) {
     if (!tokens) return;
-    operand in = operand_scratch(&m->gate_up, QUANTISED_INPUT, INPUT, tokens);
+    operand in = operand_scratch(&m->gate_up, QUANTIZED_INPUT, INPUT, tokens);
     float *hidden = scratch(HIDDEN, tokens * m->down.cols * sizeof(float));
     operand inner = {.floats = hidden};
-    if (m->down.bits != 32) inner.codes = quantised_scratch(QUANTISED_HIDDEN, tokens, m->down.cols);
+    if (m->down.bits != 32) inner.codes = quantized_scratch(QUANTIZED_HIDDEN, tokens, m->down.cols);
     float *y = m->post_norm ? scratch(OUTPUT, tokens * m->down.rows * sizeof(float)) : residual;
     prepare(&m->gate_up, residual, m->norm, m->eps, tokens, in);
     gate_all(m, in, tokens, hidden);
     if (m->down.bits != 32) prepare(&m->down, hidden, NULL, 0, tokens, inner);
     multiply_all(&m->down, inner, tokens, y, !m->post_norm);
-    if (m->post_norm) add_normalised(residual, y, m->post_norm, m->eps, tokens, m->down.rows);
+    if (m->post_norm) add_rms_norm(residual, y, m->post_norm, m->eps, tokens, m->down.rows);
 }
 
 typedef struct {
@@ -214,25 +214,25 @@ typedef struct {
     const int32_t *row_of; // [tokens]
     const int64_t *tiles;  // [rows + 1], running count of query tiles
     int64_t size;
-} attending;
+} attention_job;
 
-static void rotate_piece(void *arg, int64_t piece) {
-    const attending *job = arg;
+static void rope_task(void *arg, int64_t task) {
+    const attention_job *job = arg;
     EACH(t, job->st->tokens) prepare_token(job->at, job->st, job->kv, job->qkv, job->row_of[t], t);
 }
 
-static void attend_piece(void *arg, int64_t piece) {
-    const attending *job = arg;
+static void attend_task(void *arg, int64_t task) {
+    const attention_job *job = arg;
     const int32_t *starts = job->st->query_starts;
-    const int64_t tile = piece / job->at->kv_heads;
+    const int64_t tile = task / job->at->kv_heads;
     int64_t row = 0;
     while (job->tiles[row + 1] <= tile) row++;
     int64_t first = starts[row] + (tile - job->tiles[row]) * QUERY_TILE, last = first + QUERY_TILE;
     if (last > starts[row + 1]) last = starts[row + 1];
-    attend_tile(job->at, job->st, job->kv, job->qkv, job->out, row, first, last, (int)(piece % job->at->kv_heads));
+    attend_tile(job->at, job->st, job->kv, job->qkv, job->out, row, first, last, (int)(task % job->at->kv_heads));
 }
 
-// qkv [tokens, (heads + 2 kv_heads) * head_dim] is used up; out [tokens, heads * head_dim].
+// qkv [tokens, (heads + 2 kv_heads) * head_dim] is overwritten; out [tokens, heads * head_dim].
 void em_attention(const attention *at, const step *st, const cache *kv, float *qkv, float *out) {
     if (!st->tokens) return;
     int32_t row_of[st->tokens];
@@ -243,12 +243,13 @@ void em_attention(const attention *at, const step *st, const cache *kv, float *q
         tiles[r + 1] = tiles[r] + (last - first + QUERY_TILE - 1) / QUERY_TILE;
         for (int32_t t = first; t < last; t++) row_of[t] = (int32_t)r;
     }
-    attending job = {at, st, kv, qkv, out, row_of, tiles, st->tokens > SMALL ? piece_size(st->tokens) : st->tokens};
-    run(rotate_piece, &job, (st->tokens + job.size - 1) / job.size);
-    run(attend_piece, &job, tiles[st->rows] * at->kv_heads);
+    attention_job job = {at, st, kv, qkv, out, row_of, tiles,
+                         st->tokens > MIN_PARALLEL_TOKENS ? task_size(st->tokens) : st->tokens};
+    parallel_for(rope_task, &job, (st->tokens + job.size - 1) / job.size);
+    parallel_for(attend_task, &job, tiles[st->rows] * at->kv_heads);
 }
 
-// All layers of a model, over x [tokens, hidden].
+// Applies all layers of a model to x [tokens, hidden].
 void em_layers(const layer *const *layers, int64_t n, const step *st, const cache *caches, float *x) {
     for (int64_t i = 0; i < n; i++) {
         const layer *l = layers[i];
@@ -265,21 +266,21 @@ typedef struct {
     float *logits;
     const choice *choices;
     int64_t vocab, *ids;
-} choosing;
+} choose_job;
 
-static void choose_piece(void *arg, int64_t r) {
-    const choosing *job = arg;
+static void choose_task(void *arg, int64_t r) {
+    const choose_job *job = arg;
     job->ids[r] = choose(job->logits + r * job->vocab, job->vocab, job->choices + r);
 }
 
 void em_choose(float *logits, int64_t vocab, int64_t rows, const choice *choices, int64_t *ids) {
-    choosing job = {logits, choices, vocab, ids};
-    run(choose_piece, &job, rows);
+    choose_job job = {logits, choices, vocab, ids};
+    parallel_for(choose_task, &job, rows);
 }
 
 // --- packing: once, at load ------------------------------------------------------------------------------------------
 
-// What a group's 8-bit codes are stored less, so that the product instruction reads them right; its offset makes up.
+// Subtracted from a group's 8-bit codes where the dot product instruction needs signed bytes; the offset compensates.
 static int code_shift(const uint8_t *codes) {
     for (int k = 0; SIGNED_CODES && k < GROUP; k++)
         if (codes[k] > 127) return 128;
@@ -315,8 +316,8 @@ void em_pack_f32(const float *w, int64_t rows, int64_t cols, float *panels) {
             for (int r = 0; r < LANES; r++) panels[(p * cols + k) * LANES + r] = w[(p * LANES + r) * cols + k];
 }
 
-// Rows of a packed matrix back as floats: the embedding look-up of tied weights.
-void em_rows(const linear *w, const int32_t *ids, int64_t n, float factor, float *out) {
+// Rows of a packed matrix as floats: the embedding lookup.
+void em_embedding(const linear *w, const int32_t *ids, int64_t n, float factor, float *out) {
     const int64_t groups = w->cols / GROUP;
     for (int64_t i = 0; i < n; i++) {
         const int64_t p = ids[i] / LANES, r = ids[i] % LANES;

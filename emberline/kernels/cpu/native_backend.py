@@ -123,10 +123,10 @@ class NativeBackend:
         lib.em_mlp.argtypes = [POINTER(_Mlp), tensor, c_int64]
         lib.em_layers.argtypes = [tensor, c_int64, POINTER(_Step), POINTER(_Cache), tensor]
         lib.em_attention.argtypes = [POINTER(_Attention), POINTER(_Step), POINTER(_Cache), tensor, tensor]
-        lib.em_rows.argtypes = [POINTER(_Linear), tensor, c_int64, c_float, tensor]
+        lib.em_embedding.argtypes = [POINTER(_Linear), tensor, c_int64, c_float, tensor]
         lib.em_pack.argtypes = [tensor, tensor, tensor, c_int64, c_int64, ctypes.c_int, tensor]
         lib.em_pack_f32.argtypes = [tensor, c_int64, c_int64, tensor]
-        for name in ("layers", "linear", "linear_add", "mlp", "attention", "rows", "pack", "pack_f32", "threads"):
+        for name in ("layers", "linear", "linear_add", "mlp", "attention", "embedding", "pack", "pack_f32", "threads"):
             getattr(lib, f"em_{name}").restype = None
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class NativeBackend:
 
     def embed(self, matrix: PackedMatrix, ids: Tensor, factor: float) -> Tensor:
         out = torch.empty(ids.shape[0], matrix.struct.cols)
-        self._lib.em_rows(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
+        self._lib.em_embedding(matrix.struct, ids.data_ptr(), ids.shape[0], factor, out.data_ptr())
         return out
 
     def norm_linear(self, x: Tensor, matrix: PackedMatrix, norm: Tensor, eps: float) -> Tensor:

@@ -1,16 +1,16 @@
-// Choosing a token: Gumbel-max with noise keyed by (seed, position, token id), so a choice never depends on the batch.
+// Sampling: Gumbel-max with noise keyed by (seed, position, token id), so that a sample never depends on the batch.
 #pragma once
 #include "vec.h"
 #include <stdlib.h>
 
-#define MAX_NOISE 17.4f // no Gumbel noise drawn below exceeds it
-#define NEGLIGIBLE 30.f // with a filter on, tokens e^-30 times as likely as the best are dropped
+#define MAX_NOISE 17.4f // upper bound of the Gumbel noise
+#define NEGLIGIBLE 30.f // with a filter on, tokens at most e^-30 times as likely as the best are dropped
 
 typedef struct {
     float temperature, top_p, min_p;
     int32_t top_k;
     uint64_t seed, position;
-    const uint32_t *allowed; // bit i % 32 of word i / 32: token i may be chosen; NULL: every token
+    const uint32_t *allowed; // grammar mask: bit i % 32 of word i / 32 allows token i; NULL: all
     int64_t words;
 } choice;
 
@@ -28,7 +28,7 @@ INLINE uint64_t mix(uint64_t x) {
 INLINE float noise(uint64_t stream, int64_t id) {
     uint64_t bits = mix(stream ^ (uint64_t)id * 0xD1B54A32D192ED03u);
     float uniform = ((float)(bits >> 40) + 0.5f) * 0x1p-24f;
-    return -logf(-logf(fminf(uniform, 0x1.fffffep-1f))); // the largest would round to 1, and win against any logit
+    return -logf(-logf(fminf(uniform, 0x1.fffffep-1f))); // the largest would round to 1: infinite noise
 }
 
 static int descending(const void *a, const void *b) {
@@ -40,35 +40,35 @@ static int descending(const void *a, const void *b) {
 typedef struct {
     double mass; // sum of e^(logit - best)
     int64_t count;
-} share;
+} mass_count;
 
-static share above(const float *logits, int64_t vocab, float inverse, float top, float depth) {
-    share found = {0, 0};
+static mass_count above(const float *logits, int64_t vocab, float inverse, float top, float depth) {
+    mass_count found = {0, 0};
     int64_t i = 0;
     for (; i + WIDTH <= vocab; i += WIDTH) {
         vec below = load(logits + i) * inverse - top;
         veci kept = below >= splat(-depth);
-        found.mass += sum(pick(kept, exponential(below), (vec){0}));
-        found.count += (int64_t)sum(pick(kept, splat(1.f), (vec){0}));
+        found.mass += sum(vec_select(kept, vec_exp(below), (vec){0}));
+        found.count += (int64_t)sum(vec_select(kept, splat(1.f), (vec){0}));
     }
     for (; i < vocab; i++)
         if (logits[i] * inverse - top >= -depth) found.mass += expf(logits[i] * inverse - top), found.count++;
     return found;
 }
 
-// How far below the best a token must be considered: as shallow as the filters allow, since what is kept gets sorted.
-static float depth_needed(const float *logits, int64_t vocab, float inverse, float top, const choice *c, double *all) {
+// How far below the best logit tokens must be considered: as little as the filters allow, since these get sorted.
+static float needed_depth(const float *logits, int64_t vocab, float inverse, float top, const choice *c, double *all) {
     *all = c->top_k ? 0 : above(logits, vocab, inverse, top, NEGLIGIBLE).mass;
     float limit = NEGLIGIBLE;
     if (c->min_p > 0.f && c->top_p >= 1.f) limit = fminf(-logf(c->min_p) + 1e-3f, NEGLIGIBLE);
     for (float depth = 2.f; depth < limit; depth *= 2.f) {
-        share found = above(logits, vocab, inverse, top, depth);
+        mass_count found = above(logits, vocab, inverse, top, depth);
         if (c->top_k ? found.count >= c->top_k : found.mass >= c->top_p * *all) return depth;
     }
     return limit;
 }
 
-// Keeps the head of `list` (sorted) that top-k, top-p and min-p leave; `all` is the mass that top-p is a share of.
+// Length of the prefix of `list` (sorted) that top-k, top-p and min-p keep; `all` is the mass that top-p applies to.
 static int64_t filter(const candidate *list, int64_t n, const choice *c, double all) {
     if (c->top_k > 0) {
         if (n > c->top_k) n = c->top_k;
@@ -83,19 +83,19 @@ static int64_t filter(const candidate *list, int64_t n, const choice *c, double 
     return n;
 }
 
-// The index of the largest logit (the first of equals), or -1 where the logits are not numbers.
+// The index of the largest logit (the first of equals), or -1 if a logit is NaN or the largest infinite.
 static int64_t largest(const float *logits, int64_t vocab) {
     vec best = splat(-INFINITY);
-    veci odd = {0};
+    veci has_nan = {0};
     int64_t i = 0;
     for (; i + WIDTH <= vocab; i += WIDTH) {
         vec x = load(logits + i);
-        odd |= x != x;
-        best = larger(best, x);
+        has_nan |= x != x;
+        best = vec_max(best, x);
     }
-    float top = largest_of(best);
+    float top = reduce_max(best);
     for (int j = 0; j < WIDTH; j++)
-        if (odd[j]) return -1;
+        if (has_nan[j]) return -1;
     for (; i < vocab; i++) {
         if (logits[i] != logits[i]) return -1;
         if (logits[i] > top) top = logits[i];
@@ -105,8 +105,8 @@ static int64_t largest(const float *logits, int64_t vocab) {
     return i;
 }
 
-// -inf for every token whose bit is not set, those beyond the bits included.
-static void forbid(float *logits, int64_t vocab, const uint32_t *allowed, int64_t words) {
+// Sets every token whose bit is not set, or which is beyond the mask, to -inf.
+static void apply_mask(float *logits, int64_t vocab, const uint32_t *allowed, int64_t words) {
     for (int64_t w = 0; w * 32 < vocab; w++) {
         uint32_t bits = w < words ? allowed[w] : 0;
         if (bits == ~(uint32_t)0) continue;
@@ -116,9 +116,9 @@ static void forbid(float *logits, int64_t vocab, const uint32_t *allowed, int64_
     }
 }
 
-// The chosen id, or -1 where the logits are not numbers.
+// The sampled id, or -1 if the logits are invalid.
 static int64_t choose(float *logits, int64_t vocab, const choice *c) {
-    if (c->allowed) forbid(logits, vocab, c->allowed, c->words);
+    if (c->allowed) apply_mask(logits, vocab, c->allowed, c->words);
     int64_t chosen = largest(logits, vocab);
     if (chosen < 0 || c->temperature == 0.f) return chosen;
     const float inverse = 1.f / c->temperature, top = logits[chosen] * inverse;
@@ -134,7 +134,7 @@ static int64_t choose(float *logits, int64_t vocab, const choice *c) {
         return chosen;
     }
     double all;
-    const float depth = depth_needed(logits, vocab, inverse, top, c, &all);
+    const float depth = needed_depth(logits, vocab, inverse, top, c, &all);
     candidate *list = malloc(vocab * sizeof *list);
     if (!list) return -1;
     int64_t n = 0;

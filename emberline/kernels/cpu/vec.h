@@ -1,5 +1,5 @@
-// Floats as many at a time as a register holds, in the compiler's generic vectors. Only what those cannot say (half
-// floats, dot products of bytes, reductions) is written per instruction set.
+// SIMD vectors of floats, one register wide, with the compiler's generic vector types. Only what those cannot express
+// (half floats, byte dot products, reductions) is written per instruction set.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -20,7 +20,7 @@
 #define WIDTH 4
 #endif
 #define LANES 16              // rows of a weight panel, tokens of a KV block
-#define PARTS (LANES / WIDTH) // registers that hold them
+#define PARTS (LANES / WIDTH) // vectors that hold LANES values
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -30,9 +30,9 @@ typedef float vec_anywhere __attribute__((vector_size(4 * WIDTH), aligned(4)));
 INLINE vec load(const float *p) { return *(const vec_anywhere *)p; }
 INLINE void store(float *p, vec v) { *(vec_anywhere *)p = v; }
 INLINE vec splat(float x) { return (vec){0} + x; }
-INLINE vec pick(veci mask, vec a, vec b) { return (vec)((mask & (veci)a) | (~mask & (veci)b)); }
-INLINE vec absolute(vec a) { return (vec)((veci)a & 0x7fffffff); }
-INLINE vec nearest(vec x) { return (x + 12582912.f) - 12582912.f; } // to an integer, for |x| < 2^22
+INLINE vec vec_select(veci mask, vec a, vec b) { return (vec)((mask & (veci)a) | (~mask & (veci)b)); }
+INLINE vec vec_abs(vec a) { return (vec)((veci)a & 0x7fffffff); }
+INLINE vec round_nearest(vec x) { return (x + 12582912.f) - 12582912.f; } // to an integer, for |x| < 2^22
 
 INLINE float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -45,7 +45,7 @@ INLINE float half_to_float(uint16_t h) {
 }
 
 INLINE uint16_t float_to_half(float x) {
-    x = fminf(fmaxf(x, -65504.f), 65504.f); // an infinity in the cache would poison every later read
+    x = fminf(fmaxf(x, -65504.f), 65504.f); // an infinity in the KV cache would corrupt every later read
 #if defined(__F16C__)
     return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
@@ -70,7 +70,7 @@ INLINE vec load_half(const uint16_t *p) {
 #endif
 }
 
-INLINE vec larger(vec a, vec b) {
+INLINE vec vec_max(vec a, vec b) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -78,11 +78,11 @@ INLINE vec larger(vec a, vec b) {
 #elif defined(__ARM_NEON)
     return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
 #else
-    return pick(a > b, a, b);
+    return vec_select(a > b, a, b);
 #endif
 }
 
-INLINE float sum(vec v) { // a fixed tree, so that results never depend on the caller
+INLINE float sum(vec v) { // a fixed reduction tree, so that results never depend on the caller
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
 #elif defined(__ARM_NEON)
@@ -94,7 +94,7 @@ INLINE float sum(vec v) { // a fixed tree, so that results never depend on the c
 #endif
 }
 
-INLINE float largest_of(vec v) {
+INLINE float reduce_max(vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #elif defined(__ARM_NEON)
@@ -106,11 +106,11 @@ INLINE float largest_of(vec v) {
 #endif
 }
 
-INLINE vec exponential(vec x) { // relative error below 2e-7 on [-87, 88]; zero below
+INLINE vec vec_exp(vec x) { // relative error below 2e-7 on [-87, 88]; zero below
     veci tiny = x < splat(-87.f);
-    x = pick(x > splat(88.f), splat(88.f), x);
-    x = pick(tiny, splat(-87.f), x);
-    vec n = nearest(x * 1.44269504f);
+    x = vec_select(x > splat(88.f), splat(88.f), x);
+    x = vec_select(tiny, splat(-87.f), x);
+    vec n = round_nearest(x * 1.44269504f);
     vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
     vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -120,17 +120,17 @@ INLINE vec exponential(vec x) { // relative error below 2e-7 on [-87, 88]; zero 
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
     veci power = (__builtin_convertvector(n, veci) + 127) << 23;
-    return pick(tiny, (vec){0}, p * (vec)power);
+    return vec_select(tiny, (vec){0}, p * (vec)power);
 }
 
-INLINE vec silu(vec x) { return x / (1.f + exponential(-x)); }
+INLINE vec silu(vec x) { return x / (1.f + vec_exp(-x)); }
 
 INLINE vec gelu_tanh(vec x) {
     vec inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-    return x / (1.f + exponential(-2.f * inner));
+    return x / (1.f + vec_exp(-2.f * inner));
 }
 
-INLINE void normalise(float *x, const float *weight, int64_t n, float eps) { // n: a multiple of LANES
+INLINE void rms_norm(float *x, const float *weight, int64_t n, float eps) { // n: a multiple of LANES
     vec squares[PARTS];
     for (int p = 0; p < PARTS; p++) squares[p] = (vec){0};
     for (int64_t i = 0; i < n; i += LANES)

@@ -270,8 +270,8 @@ def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
 
     class Seeing(Padded):
         def forward(self, step, kv):
-            shape = step.shape
-            seen.append(None if shape.shared_prefix is None else (shape.shared_prefix.tolist(), shape.prefix_lens.tolist()))
+            prefix, lens = step.shape.shared_prefix, step.shape.prefix_lens
+            seen.append(None if prefix is None else (prefix.tolist(), lens.tolist()))
             return super().forward(step, kv)
 
     runner = runner_of(Seeing(), max_running=8)

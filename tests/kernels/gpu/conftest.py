@@ -1,4 +1,4 @@
-"""Kernels run interpreted on a CPU, where Triton is installed, and compiled where there is a GPU."""
+"""Kernels run in Triton's interpreter, or compiled where there is a GPU."""
 
 import os
 

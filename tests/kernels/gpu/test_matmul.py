@@ -1,4 +1,4 @@
-"""Matmuls for few tokens against plain PyTorch: norms, gates, residuals and biases folded in or not."""
+"""GEMV, skinny GEMM and cuBLAS paths against plain PyTorch, with norms, gates, residuals and biases fused or not."""
 
 import numpy as np
 import pytest
@@ -18,13 +18,18 @@ from emberline.kernels.gpu.gemm import (
     skinny_gemm_floats,
 )
 from emberline.kernels.gpu.matmul import DenseMatrix, Fusion, Matmul
-from emberline.kernels.gpu.quantized_gemm import QuantizedGemmTile, QuantizedGemvTile, QuantizedMatrix, pack_quantized
-from emberline.kernels.gpu.quantized_gemm import quantized_gemv as multiply_one
-from emberline.kernels.gpu.quantized_gemm import quantized_skinny_gemm as multiply_few
+from emberline.kernels.gpu.quantized_gemm import (
+    QuantizedGemmTile,
+    QuantizedGemvTile,
+    QuantizedMatrix,
+    pack_quantized,
+    quantized_gemv,
+    quantized_skinny_gemm,
+)
 from emberline.kernels.gpu.workspace import Workspace, WorkspaceSizes
 from emberline.kernels.reference import rms_norm
 from emberline.weights.tensors import Affine
-from tests.kernels.gpu.made import DEVICE, DTYPE, LIMIT, error, noise
+from tests.kernels.gpu.batches import DEVICE, DTYPE, LIMIT, error, everyday, noise
 
 GATES = ["", "silu", "gelu_tanh"]
 CASES = [  # norm, bias, gate, add
@@ -62,7 +67,7 @@ def test_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> N
 @pytest.mark.parametrize(("bias", "gate", "add"), WITHOUT_NORM)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("m", "n", "k"), [(2, 40, 96), (17, 32, 80)])
-def test_skinny(m: int, n: int, k: int, splits: int, bias: bool, gate: int, add: bool) -> None:
+def test_skinny_gemm(m: int, n: int, k: int, splits: int, bias: bool, gate: int, add: bool) -> None:
     x, w, out = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(m, n, seed=3)
     more = noise(n, seed=5) if bias else None
     want = expected(x, w, out, None, more, gate, add)
@@ -76,7 +81,7 @@ def test_skinny(m: int, n: int, k: int, splits: int, bias: bool, gate: int, add:
 
 @pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(24, 64), (10, 100)])
-def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+def test_persistent_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
     x, w, out = noise(1, k, seed=1), noise(n * (2 if gate else 1), k, seed=2), noise(1, n, seed=3)
     weight = noise(k, seed=4).float() + 1 if norm else None
     more = noise(n, seed=5) if bias else None
@@ -85,8 +90,8 @@ def test_whole_rows(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool
     assert error(out, want) < LIMIT
 
 
-def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[QuantizedMatrix, Tensor]:
-    """A matrix, and its weights as they are meant."""
+def quantized(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[QuantizedMatrix, Tensor]:
+    """A quantized matrix and its dequantized weights."""
     rng = np.random.default_rng(bits)
     scale = rng.uniform(0.5, 1, (n, k // 32)).astype(np.float16).astype(np.float32) / 2**bits
     offset = (-scale * rng.uniform(0, 2**bits, scale.shape)).astype(np.float16).astype(np.float32)
@@ -97,46 +102,50 @@ def quantised(n: int, k: int, bits: int, bias: Tensor | None) -> tuple[Quantized
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(24, 96), (9, 256)])
-def test_one_token_times_quantised_weights(
-    n: int, k: int, norm: bool, bias: bool, gate: int, add: bool, bits: int
-) -> None:
+def test_quantized_gemv(n: int, k: int, norm: bool, bias: bool, gate: int, add: bool, bits: int) -> None:
     more = noise(n, seed=5) if bias else None
-    matrix, w = quantised(n * (2 if gate else 1), k, bits, more)
+    matrix, w = quantized(n * (2 if gate else 1), k, bits, more)
     x, out, weight = noise(1, k, seed=1), noise(1, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)
-    multiply_one(x, matrix, out, QuantizedGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
+    quantized_gemv(x, matrix, out, QuantizedGemvTile(4, 1, 1), norm=weight, eps=1e-5, gate=gate, add=add)
     assert error(out, want) < LIMIT
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("bias", "gate", "add"), WITHOUT_NORM)
 @pytest.mark.parametrize(("m", "n", "k", "splits"), [(2, 40, 96, 1), (17, 24, 288, 3)])
-def test_few_tokens_times_quantised_weights(
+def test_quantized_skinny_gemm(
     m: int, n: int, k: int, splits: int, bias: bool, gate: int, add: bool, bits: int
 ) -> None:
     more = noise(n, seed=5) if bias else None
-    matrix, w = quantised(n * (2 if gate else 1), k, bits, more)
+    matrix, w = quantized(n * (2 if gate else 1), k, bits, more)
     x, out = noise(m, k, seed=1), noise(m, n, seed=3)
     want = expected(x, w, out, None, more, gate, add)
     partial = torch.full((100_000,), torch.nan, device=DEVICE)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    multiply_few(x, matrix, out, QuantizedGemmTile(16, 16, splits, 2, 1), partial, counters, gate=gate, add=add)
+    quantized_skinny_gemm(
+        x, matrix, out, QuantizedGemmTile(16, 16, splits, 2, 1), partial, counters, gate=gate, add=add
+    )
     assert error(out, want) < LIMIT
     assert not counters.any()
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize(("norm", "bias", "gate", "add"), CASES)
-def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
+CUBLAS_SWEEP = [(bits, *case) for case in CASES for bits in (0, 4, 8)]
+# Dense: bias, gate, residual; 4 bits: gate; 8 bits: bias.
+CUBLAS_KEEP = [(0, *CASES[0]), (0, *CASES[2]), (0, *CASES[3]), (4, *CASES[1]), (8, *CASES[0])]
+
+
+@pytest.mark.parametrize(("bits", "norm", "bias", "gate", "add"), everyday(CUBLAS_SWEEP, CUBLAS_KEEP))
+def test_many_tokens_use_cublas(bits: int, norm: bool, bias: bool, gate: int, add: bool) -> None:
     m, n, k = 130, 24, 64
-    sizes = WorkspaceSizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantised=True)
+    sizes = WorkspaceSizes(64, 2, 1, 32, 32, 100, 1, 130, 4, 4, DTYPE.itemsize, quantized=True)
     multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, False)
     total = n * (2 if gate else 1)
     more = noise(n, seed=5) if bias else None
     matrix: DenseMatrix | QuantizedMatrix = DenseMatrix(noise(total, k, seed=2), more)
     w = noise(total, k, seed=2)
     if bits:
-        matrix, w = quantised(total, k, bits, more)
+        matrix, w = quantized(total, k, bits, more)
     x, out = noise(m, k, seed=1), noise(m, n, seed=3)
     weight = noise(k, seed=4).float() + 1 if norm else None
     want = expected(x, w, out, weight, more, gate, add)
@@ -147,7 +156,7 @@ def test_many_tokens_go_through_cublas(bits: int, norm: bool, bias: bool, gate: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 64, 65, 128, 300])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 14336), (576, 576), (960, 576), (1536, 576)])
-def test_whatever_is_chosen_is_right(m: int, n: int, k: int) -> None:
+def test_every_tile_config(m: int, n: int, k: int) -> None:
     sizes = WorkspaceSizes(max(k, 512), 8, 2, 64, 14336, 1000, 1, 512, 512, 512, DTYPE.itemsize)
     for pdl in (False, True):
         multiply = Matmul(Workspace(sizes, DEVICE, DTYPE), False, pdl)
@@ -155,5 +164,5 @@ def test_whatever_is_chosen_is_right(m: int, n: int, k: int) -> None:
             x, w = noise(m, k, seed=1), noise(n * (2 if gate else 1), k, seed=2, scale=k**-0.5)
             out, weight = noise(m, n, seed=3), noise(k, seed=4).float() + 1 if norm else None
             want = expected(x, w, out, weight, None, gate, add)
-            multiply(x, DenseMatrix(w), out, Fusion(weight, 1e-5, gate, add), overlapped=True)
+            multiply(x, DenseMatrix(w), out, Fusion(weight, 1e-5, gate, add), after_attention=True)
             assert error(out, want) < LIMIT, (pdl, norm, gate, add)

@@ -1,4 +1,4 @@
-"""Compiling the kernels: cached, keyed, and never a reason not to serve."""
+"""Compiling the CPU kernels: cached, and optional for serving."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from emberline.kernels.cpu import build
 from emberline.models import registry
 
 
-def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_KERNEL_CACHE", str(tmp_path))
     first = build.library_path()
     stamp = first.stat().st_mtime_ns
@@ -17,14 +17,14 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
-def test_no_compiler_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.BuildError, match="install gcc"):
         build.library_path()
 
 
-def test_broken_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_errors_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cc = tmp_path / "cc"
     cc.write_text("#!/bin/sh\necho 'no such target' >&2\nexit 1\n")
     cc.chmod(0o755)
@@ -34,7 +34,7 @@ def test_broken_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build.library_path()
 
 
-def test_serving_goes_on_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
+def test_falls_back_to_pytorch_without_a_compiler(monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
     from emberline.weights.checkpoint import open_checkpoint
 
     def refuse(target: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The C kernels against plain PyTorch, over shapes that hit every tail: tokens, panels, windows, head sizes."""
+"""The C kernels against plain PyTorch, over shapes that hit every tail: tokens, panels, windows, head dimensions."""
 
 import platform
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ TOKENS = [0, 1, 2, 3, 5, 8, 9, 17]
 
 
 @dataclass
-class Made:
-    """A weight made up on the spot: float, or 4- or 8-bit affine."""
+class FakeWeight:
+    """A random weight: float, or 4- or 8-bit affine."""
 
     numbers: np.ndarray
     codes: Affine | None = None
@@ -40,19 +40,19 @@ class Made:
         return torch.from_numpy(self.numbers.copy()).to(dtype)
 
 
-def weight(rng: np.random.Generator, rows: int, cols: int, bits: int) -> Made:
+def weight(rng: np.random.Generator, rows: int, cols: int, bits: int) -> FakeWeight:
     if bits == 32:
-        return Made(rng.normal(size=(rows, cols)).astype(np.float32))
+        return FakeWeight(rng.normal(size=(rows, cols)).astype(np.float32))
     groups = (rows, cols // 32)
     scale = rng.uniform(0.01, 0.02, groups).astype(np.float16).astype(np.float32)
     middle = 8 if bits == 4 else 128
     offset = (-middle * scale + rng.normal(size=groups) * 0.01).astype(np.float16).astype(np.float32)
     affine = Affine(rng.integers(0, 2**bits, (rows, cols), dtype=np.uint8), scale, offset, bits)
-    return Made(affine.dense().astype(np.float32), affine)
+    return FakeWeight(affine.dense().astype(np.float32), affine)
 
 
-def vector(rng: np.random.Generator, n: int) -> Made:
-    return Made(rng.uniform(0.5, 1.5, n).astype(np.float32))
+def vector(rng: np.random.Generator, n: int) -> FakeWeight:
+    return FakeWeight(rng.uniform(0.5, 1.5, n).astype(np.float32))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -60,7 +60,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm().clamp(min=1e-9)).item()
 
 
-# Lesser processors of the same family: each takes another path through the sources, and all run here.
+# Baseline processors of the same family: each takes another path through the sources, and all run here.
 TARGETS = {
     "x86_64": [None, "-march=haswell", "-march=x86-64"],
     "aarch64": [None, "-march=armv8-a"],
@@ -92,8 +92,8 @@ def test_linear(native, rng, bits: int, rows: int, cols: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_are_exact(native, rng, bits: int) -> None:
-    """With activations that 8 bits hold exactly, nothing is left to be wrong: not one weight is rounded."""
+def test_weights_are_not_rounded(native, rng, bits: int) -> None:
+    """With activations that 8 bits represent exactly, the result is exact: no weight is rounded."""
     source = weight(rng, 64, 128, bits)
     x = torch.from_numpy(rng.integers(-127, 128, (7, 128)).astype(np.float32))
     x[:, ::32] = 127.0  # every group's scale is one
@@ -103,14 +103,14 @@ def test_weights_are_exact(native, rng, bits: int) -> None:
     assert ((residual - want).abs().max() / want.abs().max()).item() < 1e-5
 
 
-def test_mixed_widths_stack(native, rng) -> None:
+def test_4_and_8_bit_parts_stack(native, rng) -> None:
     parts = [weight(rng, 32, 64, 4), weight(rng, 16, 64, 8)]
     x, norm = torch.randn(3, 64), vector(rng, 64)
     got, want = (b.norm_linear(x, b.load_matrix(parts), b.load_vector(norm), 1e-6) for b in (native, TorchBackend()))
     assert error(got, want) < ACTIVATION_ERROR
 
 
-def test_a_token_does_not_see_the_batch(native, rng) -> None:
+def test_a_token_does_not_depend_on_the_batch(native, rng) -> None:
     matrix, norm = native.load_matrix([weight(rng, 96, 576, 4)]), native.load_vector(vector(rng, 576))
     x = torch.randn(23, 576)
     together = native.norm_linear(x, matrix, norm, 1e-5)
@@ -142,7 +142,7 @@ def test_mlp(native, rng, bits: int, activation: str, post: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 32])
-def test_rows_are_the_weights(native, rng, bits: int) -> None:
+def test_embedding(native, rng, bits: int) -> None:
     source = weight(rng, 50, 64, bits)
     ids = torch.tensor([0, 49, 17, 17], dtype=torch.int32)
     got = native.embed(native.load_matrix([source]), ids, 2.0)
@@ -152,7 +152,7 @@ def test_rows_are_the_weights(native, rng, bits: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (16, 1, 80), (2, 1, 256)])
 def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Three sequences over two layers of one pool: a prefill, a chunk behind a cached part, a decode."""
+    """Three sequences in a pool of two layers: a prefill, a chunk after a cached part, a decode."""
     group = KVGroup("g", (0, 1), kv_heads, head_dim, "float16", window)
     norms = [vector(rng, head_dim) for _ in range(2)]
     rope = Rope(torch.from_numpy((100.0 ** -np.linspace(0, 1, head_dim // 2)).astype(np.float32)), 1.1)
@@ -163,7 +163,7 @@ def test_attention(native, rng, window: int | None, heads: int, kv_heads: int, h
     def run(backend: NativeBackend | TorchBackend, keys: str) -> Tensor:
         torch.manual_seed(3)
         shape = (18, 2, 2, kv_heads, BLOCK_TOKENS, head_dim)
-        pool = torch.full(shape, torch.nan, dtype=torch.float16)  # what failed requests may leave behind
+        pool = torch.full(shape, torch.nan, dtype=torch.float16)  # failed requests may leave NaN behind
         attention = Attention(
             heads, kv_heads, head_dim, 0.2, 1e-6, 0, 1, window, *(backend.load_vector(n) for n in norms)
         )

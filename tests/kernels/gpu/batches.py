@@ -1,17 +1,31 @@
-"""Batches made up for kernel tests: rows with scattered blocks, and the cache they point into."""
+"""Random batches for kernel tests: rows with scattered blocks, the KV cache they point into, and references."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from emberline.kernels.backend import Attention, Rope
 from emberline.kernels.gpu.launch import INTERPRETED
+from emberline.kernels.reference import attend
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 LIMIT = 1e-5 if INTERPRETED else 1e-2  # relative error in the norm
+
+
+def everyday(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
+    """Parameters of a sweep: the cases to `keep` run every day, the others are marked slow."""
+    cases = list(cases)
+    assert all(case in cases for case in keep)
+    return [
+        case if case in keep else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -37,8 +51,8 @@ class Batch:
         return len(self.positions)
 
 
-def batch(queries: list[int], contexts: list[int], at: Attention, seed: int = 0, layers: int = 2) -> Batch:
-    """Rows of so many new tokens, at the ends of contexts of these lengths; context 0 is padding."""
+def batch(queries: list[int], contexts: list[int], attn: Attention, seed: int = 0, layers: int = 2) -> Batch:
+    """Rows of `queries` new tokens at the ends of contexts of these lengths; context 0 is padding."""
     width = max(1, max(-(-c // BLOCK_TOKENS) for c in contexts)) + 1
     n_blocks = 1 + sum(-(-c // BLOCK_TOKENS) for c in contexts)
     order = (torch.randperm(n_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -49,8 +63,8 @@ def batch(queries: list[int], contexts: list[int], at: Attention, seed: int = 0,
         order = order[n:]
     starts = torch.tensor([0, *queries]).cumsum(0)
     positions = torch.cat([torch.arange(max(c - q, 0), max(c, q)) for q, c in zip(queries, contexts, strict=True)])
-    pool = noise(n_blocks, layers, 2, at.kv_heads, BLOCK_TOKENS, at.head_dim, seed=seed + 1)
-    pool[0] = torch.nan  # the null block: nobody may look at it
+    pool = noise(n_blocks, layers, 2, attn.kv_heads, BLOCK_TOKENS, attn.head_dim, seed=seed + 1)
+    pool[0] = torch.nan  # the null block must never be read
     to = dict(dtype=torch.int32, device=DEVICE)
     return Batch(starts.to(**to), torch.tensor(contexts, **to), positions.to(**to), tables.to(DEVICE), pool)
 
@@ -65,3 +79,23 @@ def attention(
 def rope(dim: int, scale: float = 1.0) -> Rope:
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     return Rope((10_000.0**-exponents).float().to(DEVICE), scale)
+
+
+def keys_values(b: Batch, row: int, context: int) -> tuple[Tensor, Tensor]:
+    """K and V of a row's first `context` tokens in layer 1: [context, kv_heads, head_dim]."""
+    blocks = b.pool[b.tables[row, : -(-context // BLOCK_TOKENS)].long(), 1]
+    keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :context]
+    return keys, values
+
+
+def attention_reference(q: Tensor, attn: Attention, b: Batch) -> Tensor:
+    """Attention of rotated queries [tokens, heads * dim] over the cache of layer 1; padding rows are zero."""
+    out = torch.zeros_like(q).view(b.tokens, attn.heads, attn.head_dim)
+    starts = b.query_starts.tolist()
+    for row, context in enumerate(b.context_lens.tolist()):
+        n = starts[row + 1] - starts[row]
+        if n and context:
+            new = slice(starts[row], starts[row + 1])
+            queries = q[new].view(n, attn.heads, attn.head_dim)
+            out[new] = attend(queries, *keys_values(b, row, context), attn.scale, context - n, attn.window)
+    return out.flatten(1)

@@ -1,4 +1,4 @@
-"""A whole engine around the Triton backend, interpreted where there is no GPU: the tokens are the plain backend's."""
+"""The GPU engine on the Triton backend, interpreted where there is no GPU, against the reference backend."""
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from emberline.weights.model_config import ModelConfig  # noqa: E402
 from tests.engine.fakes import request  # noqa: E402
 from tests.engine.gpu.host_sampler import HostKernels, HostTable  # noqa: E402
 from tests.engine.test_torch_runner import tokens  # noqa: E402
+from tests.models.random_checkpoint import RandomCheckpoint  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(
@@ -39,48 +40,12 @@ CONFIG = ModelConfig(
 LIMITS = Limits(256, 97, (0,), 4, 48)
 
 
-class RandomWeight:
-    def __init__(self, name, shape):
-        self.name, self.shape = name, shape
-
-    def affine(self):
-        return None
-
-    def tensor(self, dtype, device):
-        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
-        numbers = torch.randn(self.shape, generator=generator) * 0.2 + (len(self.shape) == 1)
-        return numbers.to(dtype).to(device)
-
-
-class Source:
-    config = CONFIG
-
-    def has(self, name):
-        return True
-
-    def weight(self, name):
-        c, part = CONFIG, name.removesuffix(".weight").rpartition(".")[2]
-        q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        shapes = {
-            "token_embd": (c.vocab_size, c.hidden_size),
-            "output": (c.vocab_size, c.hidden_size),
-            "attn_q": (q, c.hidden_size),
-            "attn_k": (kv, c.hidden_size),
-            "attn_v": (kv, c.hidden_size),
-            "attn_output": (c.hidden_size, q),
-            "ffn_gate": (c.mlp_size, c.hidden_size),
-            "ffn_up": (c.mlp_size, c.hidden_size),
-            "ffn_down": (c.hidden_size, c.mlp_size),
-        }
-        return RandomWeight(name, shapes.get(part, (c.hidden_size,)))
-
-
-def replies(runner_of, model, steps_in_flight):
+def generate(make_runner, model, steps_in_flight):
     cache = KVCache(model.kv_groups, [40], chunk=LIMITS.token_budget)
-    loop = StepLoop(Scheduler(cache, LIMITS, "x"), runner_of(model), steps_in_flight)
+    loop = StepLoop(Scheduler(cache, LIMITS, "x"), make_runner(model), steps_in_flight)
     generator = torch.Generator().manual_seed(3)
     deltas = {}
-    for n in range(2):  # the second comes in two chunks, the last beside a decode
+    for n in range(2):  # the second is prefilled in two chunks, the last in a step that also decodes
         ids = torch.randint(1, 97, (7 + 50 * n,), generator=generator).tolist()
         loop.submit(request(f"r{n}", ids, max_tokens=4, temperature=0.0), 0.0)
         deltas[f"r{n}"] = []
@@ -90,14 +55,14 @@ def replies(runner_of, model, steps_in_flight):
     return {id: tokens(each) for id, each in deltas.items()}
 
 
-def test_the_tokens_are_those_of_the_plain_backend():
-    plain = Decoder(Source(), TorchBackend(DEVICE, torch.float32), LLAMA)
-    expected = replies(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), plain, 1)
-    fast = Decoder(Source(), TritonBackend(DEVICE, torch.float32), LLAMA)
+def test_tokens_match_the_reference_backend():
+    reference = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TorchBackend(DEVICE, torch.float32), LLAMA)
+    expected = generate(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), reference, 1)
+    model = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TritonBackend(DEVICE, torch.float32), LLAMA)
     n_rows = LIMITS.max_running + CHUNK_ROWS
-    fast.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
+    model.kernels.reserve(WorkspaceSizes.of(CONFIG, MAX_GRAPH_TOKENS, n_rows, n_rows, item=4))
 
-    def runner_of(model):
+    def gpu_runner(model):
         return GpuRunner(model, [40], LIMITS, DEVICE, HostKernels(), HostTable(), graphs=DEVICE == "cpu")
 
-    assert replies(runner_of, fast, 2) == expected
+    assert generate(gpu_runner, model, 2) == expected

@@ -1,13 +1,13 @@
-"""The launches around a decode step against their plain form: random tables, packets and draws."""
+"""Preparing decode inputs against plain PyTorch: random block tables, packets and sampled tokens."""
 
 import pytest
 import torch
 
-from emberline.kernels import decode_inputs as plain
+from emberline.kernels import decode_inputs as reference
 from emberline.kernels.decode_inputs import LAST_SAMPLED, NO_BLOCK, PADDING, DecodeInputs, SlotState
 
 triton = pytest.importorskip("triton")
-from emberline.kernels.gpu import decode_inputs as fast  # noqa: E402
+from emberline.kernels.gpu import decode_inputs as kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N_SLOTS = 7
@@ -42,7 +42,7 @@ def test_prepare_and_keep(width, groups, rows):
     states.append(SlotState(states[0].last_tokens.clone(), states[0].tables.clone()))
     made, tokens = packet(groups, rows, width).to(DEVICE), ints(-1, 50, rows).to(DEVICE)
     results = [buffers(groups, width), buffers(groups, width)]
-    for module, state, to in zip((plain, fast), states, results):
+    for module, state, to in zip((reference, kernels), states, results):
         module.prepare(made, state, to)
         module.keep(tokens, to.slots[:rows], state)
     for name in ("slots", "token_ids", "positions", "context_lens"):

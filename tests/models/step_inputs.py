@@ -1,4 +1,4 @@
-"""Steps built by hand: what the runner would make, for tests of kernels and models."""
+"""Step inputs as a runner would build them, for tests of kernels and models."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def pools(model: Decoder, n_blocks: int) -> list[Tensor]:
 def step(
     rows: list[tuple[list[int], int]], tables: Tensor, n_groups: int, samples: list[int] | None = None
 ) -> StepInputs:
-    """Rows of (new token ids, tokens already cached); the same block table serves every group."""
+    """Rows of (new token ids, number of cached tokens); every KV group has the same block table."""
     lengths = [len(ids) for ids, _ in rows]
     starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
     positions = [past + i for ids, past in rows for i in range(len(ids))]

@@ -1,0 +1,173 @@
+"""Whole models on the Triton backend against the reference backend: every kind of step and of model."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from emberline.kernels.gpu import prefill_attention, split_kv, triton_backend
+from emberline.kernels.gpu.prefill_attention import PrefillTile
+from emberline.kernels.gpu.quantized_gemm import dequantize_reference, pack_quantized
+from emberline.kernels.gpu.triton_backend import TritonBackend
+from emberline.kernels.gpu.workspace import PrefillChunk, StepShape, Workspace, WorkspaceSizes, _layout
+from emberline.kernels.reference import TorchBackend
+from emberline.models.decoder import Decoder, LayerTensorNames, StepInputs
+from emberline.models.gemma import GEMMA3
+from emberline.models.llama import LLAMA
+from emberline.models.qwen import QWEN2
+from emberline.weights.model_config import ModelConfig
+from tests.kernels.gpu.batches import DEVICE, DTYPE, error, everyday
+from tests.models.random_checkpoint import RandomCheckpoint, RandomWeight
+from tests.models.step_inputs import step
+
+LIMIT = 1e-4 if DEVICE == "cpu" else 3e-2
+CONFIG = ModelConfig(
+    architecture="llama", vocab_size=64, hidden_size=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, mlp_size=64,
+    context_len=512, norm_eps=1e-6, rope_theta=10000.0, tie_embeddings=True,
+)  # fmt: skip
+GEMMA = msgspec.structs.replace(
+    CONFIG, windows=(None, 10), activation="gelu_tanh", embedding_scale=8.0, post_norms=True, local_rope_theta=100.0
+)
+MODELS = {"llama": (CONFIG, LLAMA), "qwen2": (CONFIG, QWEN2), "gemma": (GEMMA, GEMMA3)}
+
+
+def triton_model(config: ModelConfig, names: LayerTensorNames, bits: int = 0, deterministic: bool = False) -> Decoder:
+    backend = TritonBackend(DEVICE, deterministic=deterministic)
+    model = Decoder(RandomCheckpoint(config, bits=bits), backend, names)
+    backend.reserve(WorkspaceSizes.of(config, 80, 8, 80, item=DTYPE.itemsize, quantized=bool(bits)))
+    return model
+
+
+def reference_model(config: ModelConfig, names: LayerTensorNames, bits: int = 0) -> Decoder:
+    return Decoder(RandomCheckpoint(config, bits=bits), TorchBackend(DEVICE, DTYPE), names)
+
+
+def pools(model: Decoder, n: int) -> list[torch.Tensor]:
+    zeros = [
+        torch.zeros(n, len(g.layers), 2, g.kv_heads, 16, g.head_dim, dtype=DTYPE, device=DEVICE)
+        for g in model.kv_groups
+    ]
+    for pool in zeros:
+        pool[0] = torch.nan  # the null block must never be read
+    return zeros
+
+
+TABLES = (torch.randperm(24, generator=torch.Generator().manual_seed(1)) + 1).view(4, 6)
+PROMPTS = [list(range(5, 5 + n)) for n in (17, 1, 7, 3)]
+
+
+def to_device(s: StepInputs, shape: StepShape | None = None) -> StepInputs:
+    for name in ("token_ids", "positions", "query_starts", "context_lens", "sample_tokens"):
+        setattr(s, name, getattr(s, name).to(DEVICE))
+    s.block_tables = [t.to(DEVICE) for t in s.block_tables]
+    s.shape = shape
+    return s
+
+
+def run(model: Decoder, shaped: bool = False) -> list[torch.Tensor]:
+    """Two prompts; then one decodes while two more prompts arrive; then all decode; then one alone."""
+    kv, groups = pools(model, 25), len(model.kv_groups)
+    first = step([(PROMPTS[0], 0), (PROMPTS[2][:4], 0)], TABLES[[0, 2]], groups)
+    mixed = step([([7], 17), (PROMPTS[1], 0), (PROMPTS[2][4:], 4), (PROMPTS[3], 0)], TABLES, groups)
+    mixed_shape = StepShape(2, 3, chunks=[PrefillChunk(2, 2, 3, 7), PrefillChunk(3, 5, 3, 3)]) if shaped else None
+    decodes = step([([3], 18), ([4], 1), ([5], 7), ([6], 3)], TABLES, groups)
+    alone = step([([9], 19)], TABLES[:1], groups)
+    steps = [(first, None), (mixed, mixed_shape), (decodes, StepShape(4) if shaped else None), (alone, None)]
+    return [model.forward(to_device(inputs, shape), kv).clone() for inputs, shape in steps]
+
+
+def assert_close(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for got, want in zip(results, expected, strict=True):
+        assert error(got, want) < LIMIT
+
+
+# Gemma has windows, post norms, QK norms and GELU; Qwen 2 has biases and SiLU. Llama adds nothing to them.
+@pytest.mark.parametrize("name", everyday(MODELS, ["gemma", "qwen2"]))
+def test_a_model_computes_the_same(name: str) -> None:
+    assert_close(run(triton_model(*MODELS[name]), shaped=True), run(reference_model(*MODELS[name])))
+
+
+@pytest.mark.parametrize("bits", everyday([4, 8], [4]))
+def test_quantized_weights(bits: int) -> None:
+    assert_close(run(triton_model(CONFIG, LLAMA, bits)), run(reference_model(CONFIG, LLAMA, bits)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_keeps_every_weight(bits: int) -> None:
+    parts = [RandomWeight(name, (8, 96), bits=bits).affine() for name in ("a", "b")]
+    want = np.concatenate([part.dense() for part in parts])
+    got = dequantize_reference(pack_quantized(parts, None, DEVICE)).cpu()
+    torch.testing.assert_close(got, torch.from_numpy(want).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_deterministic_mode_does_not_depend_on_batch_or_chunks() -> None:
+    model = triton_model(CONFIG, LLAMA, deterministic=True)
+    together = run(model)
+    assert_close(together, run(reference_model(CONFIG, LLAMA)))
+    kv, ids = pools(model, 25), PROMPTS[2]
+    alone = []
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        s = step([(ids[start:stop], start)], TABLES[2:3], 1)
+        alone.append(model.forward(to_device(s), kv).clone())
+    assert torch.equal(torch.cat(alone)[4:], together[1][2:5])
+
+
+SPLIT_SWEEP = [(name, deterministic) for deterministic in (False, True) for name in ("llama", "gemma")]
+
+
+@pytest.mark.parametrize(("name", "deterministic"), everyday(SPLIT_SWEEP, [("gemma", False)]))
+def test_split_kv_prefill(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with many SMs, in tiles so small that a few tokens are several splits."""
+    monkeypatch.setattr(split_kv, "SM_COUNT", 132)
+    monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 6 * 132)
+    monkeypatch.setattr(split_kv, "MIN_SPLIT_TILES", 1)
+    monkeypatch.setattr(prefill_attention, "prefill_tile", lambda dim: PrefillTile(32, 16, 2, 4))
+    kernel, is_split = prefill_attention.prefill_attention, []
+
+    def watched(*args: Any, splits: split_kv.PrefillSplits | None, **more: Any) -> None:
+        if splits is not None:
+            splits.scratch.partials.fill_(torch.nan)
+        kernel(*args, splits=splits, **more)
+        is_split.append(splits is not None and not splits.scratch.partials.isnan().all())
+        assert splits is None or not splits.scratch.counters.any()
+
+    monkeypatch.setattr(triton_backend, "prefill_attention", watched)
+    got = run(triton_model(*MODELS[name], deterministic=deterministic))
+    assert any(is_split) != deterministic
+    assert_close(got, run(reference_model(*MODELS[name])))
+
+
+def test_cascade_attention_of_a_shared_prefix() -> None:
+    tables = TABLES.clone()
+    tables[1:3, :1] = tables[0, :1]
+    ids = list(range(5, 24))
+    prefill = [(ids, 0), (ids[16:], 16), (ids[16:18], 16), (ids[:3], 0)]
+    decodes = [([3], 19), ([4], 19), ([5], 18), ([6], 3)]
+    shared = torch.tensor([2, 16], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([16, 16, 16, 0], dtype=torch.int32, device=DEVICE)
+    out = []
+    for model in (triton_model(CONFIG, LLAMA), reference_model(CONFIG, LLAMA)):
+        kv = pools(model, 25)
+        for row in range(4):
+            model.forward(to_device(step(prefill[row : row + 1], tables[row : row + 1], 1)), kv)
+        shape = StepShape(4, shared_prefix=shared, prefix_lens=lens) if model.backend == "triton" else None
+        out.append(model.forward(to_device(step(decodes, tables, 1), shape), kv).clone())
+    assert error(out[0], out[1]) < LIMIT
+
+
+def test_workspace_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_kv, "MAX_WORK_ITEMS", 6 * 132)
+    llama8b = WorkspaceSizes(4096, 32, 8, 128, 14336, 128256, 1, max_tokens=8192, max_rows=256, max_samples=256)
+    assert Workspace.bytes(llama8b) < 0.75 * 2**30
+    ends = {name: start + size for name, (start, size) in _layout(llama8b).items()}
+    assert ends["prefill_partials"] <= max(ends["new_kv"], ends["gathered_kv"], ends["activated"])  # adds nothing
+    small = WorkspaceSizes.of(CONFIG, 16, 4, 4)
+    workspace = Workspace(small, DEVICE, DTYPE)
+    assert workspace._memory.numel() == Workspace.bytes(small)
+    assert not workspace.counters.any()
+    assert not workspace.row_counters.any()
+    assert not workspace.prefill_scratch.counters.any()
