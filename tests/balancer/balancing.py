@@ -1,4 +1,4 @@
-"""A balancer over endpoints that exist in name only, for tests."""
+"""A balancer over workers without engines, for tests."""
 
 from hashlib import blake2b
 from itertools import count
@@ -20,7 +20,7 @@ def endpoint(name: str, role: Any = "both", address: str = "") -> Endpoint:
 
 
 def fleet(*roles: Any, max_running: int = 16, kv_tokens: int = 0, events: bool = True, **settings: Any) -> Balancer:
-    """Endpoints e0, e1, … with these roles, all there at time 0."""
+    """Workers e0, e1, … with these roles, connected at time 0."""
     balancer = Balancer(Settings(**settings))
     for i, role in enumerate(roles):
         capacity = Capacity(max_running=max_running, kv_tokens=kv_tokens, events=events)
@@ -29,7 +29,7 @@ def fleet(*roles: Any, max_running: int = 16, kv_tokens: int = 0, events: bool =
 
 
 def keys(*parts: tuple[str, int]) -> bytes:
-    """A chain of content keys: so many blocks of each named part, each key depending on all before it."""
+    """A chain of content keys: so many blocks of each named part, each key depending on those before it."""
     chain, out = b"", []
     for name, n in parts:
         for i in range(n):
@@ -38,7 +38,7 @@ def keys(*parts: tuple[str, int]) -> bytes:
     return b"".join(out)
 
 
-def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) -> RouteRequest:
+def request(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) -> RouteRequest:
     return RouteRequest(
         id=more.pop("id", f"r{next(_ids)}"),
         account=account,
@@ -52,17 +52,17 @@ def ask(chain: bytes = b"", tokens: int = 0, account: str = "a", **more: Any) ->
 
 
 def send(balancer: Balancer, wanted: RouteRequest, now_s: float = 0.0) -> Route:
-    """Offer it; it must go at once."""
-    ticket = balancer.enqueue(wanted, now_s)
-    assert ticket in balancer.dispatch(now_s)
-    assert ticket.route is not None, ticket.error
-    return ticket.route
+    """Enqueue a request that must be dispatched at once."""
+    record = balancer.enqueue(wanted, now_s)
+    assert record in balancer.dispatch(now_s)
+    assert record.route is not None, record.error
+    return record.route
 
 
 def serve(
     balancer: Balancer, wanted: RouteRequest, now_s: float = 0.0, took_s: float = 0.01, output_tokens: int = 10
 ) -> Route:
-    """From its offer to its end, with the engine's KV events."""
+    """A request from admission to its end, with KV events."""
     route = send(balancer, wanted, now_s)
     balancer.first_token(wanted.id, now_s + took_s)
     for name in {route.decode, route.prefill} - {""}:
@@ -77,7 +77,7 @@ def open_ids(balancer: Balancer) -> set[str]:
 
 
 def nothing_left(balancer: Balancer, now_s: float) -> bool:
-    """No request holds anything, anywhere."""
+    """No request is on record, and no worker has load."""
     snapshot = balancer.snapshot(now_s)
     return (
         not open_ids(balancer)

@@ -1,4 +1,4 @@
-"""A scripted engine inside the test's own event loop: real frames over a real socket, no model."""
+"""A fake engine in the event loop of the test: real frames over a real socket, no model."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ class FakeEngine:
         self.endpoint = Endpoint(name=name, address=f"unix:{path}", token="join")
         self.script = script
         self.cached = 0
-        self.burst = 1  # tokens a step
+        self.burst = 1  # tokens per step
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.vocabularies: list[Vocabulary] = []
-        self.before_vocabulary: list[str] = []  # requests that came before the first one
+        self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
         self.links: set[_Link] = set()
         self.steps = 0
         self.info = EngineInfo(
@@ -65,7 +65,7 @@ class FakeEngine:
         return self
 
     async def die(self) -> None:
-        """What a crash looks like from outside: the socket is gone, connections are cut."""
+        """As a crash looks from outside: the socket is gone, connections are closed."""
         if self._server is not None:
             self._server.close()
             self._server = None

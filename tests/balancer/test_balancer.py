@@ -6,7 +6,7 @@ from emberline.balancer.balancer import Balancer
 from emberline.balancer.circuit_breaker import FAILURES, OPEN_S, SUCCESSES
 from emberline.balancer.ledger import InFlightLoad
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, send, serve
+from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, request, send, serve
 
 
 def state(balancer: Balancer, name: str, now_s: float = 0.0) -> str:
@@ -14,13 +14,13 @@ def state(balancer: Balancer, name: str, now_s: float = 0.0) -> str:
 
 
 def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 1.0) -> None:
-    """So many requests at one endpoint end like this."""
+    """Requests on one worker end with this outcome."""
     others = [worker for worker in balancer._workers.values() if worker.name != name and worker.connected]
     for other in others:
         other.draining = True
     balancer._pool("m").refresh()
     for _ in range(times):
-        wanted = ask(tokens=10)
+        wanted = request(tokens=10)
         assert send(balancer, wanted, now_s).decode == name
         balancer.ended(wanted.id, now_s, outcome, 5)
     for other in others:
@@ -32,17 +32,17 @@ def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 
 
 
 @pytest.mark.parametrize("outcome", ["client_error", "cancelled"])
-def test_a_client_is_nobodys_fault(outcome: str) -> None:
+def test_client_errors_are_not_the_workers_failures(outcome: str) -> None:
     balancer = fleet("both", "both")
     end(balancer, "e0", outcome, 5 * FAILURES)
     assert state(balancer, "e0") == "ready"
 
 
-def test_an_endpoint_that_fails_is_left_alone_and_tried_again_one_by_one() -> None:
+def test_a_failing_worker_is_ejected_and_probed_one_request_at_a_time() -> None:
     balancer = fleet("both", "both")
     end(balancer, "e0", "engine_failed", FAILURES)
     assert state(balancer, "e0") == "open"
-    assert {serve(balancer, ask(tokens=10), 2.0).decode for _ in range(20)} == {"e1"}
+    assert {serve(balancer, request(tokens=10), 2.0).decode for _ in range(20)} == {"e1"}
     balancer.dispatch(1.0 + OPEN_S)
     assert state(balancer, "e0") == "half_open"
     for _ in range(SUCCESSES):
@@ -50,24 +50,24 @@ def test_an_endpoint_that_fails_is_left_alone_and_tried_again_one_by_one() -> No
     assert state(balancer, "e0") == "ready"
 
 
-def test_while_half_open_a_second_request_goes_elsewhere() -> None:
+def test_half_open_admits_one_probe_at_a_time() -> None:
     balancer = fleet("both", "both")
     end(balancer, "e0", "engine_failed", FAILURES)
     balancer.dispatch(1.0 + OPEN_S)
-    probes = [send(balancer, ask(tokens=10), 2.0 + OPEN_S).decode for _ in range(10)]
+    probes = [send(balancer, request(tokens=10), 2.0 + OPEN_S).decode for _ in range(10)]
     assert probes.count("e0") == 1
 
 
-def test_the_last_endpoint_is_used_however_it_fails() -> None:
+def test_the_last_worker_is_used_even_when_ejected() -> None:
     balancer = fleet("both")
     end(balancer, "e0", "engine_failed", 3 * FAILURES)
     assert state(balancer, "e0") == "open"
-    assert send(balancer, ask(tokens=10), 2.0).decode == "e0"
+    assert send(balancer, request(tokens=10), 2.0).decode == "e0"
 
 
-def test_a_lost_connection_is_one_failure_however_many_streams_it_had() -> None:
+def test_a_lost_connection_counts_as_one_failure() -> None:
     balancer = fleet("both", "both", max_running=64)
-    there = [ask(tokens=10) for _ in range(4 * FAILURES)]
+    there = [request(tokens=10) for _ in range(4 * FAILURES)]
     routes = {wanted.id: send(balancer, wanted).decode for wanted in there}
     balancer.disconnected("e0", 1.0, "it crashed")
     for request_id, name in routes.items():
@@ -79,12 +79,12 @@ def test_a_lost_connection_is_one_failure_however_many_streams_it_had() -> None:
     assert state(balancer, "e0") == "ready"
 
 
-def test_a_prefill_endpoint_that_died_is_blamed_and_decode_is_not() -> None:
+def test_a_lost_prefill_worker_is_blamed_and_the_decode_worker_is_not() -> None:
     balancer = fleet("prefill", "prefill", "decode")
     for i in range(4):
-        wanted = ask(keys((f"k{i}", 200)), id=f"w{i}")
+        wanted = request(keys((f"k{i}", 200)), id=f"w{i}")
         lost = send(balancer, wanted, float(i)).prefill
-        moved = ask(keys((f"k{i}", 200)), id=f"w{i}", lost=(lost,))
+        moved = request(keys((f"k{i}", 200)), id=f"w{i}", lost=(lost,))
         route = send(balancer, moved, float(i))
         assert route.prefill not in ("", lost)
         balancer.ended(f"w{i}", float(i), "finished", 5)
@@ -97,20 +97,20 @@ def test_a_prefill_endpoint_that_died_is_blamed_and_decode_is_not() -> None:
 # --- coming and going ------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_moves_leaves_nothing_behind_and_avoids_where_it_was() -> None:
+def test_failover_releases_the_old_worker_and_avoids_it() -> None:
     balancer = fleet("both", "both")
-    wanted = ask(tokens=1000, id="q")
+    wanted = request(tokens=1000, id="q")
     first = send(balancer, wanted).decode
-    second = send(balancer, ask(tokens=1000, id="q", lost=(first,)), 1.0).decode
+    second = send(balancer, request(tokens=1000, id="q", lost=(first,)), 1.0).decode
     assert second != first
     assert balancer._workers[first].in_flight == InFlightLoad()
     balancer.ended("q", 2.0, "finished", 3)
     assert nothing_left(balancer, 2.0)
 
 
-def test_who_has_left_is_charged_nothing_and_gets_nothing() -> None:
+def test_a_removed_worker_has_no_load_and_gets_no_requests() -> None:
     balancer = fleet("both", "both")
-    there = [ask(keys((f"k{i}", 10))) for i in range(8)]
+    there = [request(keys((f"k{i}", 10))) for i in range(8)]
     for wanted in there:
         send(balancer, wanted)
     gone = balancer._workers["e0"]
@@ -121,29 +121,29 @@ def test_who_has_left_is_charged_nothing_and_gets_nothing() -> None:
         balancer.progress(wanted.id, 5, 2.0)
         balancer.ended(wanted.id, 3.0, "finished", 9)
     assert gone.in_flight == InFlightLoad()
-    assert {serve(balancer, ask(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}
+    assert {serve(balancer, request(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}
     assert nothing_left(balancer, 4.0)
 
 
-def test_a_draining_endpoint_finishes_what_it_has() -> None:
+def test_a_draining_worker_finishes_its_requests() -> None:
     balancer = fleet("both", "both")
-    there = [ask(tokens=10) for _ in range(6)]
+    there = [request(tokens=10) for _ in range(6)]
     on = {wanted.id: send(balancer, wanted).decode for wanted in there}
     balancer.drain("e0", 1.0)
     assert state(balancer, "e0") == "draining"
-    assert {serve(balancer, ask(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
+    assert {serve(balancer, request(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
     assert balancer._workers["e0"].in_flight.active == list(on.values()).count("e0") > 0
     for request_id in on:
         balancer.ended(request_id, 3.0, "finished", 1)
     assert nothing_left(balancer, 3.0)
 
 
-def test_those_who_wait_for_one_that_goes_down_go_elsewhere() -> None:
+def test_requests_queued_for_a_lost_worker_are_rerouted() -> None:
     balancer = fleet("both", "both", max_running=1)
     chain = keys(("home", 3000))
     balancer.stored("e0", chain, 0.0)
-    assert send(balancer, ask(chain)).decode == "e0"
-    waiting = balancer.enqueue(ask(chain), 0.1)
+    assert send(balancer, request(chain)).decode == "e0"
+    waiting = balancer.enqueue(request(chain), 0.1)
     assert balancer.dispatch(0.1) == []
     balancer.disconnected("e0", 0.2)
     assert balancer.dispatch(0.2) == [waiting]
@@ -151,23 +151,23 @@ def test_those_who_wait_for_one_that_goes_down_go_elsewhere() -> None:
     assert waiting.route.decode == "e1"
 
 
-def test_one_that_takes_no_step_is_avoided_until_it_does() -> None:
+def test_a_stalled_worker_is_avoided_until_it_progresses() -> None:
     balancer = fleet("both", "both")
     balancer.report("e0", EngineLoad(), 0.0)
-    stuck = next(wanted for wanted in (ask(tokens=10) for _ in range(9)) if send(balancer, wanted).decode == "e0")
+    stuck = next(wanted for wanted in (request(tokens=10) for _ in range(9)) if send(balancer, wanted).decode == "e0")
     balancer.dispatch(40.0)
     assert state(balancer, "e0", 40.0) == "stalled"
-    assert {serve(balancer, ask(tokens=5), 41.0).decode for _ in range(9)} == {"e1"}
+    assert {serve(balancer, request(tokens=5), 41.0).decode for _ in range(9)} == {"e1"}
     balancer.report("e0", EngineLoad(running=1), 42.0)
     balancer.dispatch(43.0)
     assert state(balancer, "e0", 43.0) == "ready"
     balancer.ended(stuck.id, 44.0, "finished")
 
 
-def test_the_pace_of_an_endpoint_is_learnt_and_lent_to_those_that_showed_none() -> None:
+def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
     balancer = fleet("both", "both")
     cost = balancer._workers["e0"].cost
-    home = serve(balancer, ask(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
+    home = serve(balancer, request(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
     first, other = balancer._workers[home], next(w for w in balancer._workers.values() if w.name != home)
     assert first.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
     assert other.prefill_speed.scale == 1.0
@@ -176,12 +176,12 @@ def test_the_pace_of_an_endpoint_is_learnt_and_lent_to_those_that_showed_none() 
     assert other.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
 
 
-def test_a_cached_count_from_the_engine_makes_the_pace_right() -> None:
-    """We thought that nothing was cached; nearly all was."""
+def test_the_cached_tokens_of_the_engine_correct_the_measured_speed() -> None:
+    """Routing expected nothing to be cached; nearly all was."""
     balancer = fleet("both")
     worker = balancer._workers["e0"]
     for i in range(30):
-        wanted = ask(keys((f"k{i}", 2000)))
+        wanted = request(keys((f"k{i}", 2000)))
         send(balancer, wanted, 10.0 * i)
         took_s = worker.cost.prefill_s(101, 32_001)
         balancer.first_token(wanted.id, 10.0 * i + took_s, cached_tokens=31_900)

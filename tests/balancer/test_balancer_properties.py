@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: every ticket ends once, and what was charged is given back."""
+"""In any order of events: every request is handed out and ends once, and everything it was charged is released."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from emberline.balancer.endpoint import Capacity
 from emberline.balancer.ledger import ORPHAN_RUNNING_S, ORPHAN_S, InFlightLoad, InFlightRequest
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, endpoint, fleet, keys, nothing_left, open_ids
+from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, open_ids, request
 
 NAMES = ["e0", "e1", "e2", "e3"]
 CHAINS = [keys(("system", 20), (f"s{i}", 30 * i)) for i in range(4)]
@@ -32,7 +32,7 @@ class Life(RuleBasedStateMachine):
         self.now_s = 0.0
         self.waiting: dict[str, InFlightRequest] = {}
         self.running: dict[str, InFlightRequest] = {}
-        self.lost: dict[str, InFlightRequest] = {}  # had a worker, and got no other
+        self.lost: dict[str, InFlightRequest] = {}  # admitted, but refused another worker
         self.handed_out: set[InFlightRequest] = set()
         self.gone: set[str] = set()
         self.n = 0
@@ -41,25 +41,25 @@ class Life(RuleBasedStateMachine):
         return list(of)[number % len(of)] if of else "nobody"
 
     def pump(self) -> None:
-        for ticket in self.balancer.dispatch(self.now_s):
-            assert ticket not in self.handed_out
-            self.handed_out.add(ticket)
-            assert (ticket.route is None) != (ticket.error is None)
-            assert self.waiting.pop(ticket.request.id) is ticket
-            if ticket.route is not None:
-                self.running[ticket.request.id] = ticket
-            elif ticket.admitted:  # it lost its worker before, and stays on record until its owner ends it
-                self.lost[ticket.request.id] = ticket
-            if ticket.route is not None:
-                for name in {ticket.route.decode, ticket.route.prefill} - {""}:
+        for record in self.balancer.dispatch(self.now_s):
+            assert record not in self.handed_out
+            self.handed_out.add(record)
+            assert (record.route is None) != (record.error is None)
+            assert self.waiting.pop(record.request.id) is record
+            if record.route is not None:
+                self.running[record.request.id] = record
+            elif record.admitted:  # it stays on record until its owner ends it
+                self.lost[record.request.id] = record
+            if record.route is not None:
+                for name in {record.route.decode, record.route.prefill} - {""}:
                     assert name not in self.gone
 
     @rule(
         chain=st.sampled_from(CHAINS), tenant=SOME, priority=st.sampled_from(["priority", "default", "flex"]), mood=SOME
     )
-    def offer(self, chain: bytes, tenant: int, priority: str, mood: int) -> None:
+    def enqueue(self, chain: bytes, tenant: int, priority: str, mood: int) -> None:
         self.n += 1
-        wanted = ask(
+        wanted = request(
             chain,
             id=f"q{self.n}",
             account=f"t{tenant % 3}",
@@ -78,13 +78,13 @@ class Life(RuleBasedStateMachine):
 
     @rule(which=SOME)
     def again(self, which: int) -> None:
-        """Its engine is lost: it asks for another."""
+        """Failover: its worker is lost, it asks for another."""
         if (request_id := self.pick(which, self.running)) == "nobody":
             return
         before = self.running.pop(request_id)
         assert before.route is not None
         self.handed_out.discard(before)
-        wanted = ask(
+        wanted = request(
             before.request.keys, id=request_id, account=before.request.account, lost=(before.route.decode,), wait_s=1.0
         )
         if before.is_job:
@@ -119,7 +119,7 @@ class Life(RuleBasedStateMachine):
     def ended(self, which: int, of: str, outcome: str) -> None:
         requests: dict[str, InFlightRequest] = getattr(self, of)
         request_id = self.pick(which, requests)
-        for _ in range(2):  # twice changes nothing
+        for _ in range(2):  # ending twice changes nothing
             self.balancer.ended(request_id, self.now_s, outcome, 40)  # type: ignore[arg-type]
         requests.pop(request_id, None)
         assert request_id not in open_ids(self.balancer)
@@ -131,7 +131,7 @@ class Life(RuleBasedStateMachine):
         self.job(f"q{self.n}", name, chain)
 
     def job(self, request_id: str, name: str, chain: bytes) -> None:
-        wanted = ask(chain, id=request_id, engine=name, priority="batch")
+        wanted = request(chain, id=request_id, engine=name, priority="batch")
         before = self.balancer.ledger.get(request_id)
         try:
             route = self.balancer.dispatch_job(wanted, self.now_s)
@@ -181,7 +181,7 @@ class Life(RuleBasedStateMachine):
         self.pump()
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def every_open_request_has_one_record(self) -> None:
         assert open_ids(self.balancer) == {*self.waiting, *self.running, *self.lost}
         assert len(self.balancer._queue) == len(self.waiting)
         queues = self.balancer._queue._queues
@@ -189,7 +189,7 @@ class Life(RuleBasedStateMachine):
         assert not any(queue for name, queue in queues.items() if name and name not in self.balancer._workers)
 
     @invariant()
-    def an_endpoint_is_charged_what_is_on_it(self) -> None:
+    def loads_are_the_sums_of_the_records(self) -> None:
         for worker in self.balancer._workers.values():
             account = worker.in_flight
             mine = [record for record in self.balancer.ledger if record.decode is account]
@@ -214,9 +214,9 @@ Life.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadl
 TestLife = Life.TestCase
 
 
-def test_a_request_that_nobody_ends_is_written_off() -> None:
+def test_orphaned_requests_are_written_off() -> None:
     balancer = fleet("both")
-    silent, running = ask(tokens=100), ask(tokens=100)
+    silent, running = request(tokens=100), request(tokens=100)
     for wanted in (silent, running):
         balancer.enqueue(wanted, 0.0)
     assert len(balancer.dispatch(0.0)) == 2

@@ -1,9 +1,9 @@
-"""A decision must not look at every block of a long prompt, nor cost more because the fleet's caches are large."""
+"""A routing decision must not look up every block of a long prompt, nor depend on the size of the fleet's caches."""
 
 import time
 
 from emberline.balancer.balancer import Balancer
-from tests.balancer.balancing import ask, fleet, keys
+from tests.balancer.balancing import fleet, keys, request
 
 WORKERS, BLOCKS = 64, 6500
 
@@ -22,7 +22,7 @@ def make() -> tuple[Balancer, dict[str, set[bytes]], list[bytes]]:
 
 
 def naive(held: dict[str, set[bytes]], chain: bytes) -> tuple[str, int]:
-    """Who holds most of it, block by block."""
+    """The worker that holds most of the prompt, compared block by block."""
     best = ("", -1)
     for name, known in held.items():
         n = 0
@@ -32,11 +32,11 @@ def naive(held: dict[str, set[bytes]], chain: bytes) -> tuple[str, int]:
     return best
 
 
-def test_a_decision_is_much_faster_than_looking_at_every_block() -> None:
+def test_a_decision_is_much_faster_than_comparing_every_block() -> None:
     balancer, held, chains = make()
-    asks = [ask(chain, id=f"{turn}/{i}") for turn in range(5) for i, chain in enumerate(chains)]
+    asks = [request(chain, id=f"{turn}/{i}") for turn in range(5) for i, chain in enumerate(chains)]
     ours_s = naive_s = float("inf")
-    for start in range(0, len(asks), len(chains)):  # the best of five: others use the machine too
+    for start in range(0, len(asks), len(chains)):  # the best of five, on a shared machine
         began = time.process_time()
         found = []
         for wanted in asks[start : start + len(chains)]:
@@ -48,6 +48,6 @@ def test_a_decision_is_much_faster_than_looking_at_every_block() -> None:
         began = time.process_time()
         expected = [naive(held, chain) for chain in chains]
         naive_s = min(naive_s, time.process_time() - began)
-        routes = [ticket.route for ticket in found if ticket.route is not None]
+        routes = [record.route for record in found if record.route is not None]
         assert [(route.decode, route.cached_tokens // 16) for route in routes] == expected
     assert ours_s * 20 < naive_s

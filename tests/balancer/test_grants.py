@@ -7,7 +7,7 @@ from emberline.balancer.endpoint import Capacity
 from emberline.balancer.grants import QUIET_S, Grants
 from emberline.balancer.worker import Worker
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import MODEL, ask, endpoint
+from tests.balancer.balancing import MODEL, endpoint, request
 
 
 class Bench:
@@ -44,11 +44,11 @@ class Bench:
             worker.draining = worker is not e0
         self.balancer._pool(MODEL).refresh()
         for _ in range(n):
-            request = ask(tokens=1)
-            self.balancer.enqueue(request, self.now_s)
+            wanted = request(tokens=1)
+            self.balancer.enqueue(wanted, self.now_s)
             self.balancer.dispatch(self.now_s)
-            self.balancer.first_token(request.id, self.now_s)
-            self.requests.append(request.id)
+            self.balancer.first_token(wanted.id, self.now_s)
+            self.requests.append(wanted.id)
         for worker in self.workers:
             worker.capacity = self.capacity
             worker.draining = False
@@ -66,7 +66,7 @@ class Bench:
         return len(grants)
 
 
-def test_when_nobody_else_is_there_the_engine_is_full_and_a_little_ahead() -> None:
+def test_without_requests_jobs_fill_the_worker_and_a_little_more() -> None:
     bench = Bench(max_running=32)
     assert bench.free() == 32 + 4
     held = bench.grants.issue("m", 10)
@@ -74,20 +74,20 @@ def test_when_nobody_else_is_there_the_engine_is_full_and_a_little_ahead() -> No
     assert bench.free() == 26
 
 
-def test_requests_leave_queued_work_its_share() -> None:
+def test_jobs_keep_their_share_beside_requests() -> None:
     bench = Bench(max_running=32, share=0.25)
     bench.start()
     assert bench.free() == 8
     bench.start(28)
-    assert bench.free() == 3  # places that are free
+    assert bench.free() == 3  # the sequences that are free
     bench.end(29)
     bench.run(QUIET_S / 2)
-    assert bench.free() == 8  # another request may come any moment
+    assert bench.free() == 8  # not quiet for long enough yet
     bench.run(QUIET_S)
     assert bench.free() == 36
 
 
-def test_some_room_is_always_granted() -> None:
+def test_a_minimum_is_always_granted() -> None:
     bench = Bench(max_running=32)
     bench.start(132)
     bench.report(EngineLoad(waiting=50))
@@ -98,15 +98,15 @@ def test_some_room_is_always_granted() -> None:
     assert bench.free() == 1
 
 
-def test_none_is_granted_beyond_the_floor_while_requests_wait_in_the_engine() -> None:
+def test_only_the_minimum_is_granted_while_requests_wait_in_the_engine() -> None:
     bench = Bench(max_running=32)
     bench.report(EngineLoad(running=10, waiting=3, waiting_batch=3))
-    assert bench.free() > 2  # what waits is queued work itself
+    assert bench.free() > 2  # only jobs wait there
     bench.report(EngineLoad(running=10, waiting=3, waiting_batch=2))
     assert bench.free() == 2
 
 
-def test_a_full_cache_takes_no_more_lines() -> None:
+def test_a_full_kv_cache_gets_no_more_jobs() -> None:
     bench = Bench(max_running=32)
     held = bench.grants.issue("m", 20)
     bench.report(EngineLoad(kv_used_blocks=95, kv_total_blocks=100))
@@ -116,7 +116,7 @@ def test_a_full_cache_takes_no_more_lines() -> None:
     assert len(held) == 20
 
 
-def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
+def test_slow_steps_lower_the_cap_and_fast_ones_raise_it() -> None:
     bench = Bench(max_running=32)
     bench.start()
     held = bench.grants.issue("m", 4)
@@ -128,7 +128,7 @@ def test_slow_steps_take_room_away_and_quick_ones_give_it_back() -> None:
     assert len(held) == 4
 
 
-def test_late_first_tokens_take_room_away() -> None:
+def test_slow_first_tokens_lower_the_cap() -> None:
     bench = Bench(max_running=32)
     bench.start()
     for _ in range(10):
@@ -143,7 +143,7 @@ def test_late_first_tokens_take_room_away() -> None:
     assert bench.free() == 14
 
 
-def test_an_accelerator_with_nothing_to_give_gives_nothing() -> None:
+def test_a_fully_utilised_accelerator_gets_no_more_jobs() -> None:
     bench = Bench(max_running=32)
     bench.start()
     bench.grants.issue("m", 2)
@@ -152,14 +152,14 @@ def test_an_accelerator_with_nothing_to_give_gives_nothing() -> None:
     assert bench.free() == 0
 
 
-def test_an_engine_that_is_gone_has_no_room() -> None:
+def test_a_lost_worker_gets_no_jobs() -> None:
     bench = Bench(n=2, max_running=8)
     assert bench.free() == 18
     bench.balancer.disconnected("e0", bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
-def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
+def test_a_worker_is_emptied_for_a_job_that_must_run_alone() -> None:
     bench = Bench(n=2, max_running=8)
     held = bench.grants.issue("m", 18)
     here = [grant for grant in held if grant.engine == "e0"]
@@ -177,12 +177,12 @@ def test_a_line_that_shall_run_alone_has_an_engine_emptied_for_it() -> None:
         grant.release()
     assert bench.free() == 9
     bench.grants.cancel_exclusive("m")
-    assert bench.free() == 9  # e0 again; e1 is still taken
+    assert bench.free() == 9  # e0 again; e1 still runs its exclusive job
     alone.release()
     assert bench.free() == 18
 
 
-def test_an_engine_for_prompts_alone_is_given_no_lines() -> None:
+def test_a_prefill_worker_gets_no_jobs() -> None:
     bench = Bench(n=2, max_running=8)
     bench.balancer.join(endpoint("e0", "prefill"), bench.capacity, bench.now_s)
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
@@ -191,7 +191,7 @@ def test_an_engine_for_prompts_alone_is_given_no_lines() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["issue", "back", "sync", "end", "wait", "go"]), st.integers(1, 8)), max_size=40)
 )
-def test_room_is_never_counted_twice(acts: list[tuple[str, int]]) -> None:
+def test_grants_never_exceed_the_worker(acts: list[tuple[str, int]]) -> None:
     bench = Bench(max_running=8)
     held = []
     for act, n in acts:

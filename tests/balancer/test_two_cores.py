@@ -1,18 +1,18 @@
-"""Two cores over one fleet share no state: they see the same engines, late, and must not send all to the same one."""
+"""Two cores over one fleet share no state: they see the same late load reports, and must not herd to one worker."""
 
 import random
 from collections import Counter
 
 from emberline.balancer.balancer import Balancer
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, fleet, keys
+from tests.balancer.balancing import fleet, keys, request
 
 N = 8
-REPORT_S = 0.2  # engines' reports are so old when cores hear of them
+REPORT_S = 0.2  # age of load reports
 
 
 class Engines:
-    """Prompts one after the other at a fixed rate, in virtual time."""
+    """Workers that compute prompts one after the other at a fixed rate, in virtual time."""
 
     def __init__(self, cores: list[Balancer]) -> None:
         self.cores = cores
@@ -45,21 +45,21 @@ class Engines:
 
 
 def run(n_cores: int, seed: int = 1) -> tuple[Engines, Counter[str]]:
-    """Bursts of cold prompts, each request at a core of its own choice."""
+    """Bursts of uncached prompts, each request at a random core."""
     rng = random.Random(seed)
     cores = [fleet(*["both"] * N, max_running=1000, ahead_s=1e9) for _ in range(n_cores)]
     engines, sent = Engines(cores), Counter[str]()
     now_s = 0.0
     for burst in range(60):
-        for i in range(N):  # as many as there are engines, at once: each should get one
+        for i in range(N):  # as many as there are workers, at once: each should get one
             core = cores[rng.randrange(n_cores)]
-            wanted = ask(keys((f"{seed}/{burst}/{i}", 100)), id=f"{burst}/{i}")
+            wanted = request(keys((f"{seed}/{burst}/{i}", 100)), id=f"{burst}/{i}")
             core.enqueue(wanted, now_s)
-            for ticket in core.dispatch(now_s):
-                assert ticket.route is not None
-                sent[ticket.route.decode] += 1
-                uncached = ticket.request.input_tokens - ticket.route.cached_tokens
-                engines.submit(ticket.route.decode, ticket.request.id, uncached, ticket.request.keys, core, now_s)
+            for record in core.dispatch(now_s):
+                assert record.route is not None
+                sent[record.route.decode] += 1
+                uncached = record.request.input_tokens - record.route.cached_tokens
+                engines.submit(record.route.decode, record.request.id, uncached, record.request.keys, core, now_s)
         for _ in range(3):
             now_s += REPORT_S
             engines.step(now_s)
@@ -71,36 +71,36 @@ def test_two_cores_do_not_herd() -> None:
     one, _ = run(1)
     two, sent = run(2)
     assert max(sent.values()) <= 1.3 * sum(sent.values()) / N
-    assert two.deepest <= one.deepest + 2  # all of a burst at one engine would be 8 deep
+    assert two.deepest <= one.deepest + 2  # a whole burst at one worker would be 8 deep
     assert sum(two.waits) / len(two.waits) < 0.25
 
 
-def test_cores_that_have_not_heard_from_each_other_agree_on_a_sessions_home_or_its_second() -> None:
+def test_cores_without_contact_agree_on_two_workers_per_session() -> None:
     cores = [fleet(*["both"] * N) for _ in range(2)]
     homes: list[set[str]] = []
     for session in range(40):
         chain = keys(("system", 50), (f"s{session}", 50))
         names: set[str] = set()
         for core in cores:
-            wanted = ask(chain, id=f"{session}")
+            wanted = request(chain, id=f"{session}")
             core.enqueue(wanted, float(session))
-            names |= {ticket.route.decode for ticket in core.dispatch(float(session)) if ticket.route}
+            names |= {record.route.decode for record in core.dispatch(float(session)) if record.route}
             core.ended(wanted.id, float(session), "cancelled")
         homes.append(names)
     assert sum(len(home) == 1 for home in homes) >= 36
 
 
-def test_what_one_core_sent_the_other_learns_from_the_engine() -> None:
+def test_a_core_learns_of_anothers_requests_from_load_reports() -> None:
     here, there = fleet(*["both"] * N), fleet(*["both"] * N)
     chain = keys(("conversation", 2000))
-    wanted = ask(chain)
+    wanted = request(chain)
     here.enqueue(wanted, 0.0)
-    [ticket] = here.dispatch(0.0)
-    assert ticket.route is not None
-    there.stored(ticket.route.decode, chain, 1.0)  # the engine's KV events go to both
-    follow = ask(chain + keys(("next", 40)))
+    [record] = here.dispatch(0.0)
+    assert record.route is not None
+    there.stored(record.route.decode, chain, 1.0)  # KV events go to both cores
+    follow = request(chain + keys(("next", 40)))
     there.enqueue(follow, 5.0)
     [other] = there.dispatch(5.0)
     assert other.route is not None
-    assert other.route.decode == ticket.route.decode
+    assert other.route.decode == record.route.decode
     assert other.route.cached_tokens == 32_000

@@ -1,7 +1,7 @@
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.worker import WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
-from tests.balancer.balancing import ask, fleet, send
+from tests.balancer.balancing import fleet, request, send
 
 
 def snapshot(balancer: Balancer, now_s: float) -> WorkerSnapshot:
@@ -14,7 +14,7 @@ def test_a_worker_with_requests_but_without_steps_is_stalled() -> None:
     balancer.report("e0", EngineLoad(), now_s)
     now_s += 3600
     assert snapshot(balancer, now_s).healthy  # idle for an hour
-    send(balancer, ask(tokens=10), now_s)
+    send(balancer, request(tokens=10), now_s)
     now_s += 20
     assert snapshot(balancer, now_s).healthy
     now_s += 20

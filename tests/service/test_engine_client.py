@@ -18,7 +18,7 @@ from tests.balancer.fake_engine import FakeEngine
 PATIENCE_S = 5.0
 
 
-def ask(sequence_id: str = "r1") -> EngineRequest:
+def request(sequence_id: str = "r1") -> EngineRequest:
     return EngineRequest(id=sequence_id, prompt_ids=tokens.pack([1, 2, 3]), sampling=SamplingParams(max_tokens=8))
 
 
@@ -44,8 +44,8 @@ async def client(engine: FakeEngine) -> AsyncIterator[EngineClient]:
     await client.close()
 
 
-async def test_deltas_that_arrive_together_are_handed_over_together(engine: FakeEngine, client: EngineClient) -> None:
-    stream = client.stream([ask()])
+async def test_deltas_that_arrive_together_are_delivered_together(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([request()])
     await engine.submission()
     engine.step(TokenDelta("r1", tokens.pack([5])))
     engine.step(TokenDelta("r1", tokens.pack([6])), TokenDelta("someone else", tokens.pack([9])))
@@ -58,8 +58,8 @@ async def test_deltas_that_arrive_together_are_handed_over_together(engine: Fake
     assert not engine.aborted
 
 
-async def test_a_waiting_consumer_wakes_for_each_step(engine: FakeEngine, client: EngineClient) -> None:
-    stream = client.stream([ask()])
+async def test_a_waiting_consumer_wakes_at_each_step(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([request()])
     await engine.submission()
     waiting = asyncio.ensure_future(stream.next())
     await asyncio.sleep(0)
@@ -68,15 +68,15 @@ async def test_a_waiting_consumer_wakes_for_each_step(engine: FakeEngine, client
 
 
 async def test_several_sequences_share_a_stream(engine: FakeEngine, client: EngineClient) -> None:
-    stream = client.stream([ask("a")])
-    stream.submit([ask("b"), ask("c")])
+    stream = client.stream([request("a")])
+    stream.submit([request("b"), request("c")])
     await engine.submission(3)
     engine.step(*(TokenDelta(name, tokens.pack([5]), finish="stop") for name in "abc"))
     assert [delta.id for delta in await stream.next()] == ["a", "b", "c"]
 
 
-async def test_a_consumer_that_leaves_aborts_what_runs(engine: FakeEngine, client: EngineClient) -> None:
-    stream = client.stream([ask("a"), ask("b"), ask("c")])
+async def test_closing_a_stream_aborts_its_sequences(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([request("a"), request("b"), request("c")])
     await engine.submission(3)
     engine.step(TokenDelta("a", finish="stop"))
     await stream.next()
@@ -84,12 +84,14 @@ async def test_a_consumer_that_leaves_aborts_what_runs(engine: FakeEngine, clien
     stream.close()
     await until(lambda: len(engine.aborted) == 2)
     assert sorted(engine.aborted) == ["b", "c"]
-    engine.step(TokenDelta("b", tokens.pack([1]), finish="cancelled"))  # late news of it is dropped
+    engine.step(TokenDelta("b", tokens.pack([1]), finish="cancelled"))  # a late delta is dropped
     await until(lambda: client.load.steps == 2)
 
 
-async def test_a_dead_engine_fails_every_stream_after_what_it_sent(engine: FakeEngine, client: EngineClient) -> None:
-    first, second = client.stream([ask("a")]), client.stream([ask("b")])
+async def test_a_lost_connection_fails_streams_after_their_delivered_deltas(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    first, second = client.stream([request("a")]), client.stream([request("b")])
     await engine.submission(2)
     engine.step(TokenDelta("a", tokens.pack([5])))
     await until(lambda: client.load.steps == 1)
@@ -102,20 +104,20 @@ async def test_a_dead_engine_fails_every_stream_after_what_it_sent(engine: FakeE
         await first.next()
     first.close()
     with pytest.raises(Unavailable):
-        client.stream([ask("c")])
+        client.stream([request("c")])
     assert not client.connected
 
 
-async def test_reconnects_when_the_engine_is_back(engine: FakeEngine, client: EngineClient) -> None:
+async def test_reconnects_when_the_engine_returns(engine: FakeEngine, client: EngineClient) -> None:
     await engine.die()
     await until(lambda: not client.connected)
     await engine.start()
     assert await client.wait_connected(PATIENCE_S)
-    client.stream([ask("again")])
+    client.stream([request("again")])
     await engine.submission()
 
 
-async def test_a_wrong_token_is_a_problem_that_is_told(engine: FakeEngine) -> None:
+async def test_a_wrong_join_token_is_reported(engine: FakeEngine) -> None:
     client = EngineClient(Endpoint(name="e0", address=engine.endpoint.address, token="guess"))
     client.start()
     await until(lambda: client.problem == "wrong token")
@@ -123,18 +125,18 @@ async def test_a_wrong_token_is_a_problem_that_is_told(engine: FakeEngine) -> No
     await client.close()
 
 
-async def test_a_peer_that_breaks_the_protocol_is_dropped(engine: FakeEngine, client: EngineClient) -> None:
-    stream = client.stream([ask()])
+async def test_a_protocol_violation_closes_the_connection(engine: FakeEngine, client: EngineClient) -> None:
+    stream = client.stream([request()])
     await engine.submission()
     for link in engine.links:
         assert link._transport is not None
         link._transport.write(b"\xff\xff\xff\xff and more")
     with pytest.raises(Unavailable):
         await stream.next()
-    await until(lambda: client.connected)  # and dialled again
+    await until(lambda: client.connected)  # and reconnects
 
 
-async def test_tcp_without_delay() -> None:
+async def test_tcp_nodelay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     engine = FakeEngine(Path("unused"))
@@ -151,7 +153,7 @@ async def test_tcp_without_delay() -> None:
     await engine.die()
 
 
-async def test_load_and_progress_follow_the_steps(client: EngineClient) -> None:
+async def test_load_and_progress_follow_steps(client: EngineClient) -> None:
     before = client.progress_s
     client.absorb(Step([], EngineLoad(running=3, steps=9)))
     assert client.load.running == 3
@@ -169,9 +171,7 @@ def test_addresses() -> None:
     assert Endpoint(name="e", address="tcp:[::1]:90").split() == (None, "::1", 90)
 
 
-async def test_the_vocabulary_goes_before_the_first_grammar_of_a_connection(
-    engine: FakeEngine, client: EngineClient
-) -> None:
+async def test_the_vocabulary_is_sent_once_before_the_first_grammar(engine: FakeEngine, client: EngineClient) -> None:
     built = []
 
     def words() -> Vocabulary:
@@ -179,11 +179,11 @@ async def test_the_vocabulary_goes_before_the_first_grammar_of_a_connection(
         return Vocabulary([b"a"], {1: "<s>"})
 
     def bound(sequence_id: str) -> EngineRequest:
-        return msgspec.structs.replace(ask(sequence_id), grammar=b"g")
+        return msgspec.structs.replace(request(sequence_id), grammar=b"g")
 
     client.vocabulary = words
-    client.stream([ask("plain")])
-    client.stream([ask("other"), bound("r2")])
+    client.stream([request("plain")])
+    client.stream([request("other"), bound("r2")])
     client.stream([bound("r3")])
     await engine.submission(4)
     assert [words.tokens for words in engine.vocabularies] == [[b"a"]]
@@ -197,26 +197,28 @@ async def test_the_vocabulary_goes_before_the_first_grammar_of_a_connection(
     assert len(engine.vocabularies) == len(built) == 2, "a new connection knows nothing yet"
 
 
-async def test_without_a_vocabulary_grammars_are_sent_as_they_are(engine: FakeEngine, client: EngineClient) -> None:
-    client.stream([msgspec.structs.replace(ask(), grammar=b"g")])
+async def test_grammars_are_sent_without_a_vocabulary_where_there_is_none(
+    engine: FakeEngine, client: EngineClient
+) -> None:
+    client.stream([msgspec.structs.replace(request(), grammar=b"g")])
     await engine.submission()
     assert not engine.vocabularies
 
 
-async def test_an_engine_that_hangs_loses_its_streams(
+async def test_a_hung_engine_fails_its_streams(
     engine: FakeEngine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberline.service.engine_client.HUNG_S", 0.1)
-    await engine.die()  # connected anew, the client looks more often
+    await engine.die()  # the new connection uses the patched timeout
     await engine.start()
     await until(lambda: client.connected and len(engine.links) == 1)
     await asyncio.sleep(0.15)
     assert client.connected, "an idle engine need not step"
-    stream = client.stream([ask()])
+    stream = client.stream([request()])
     await engine.submission()
     engine.step(TokenDelta("r1", tokens.pack([5])))
     assert len(await stream.next()) == 1
     with pytest.raises(Unavailable):
         async with asyncio.timeout(PATIENCE_S):
             await stream.next()
-    assert "no step" in client.problem or client.connected  # which it may be again
+    assert "no step" in client.problem or client.connected  # again

@@ -1,4 +1,4 @@
-"""The prefill engine's half of a request, as the door sees it: late, silent, or gone."""
+"""The prefill side of a disaggregated request: late, silent, or lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from emberline.protocol.events import TokenDelta, Usage
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.prefill_handover import Prefill, hand_over
 from tests.balancer.fake_engine import FakeEngine
-from tests.balancer.test_engine_client import PATIENCE_S, ask
+from tests.service.test_engine_client import PATIENCE_S, request
 
 TOKEN = TokenDelta("r1", tokens.pack([5]))
 
@@ -37,7 +37,7 @@ async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
     prefill = await FakeEngine(tmp_path / "p.sock", name="p").start()
     decode = await FakeEngine(tmp_path / "d.sock", name="d").start()
     async with _client(prefill) as p, _client(decode) as d:
-        stream, half = hand_over(p, d, ask())
+        stream, half = hand_over(p, d, request())
         (awaiting,), (pushing,) = await decode.submission(), await prefill.submission()
         assert pushing.push is not None
         assert (pushing.push.transfer, pushing.push.address) == (awaiting.awaits, decode.endpoint.address)
@@ -46,14 +46,14 @@ async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
     await decode.die()
 
 
-async def test_what_prefill_had_cached_is_what_is_told(halves: Halves) -> None:
+async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) -> None:
     halves.prefill.step(TokenDelta("r1-prefill", usage=Usage(cached_by_tier={"device": 32})))
     halves.decode.step(TOKEN)
     await halves.stream.next()
     assert await halves.half.cached_by_tier() == {"device": 32}
 
 
-async def test_a_prefill_engine_that_tells_nothing_holds_nobody_up(
+async def test_missing_cached_tokens_delay_the_first_token_only_briefly(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberline.service.prefill_handover.TELL_S", 0.01)
@@ -63,8 +63,8 @@ async def test_a_prefill_engine_that_tells_nothing_holds_nobody_up(
         assert await halves.half.cached_by_tier() == {}
 
 
-async def test_a_token_that_crosses_its_prefills_end_is_kept(halves: Halves) -> None:
-    """The end comes first, and before anybody has run, so does the token: both are told, in the right order."""
+async def test_a_first_token_that_races_with_the_end_of_prefill_is_kept(halves: Halves) -> None:
+    """The end of prefill and the first token arrive before the consumer runs: it gets both, in the right order."""
     halves.half.fail(EngineLost("p"))
     halves.stream.deliver(TOKEN)
     assert await halves.stream.next() == [TOKEN]
@@ -73,8 +73,8 @@ async def test_a_token_that_crosses_its_prefills_end_is_kept(halves: Halves) -> 
         await halves.stream.next()
 
 
-async def test_whose_word_it_was(halves: Halves) -> None:
-    """Prefill that cannot push says so: then it is not to blame."""
+async def test_a_failed_transfer_names_the_worker_that_reported_it(halves: Halves) -> None:
+    """A prefill worker that reports that it cannot send is not to blame."""
     info = ErrorInfo("unavailable", "revoked", param="transfer")
     halves.prefill.step(TokenDelta("r1-prefill", finish="error", error=info))
     with pytest.raises(Unavailable) as told:

@@ -17,7 +17,7 @@ def depth(match: Match, slot: int) -> int:
 
 
 class AgainstNaive(RuleBasedStateMachine):
-    """Caches that lose the ends of prefixes first, as engines do: a set per endpoint knows what the index must."""
+    """Caches that lose the ends of prefixes first, as engines do: a set per worker is the reference."""
 
     @initialize()
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class AgainstNaive(RuleBasedStateMachine):
                     assert depth(match, slot) == self.naive(worker, chain)
 
     def closed(self, worker: int) -> bool:
-        """An expectation that lapses may leave a hole: then the index may be wrong about this endpoint."""
+        """Expired expected blocks may leave a hole: then the index may be wrong about this worker."""
         known = self.held[worker] | self.expected[worker].keys()
         return all(sum(key in known for key in self.cut(chain)) == self.naive(worker, chain) for chain in CHAINS)
 
@@ -93,7 +93,7 @@ AgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=3
 TestAgainstNaive = AgainstNaive.TestCase
 
 
-def test_a_leading_match_of_a_long_prompt_looks_at_few_blocks() -> None:
+def test_matching_a_long_prompt_looks_up_few_blocks() -> None:
     index = FleetPrefixIndex(1 << 28)
     slots = [index.take_slot() for _ in range(64)]
     shared, mine = keys(("system", 900)), keys(("system", 900), ("mine", 5600))
@@ -109,7 +109,7 @@ def test_a_leading_match_of_a_long_prompt_looks_at_few_blocks() -> None:
     assert len(looked) < 40
 
 
-def test_the_bound_on_bytes_holds_and_drops_the_oldest() -> None:
+def test_the_byte_limit_drops_the_oldest_entries() -> None:
     index = FleetPrefixIndex(4000 * ENTRY_BYTES)
     slot = index.take_slot()
     chains = [keys((f"c{i}", 500)) for i in range(20)]
@@ -120,7 +120,7 @@ def test_the_bound_on_bytes_holds_and_drops_the_oldest() -> None:
     assert depth(index.match(chains[0]), slot) == 0
 
 
-def test_an_entry_takes_as_many_bytes_as_is_said() -> None:
+def test_entry_bytes_is_the_measured_size() -> None:
     chains = [keys((f"c{i}", 1000)) for i in range(90)]
     tracemalloc.start()
     index = FleetPrefixIndex(1 << 30)
@@ -133,14 +133,14 @@ def test_an_entry_takes_as_many_bytes_as_is_said() -> None:
     assert 0.5 * index.n_bytes < used < 1.3 * index.n_bytes
 
 
-def test_forgetting_costs_nothing_until_many_have_been_forgotten() -> None:
+def test_dropped_slots_are_swept_in_batches() -> None:
     index = FleetPrefixIndex(1 << 20)
     chain = keys(("c", 100))
     for _ in range(index_module.MAX_STALE_SLOTS):
         slot = index.take_slot()
         index.stored(slot, chain)
         index.drop_slot(slot)
-    assert len(index) == 100  # still there, and nobody's
+    assert len(index) == 100  # still stored, without holders
     assert index.match(chain) == []
     index.drop_slot(index.take_slot())
     assert len(index) == 0

@@ -9,13 +9,13 @@ def opened(now_s: float = 0.0) -> CircuitBreaker:
     return breaker
 
 
-def test_it_opens_after_so_many_failures_and_not_before() -> None:
+def test_it_opens_at_the_failure_threshold() -> None:
     breaker = opened()
     assert breaker.state == "open"
     assert not breaker.allows
 
 
-def test_one_that_fails_every_other_request_is_no_use_either() -> None:
+def test_it_opens_when_every_other_request_fails() -> None:
     breaker = CircuitBreaker()
     for _ in range(FAILURES - 1):
         breaker.failed(0.0)
@@ -25,7 +25,7 @@ def test_one_that_fails_every_other_request_is_no_use_either() -> None:
     assert breaker.state == "open"
 
 
-def test_a_failure_now_and_then_is_forgiven() -> None:
+def test_occasional_failures_do_not_open_it() -> None:
     breaker = CircuitBreaker()
     for _ in range(100):
         breaker.failed(0.0)
@@ -34,7 +34,7 @@ def test_a_failure_now_and_then_is_forgiven() -> None:
     assert breaker.state == "closed"
 
 
-def test_half_open_lets_one_at_a_time_through_and_closes_after_three() -> None:
+def test_half_open_lets_one_probe_through_and_closes_after_three_successes() -> None:
     breaker = opened()
     breaker.check(OPEN_S - 0.1)
     assert breaker.state == "open"
@@ -47,10 +47,10 @@ def test_half_open_lets_one_at_a_time_through_and_closes_after_three() -> None:
         breaker.succeeded()
     assert breaker.state == "closed"
     breaker.failed(OPEN_S)
-    assert breaker.state == "closed"  # what was before is forgotten
+    assert breaker.state == "closed"  # earlier outcomes are forgotten
 
 
-def test_a_probe_that_fails_opens_it_for_another_minute() -> None:
+def test_a_failed_probe_opens_it_again() -> None:
     breaker = opened()
     breaker.check(OPEN_S)
     breaker.sent()
@@ -61,7 +61,7 @@ def test_a_probe_that_fails_opens_it_for_another_minute() -> None:
     assert breaker.state == "half_open"
 
 
-def test_a_probe_whose_client_leaves_tells_nothing() -> None:
+def test_a_cancelled_probe_is_inconclusive() -> None:
     breaker = opened()
     breaker.check(OPEN_S)
     breaker.sent()
