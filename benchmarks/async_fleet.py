@@ -35,7 +35,7 @@ from emberline.kv.block_pool import blocks_of
 from emberline.kv.cache import KVCache
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import EngineRequest, GenerateRequest, Principal, Priority, SamplingParams
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 from emberline.store import open_store
 from emberline.testing.standin_engine import LAYOUT
 

@@ -13,7 +13,7 @@ from statistics import median
 from emberline.api.openai.responses.output import Composer
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.events import TextDelta
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 
 TURNS = 256
@@ -50,24 +50,24 @@ async def took_ms(times: int, work: Callable[[int], Awaitable[object]]) -> float
     return round(median(all_ms), 3)
 
 
-async def recall(kept: Responses, response_id: str, _: int) -> None:
-    assert await kept.recall("a", response_id, whole=True)
+async def recall(kept: DatabaseResponses, response_id: str, _: int) -> None:
+    assert await kept.get("a", response_id, whole=True)
 
 
 async def store_figures(folder: Path) -> dict[str, float]:
     store = await SqliteStore.open(folder / "responses.db")
-    kept = Responses(store)
+    kept = DatabaseResponses(store)
     figures = {
         "keep_ms": await took_ms(
-            TURNS, lambda turn: kept.keep(record(turn, TEXT_BYTES, f"r{turn - 1}" if turn else None))
+            TURNS, lambda turn: kept.put(record(turn, TEXT_BYTES, f"r{turn - 1}" if turn else None))
         ),
-        "keep_large_ms": await took_ms(20, lambda turn: kept.keep(record(1000 + turn, LARGE_BYTES))),
+        "keep_large_ms": await took_ms(20, lambda turn: kept.put(record(1000 + turn, LARGE_BYTES))),
     }
     for turns in (1, 16, TURNS):
         last = f"r{turns - 1}"
         figures[f"recall_{turns}_ms"] = await took_ms(50, partial(recall, kept, last))
     began_s = time.perf_counter()
-    await asyncio.gather(*(kept.keep(record(5000 + number, TEXT_BYTES)) for number in range(AT_ONCE)))
+    await asyncio.gather(*(kept.put(record(5000 + number, TEXT_BYTES)) for number in range(AT_ONCE)))
     figures["keeps_a_second"] = round(AT_ONCE / (time.perf_counter() - began_s))
     await store.close()
     return figures

@@ -192,7 +192,7 @@ async def serve(
         stack.push_async_callback(webhooks.close)
         webhooks.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
-        service.core.count(DeliveryMetrics(webhooks.deliverer))
+        service.core.register(DeliveryMetrics(webhooks.deliverer))
         batches = await _open_queue(stack, config, store, service, stop)
         http_workers = await _open_http_workers(stack, config, entries, workers.folder, endpoints, service, listener)
 
@@ -231,7 +231,7 @@ async def _open_queue(
     models = [card.id for card in service.models()]
     puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
     stack.push_async_callback(puller.close)
-    core.count(puller.metrics)
+    core.register(puller.metrics)
     puller.start(stop)
     return batches
 

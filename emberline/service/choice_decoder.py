@@ -30,7 +30,7 @@ class ChoiceDecoder:
         "_asked_stops",
         "_detokenizer",
         "_end_ids",
-        "_gaps",
+        "_inter_token",
         "_last_s",
         "_logprobs",
         "_min_tokens",
@@ -42,7 +42,7 @@ class ChoiceDecoder:
         "pieces",
     )
 
-    def __init__(self, index: int, prepared: Prepared, gaps: Histogram) -> None:
+    def __init__(self, index: int, prepared: Prepared, inter_token: Histogram) -> None:
         text, sampling = prepared.served.text, prepared.sampling
         self.index = index
         self.output_ids = bytearray()  # u32 LE, all that the engine gave
@@ -57,7 +57,7 @@ class ChoiceDecoder:
         self._min_tokens = sampling.min_tokens
         # Tokens that end a sequence and are no part of its text.
         self._end_ids = frozenset((*prepared.info.eos_ids, *sampling.stop_ids))
-        self._gaps = gaps
+        self._inter_token = inter_token
         self._last_s = 0.0
         self._logprobs: list[TextLogprob] = []  # of tokens whose text is still held back
 
@@ -126,7 +126,7 @@ class ChoiceDecoder:
         """The time since the tokens before, shared out among the new ones."""
         now_s = time.monotonic()
         if self._last_s and n:
-            self._gaps.observe((now_s - self._last_s) / n, n)
+            self._inter_token.observe((now_s - self._last_s) / n, n)
         self._last_s = now_s
 
     def _text_logprob(self, entry: TokenLogprobs) -> TextLogprob:
@@ -144,8 +144,8 @@ class ParsingChoiceDecoder(ChoiceDecoder):
 
     __slots__ = ("_call_ids", "_form", "_n_reasoning", "_origin", "_parser", "_reply", "_whole")
 
-    def __init__(self, index: int, prepared: Prepared, gaps: Histogram) -> None:
-        super().__init__(index, prepared, gaps)
+    def __init__(self, index: int, prepared: Prepared, inter_token: Histogram) -> None:
+        super().__init__(index, prepared, inter_token)
         text, request = prepared.served.text, prepared.request
         parser = text.reply_parser(prepared.prompt.ids, request.tools, prepared.thinking, self._detokenizer)
         self._parser: ReplyParser | None = parser

@@ -1,4 +1,4 @@
-"""Frames over an asyncio transport: what the connections to engines, and those between doors and core, share."""
+"""Frames over asyncio transports: the base of the connections to engines, and between HTTP workers and core."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("emberline.balancer")
 
 
 class Link(asyncio.Protocol):
-    """One connection. A peer that breaks the protocol is dropped. Subclasses fill in the three `on_` methods."""
+    """One connection, closed when the peer violates the protocol. Subclasses implement the `on_` methods."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -42,7 +42,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # asyncio and uvloop both set TCP_NODELAY by themselves; uvloop's transports are no asyncio.Transport by type.
+        # asyncio and uvloop both set TCP_NODELAY themselves; uvloop's transports are not asyncio.Transport by type.
         self._transport = cast(asyncio.Transport, transport)
         self.on_open()
 
@@ -51,7 +51,7 @@ class Link(asyncio.Protocol):
             for payload in self._buffer.feed(data):
                 self.on_frame(payload)
         except (msgspec.DecodeError, FrameTooLarge) as error:
-            log.error("a frame cannot be read: %s", error)
+            log.error("unreadable frame: %s", error)
             self.drop("the other side broke the protocol")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,7 +75,7 @@ async def dial(link: LinkT, endpoint: Endpoint) -> LinkT:
 
 
 def retry_delays() -> Iterator[float]:
-    """Seconds to wait before each next attempt: growing, jittered, without end."""
+    """Seconds before each reconnect: exponential backoff with jitter, without end."""
     delay_s = FIRST_RETRY_S
     while True:
         yield delay_s * random.uniform(0.5, 1.0)

@@ -19,15 +19,15 @@ from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.service.health import Connection, Health, check
 from emberline.service.metrics import Counts, Metrics
-from emberline.service.responses import Responses, ResponseStore
+from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import Entry, Known
 
 log = logging.getLogger("emberline.core")
 
 
-class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """What a session is to remember of the conversation that has this digest."""
+class SessionEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids of the conversation that has this digest, for later turns."""
 
     account: str
     model_version: str
@@ -35,14 +35,14 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     entry: Entry
 
 
-class Settlement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The end of a request."""
+class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a request that was admitted has ended."""
 
     row: UsageRow
-    gaps: Counts = msgspec.field(default_factory=Counts)
-    memories: list[Memory] = []
-    booked: bool = False  # whoever brought the request writes its usage row
-    lost: tuple[str, ...] = ()  # endpoints whose fault it was
+    inter_token: Counts = msgspec.field(default_factory=Counts)  # latencies
+    session_entries: list[SessionEntry] = []
+    is_job: bool = False  # the job queue writes the usage row itself
+    lost: tuple[str, ...] = ()  # workers that failed it
 
 
 class Core(Protocol):
@@ -50,16 +50,16 @@ class Core(Protocol):
     def responses(self) -> ResponseStore: ...
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
-        """The longest known beginning of the conversation whose messages have these digests."""
+        """The longest known prefix of the conversation whose messages have these digests."""
 
     async def admit(self, request: RouteRequest) -> Route:
-        """Which workers to use; in flight there until settled. Overloaded, Unavailable. Asking again moves it."""
+        """Which workers to use; in flight there until finalized. Overloaded, Unavailable. Asking again moves it."""
 
-    def began(self, request_id: str, cached_tokens: int) -> None:
-        """The first token of a request is there."""
+    def first_token(self, request_id: str, cached_tokens: int) -> None:
+        """The request has its first token; `cached_tokens` of its prompt were cached."""
 
-    async def settle(self, settlement: Settlement) -> None:
-        """Give back the engine's room, remember the session, count; return once the usage row is durable."""
+    async def finalize(self, end: RequestEnd) -> None:
+        """Remove the request's record, update sessions and metrics; return once the usage row is durable."""
 
     async def health(self) -> Health: ...
 
@@ -80,7 +80,7 @@ class LocalCore:
         connections: Sequence[CoreConnection],
         usage: UsageLedger,
         sessions: Sessions,
-        responses: Responses,
+        responses: DatabaseResponses,
         job_share: float = SHARE,
     ) -> None:
         """`connections` are not started yet."""
@@ -100,21 +100,21 @@ class LocalCore:
     async def admit(self, request: RouteRequest) -> Route:
         return await self.admission.admit(request)
 
-    def began(self, request_id: str, cached_tokens: int) -> None:
+    def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
 
-    async def settle(self, settlement: Settlement) -> None:
-        row = settlement.row
+    async def finalize(self, end: RequestEnd) -> None:
+        row = end.row
         self._observe_ttft(row)
-        self.admission.ended(row.id, _outcome(settlement), row.output_tokens, settlement.lost)
+        self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
         self.grants.notify_room()
-        for memory in settlement.memories:
-            entry = memory.entry
-            self._sessions.remember(
-                memory.account, memory.model_version, memory.digest, entry.ids, entry.text_len, entry.text_digest
+        for stored in end.session_entries:
+            entry = stored.entry
+            self._sessions.add(
+                stored.account, stored.model_version, stored.digest, entry.ids, entry.text_len, entry.text_digest
             )
-        self._metrics.record(row, settlement.gaps)
-        if not settlement.booked:
+        self._metrics.record(row, end.inter_token)
+        if not end.is_job:
             await self._usage.record(row)
 
     async def abandon(self, request_id: str) -> None:
@@ -136,7 +136,7 @@ class LocalCore:
             finished_us=time.time_ns() // 1000,
         )
         log.warning("the HTTP worker of a request died", extra={"request_id": request_id})
-        await self.settle(Settlement(row))
+        await self.finalize(RequestEnd(row))
 
     async def health(self) -> Health:
         return check(self._connections, self.admission.snapshot())
@@ -144,8 +144,8 @@ class LocalCore:
     async def metrics(self) -> bytes:
         return self._metrics.expose()
 
-    def count(self, collector: Collector) -> None:
-        """Expose these figures with the others."""
+    def register(self, collector: Collector) -> None:
+        """Expose more metrics."""
         self._metrics.add(collector)
 
     def refused(self, kind: str, times: int = 1) -> None:
@@ -160,7 +160,7 @@ class LocalCore:
         self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
 
 
-def _outcome(settlement: Settlement) -> Outcome:
-    if settlement.row.status == "failed":
-        return "engine_failed" if settlement.lost else "client_error"
-    return "finished" if settlement.row.status == "finished" else "cancelled"
+def _outcome(end: RequestEnd) -> Outcome:
+    if end.row.status == "failed":
+        return "engine_failed" if end.lost else "client_error"
+    return "finished" if end.row.status == "finished" else "cancelled"

@@ -1,4 +1,4 @@
-"""The frames between a door process and the core: calls with a number, answers with the same number."""
+"""The frames between an HTTP worker and the core: numbered calls, and replies with the same number."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
-from emberline.service.core import Settlement
+from emberline.service.core import RequestEnd
 from emberline.service.health import Health
 from emberline.text.prompt import Known
 
@@ -20,64 +20,64 @@ class Find(msgspec.Struct, tag="find"):
 
 class Admit(msgspec.Struct, tag="admit"):
     seq: int
-    ask: RouteRequest
+    request: RouteRequest
 
 
-class Settle(msgspec.Struct, tag="settle"):
+class Finalize(msgspec.Struct, tag="settle"):
     seq: int
-    settlement: Settlement
+    end: RequestEnd
 
 
-class Keep(msgspec.Struct, tag="keep"):
+class PutResponse(msgspec.Struct, tag="keep"):
     seq: int
     record: StoredResponse
 
 
-class Recall(msgspec.Struct, tag="recall"):
+class GetResponse(msgspec.Struct, tag="recall"):
     seq: int
     account: str
     response_id: str
     whole: bool
 
 
-class Forget(msgspec.Struct, tag="forget"):
+class DeleteResponse(msgspec.Struct, tag="forget"):
     seq: int
     account: str
     response_id: str
 
 
-class AskHealth(msgspec.Struct, tag="health"):
+class GetHealth(msgspec.Struct, tag="health"):
     seq: int
 
 
-class AskMetrics(msgspec.Struct, tag="metrics"):
+class GetMetrics(msgspec.Struct, tag="metrics"):
     seq: int
 
 
-class Seen(msgspec.Struct, array_like=True):
-    """An engine as a door sees it on its own connection."""
+class Observation(msgspec.Struct, array_like=True):
+    """The last load report that an HTTP worker received on its own connection to a worker."""
 
     name: str
     load: EngineLoad
-    age_s: float  # of the last step
+    age_s: float
 
 
 class Notice(msgspec.Struct, tag="notice"):
-    """What a door tells by itself, about once a second; not answered."""
+    """Sent about once a second while there is news; not replied to."""
 
-    seen: list[Seen]
-    refused: dict[str, int]
+    observed: list[Observation]
+    refused: dict[str, int]  # requests not admitted, by kind of error
 
 
-class Began(msgspec.Struct, tag="began"):
-    """The first token of a request is there; not answered."""
+class FirstToken(msgspec.Struct, tag="began"):
+    """A request has its first token; not replied to."""
 
     request_id: str
     cached_tokens: int
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
-    """The result of a call, in the field its kind uses, or an error. All empty: done, or nothing found."""
+class CoreReply(msgspec.Struct, omit_defaults=True):
+    """The result of a call, in the field of its kind, or an error. All empty: done, or nothing found."""
 
     seq: int
     error: ErrorInfo | None = None
@@ -86,9 +86,9 @@ class Answer(msgspec.Struct, omit_defaults=True):
     health: Health | None = None
     metrics: bytes = b""
     records: list[StoredResponse] = []
-    done: bool = False  # of keep and forget
+    done: bool = False  # of PutResponse and DeleteResponse
 
 
-Call = Find | Admit | Settle | Keep | Recall | Forget | AskHealth | AskMetrics
-to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | Began)
-from_core_decoder = msgspec.msgpack.Decoder(Answer)
+Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics
+to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken)
+from_core_decoder = msgspec.msgpack.Decoder(CoreReply)

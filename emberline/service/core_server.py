@@ -1,4 +1,4 @@
-"""The core's side of the Unix socket that door processes use."""
+"""The core's side of the Unix socket that the other HTTP workers use."""
 
 import asyncio
 import logging
@@ -12,16 +12,16 @@ from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
-    Answer,
-    AskHealth,
-    Began,
     Call,
+    CoreReply,
+    DeleteResponse,
+    Finalize,
     Find,
-    Forget,
-    Keep,
+    FirstToken,
+    GetHealth,
+    GetResponse,
     Notice,
-    Recall,
-    Settle,
+    PutResponse,
     to_core_decoder,
 )
 
@@ -29,11 +29,11 @@ log = logging.getLogger("emberline.core")
 
 
 class CoreServer:
-    """Answers doors out of a LocalCore. The socket is for this user alone; a door needs no other proof."""
+    """Serves a LocalCore to HTTP workers. The socket's file mode (0600) is the authentication."""
 
     def __init__(self, core: LocalCore, path: Path) -> None:
         self.core = core
-        self.links: set[_DoorLink] = set()
+        self.links: set[_HttpWorkerLink] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self._path = path
         self._server: asyncio.AbstractServer | None = None
@@ -43,7 +43,7 @@ class CoreServer:
         loop = asyncio.get_running_loop()
         umask = os.umask(0o177)
         try:
-            self._server = await loop.create_unix_server(lambda: _DoorLink(self), str(self._path))
+            self._server = await loop.create_unix_server(lambda: _HttpWorkerLink(self), str(self._path))
         finally:
             os.umask(umask)
 
@@ -57,30 +57,33 @@ class CoreServer:
         self._path.unlink(missing_ok=True)
 
 
-class _DoorLink(Link):
+class _HttpWorkerLink(Link):
     def __init__(self, server: CoreServer) -> None:
         super().__init__()
         self._server = server
-        # What this door has asked an engine for and not settled yet; the task that admits it is done or still waiting.
-        self._admissions: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._admissions: dict[str, asyncio.Task[None]] = {}  # of requests not finalized yet, by id; done or waiting
 
     def on_open(self) -> None:
         self._server.links.add(self)
 
     def on_frame(self, payload: bytes) -> None:
         message = to_core_decoder.decode(payload)
+        core = self._server.core
         if isinstance(message, Notice):
-            self._absorb(message)
-        elif isinstance(message, Began):
-            self._server.core.began(message.request_id, message.cached_tokens)
+            for seen in message.observed:
+                core.admission.observed(seen.name, seen.load, seen.age_s)
+            for kind, times in message.refused.items():
+                core.refused(kind, times)
+        elif isinstance(message, FirstToken):
+            core.first_token(message.request_id, message.cached_tokens)
         elif isinstance(message, Admit):
-            self._admissions[message.ask.id] = self._spawn(self._answer(message))
+            self._admissions[message.request.id] = self._spawn(self._reply(message))
         else:
-            self._spawn(self._answer(message))
+            self._spawn(self._reply(message))
 
     def on_close(self, reason: str) -> None:
         self._server.links.discard(self)
-        self._spawn(self._abandon())
+        self._spawn(self._abandon_all())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -88,60 +91,53 @@ class _DoorLink(Link):
         task.add_done_callback(self._server.tasks.discard)
         return task
 
-    def _absorb(self, notice: Notice) -> None:
-        core = self._server.core
-        for seen in notice.seen:
-            core.admission.observed(seen.name, seen.load, seen.age_s)
-        for kind, times in notice.refused.items():
-            core.refused(kind, times)
-
-    async def _answer(self, call: Call) -> None:
+    async def _reply(self, call: Call) -> None:
         try:
             self.send(await self._run(call))
         except EmberlineError as error:
-            self.send(Answer(call.seq, error=error.info()))
+            self.send(CoreReply(call.seq, error=error.info()))
         except Exception:
-            log.exception("a door's call failed")
-            self.send(Answer(call.seq, error=Internal("internal error").info()))
+            log.exception("a call of an HTTP worker failed")
+            self.send(CoreReply(call.seq, error=Internal("internal error").info()))
 
-    async def _run(self, call: Call) -> Answer:
+    async def _run(self, call: Call) -> CoreReply:
         core = self._server.core
         if isinstance(call, Find):
-            return Answer(call.seq, known=await core.find(call.account, call.model_version, call.digests))
+            return CoreReply(call.seq, known=await core.find(call.account, call.model_version, call.digests))
         if isinstance(call, Admit):
-            return Answer(call.seq, route=await self._admit(call.ask))
-        if isinstance(call, Settle):
-            self._close(call.settlement.row.id)
-            await core.settle(call.settlement)
-            return Answer(call.seq)
-        if isinstance(call, Keep):
-            return Answer(call.seq, done=await core.responses.keep(call.record))
-        if isinstance(call, Recall):
-            return Answer(call.seq, records=await core.responses.recall(call.account, call.response_id, call.whole))
-        if isinstance(call, Forget):
-            return Answer(call.seq, done=await core.responses.forget(call.account, call.response_id))
-        if isinstance(call, AskHealth):
-            return Answer(call.seq, health=await core.health())
-        return Answer(call.seq, metrics=await core.metrics())
+            return CoreReply(call.seq, route=await self._admit(call.request))
+        if isinstance(call, Finalize):
+            self._cancel_admission(call.end.row.id)
+            await core.finalize(call.end)
+            return CoreReply(call.seq)
+        if isinstance(call, PutResponse):
+            return CoreReply(call.seq, done=await core.responses.put(call.record))
+        if isinstance(call, GetResponse):
+            return CoreReply(call.seq, records=await core.responses.get(call.account, call.response_id, call.whole))
+        if isinstance(call, DeleteResponse):
+            return CoreReply(call.seq, done=await core.responses.delete(call.account, call.response_id))
+        if isinstance(call, GetHealth):
+            return CoreReply(call.seq, health=await core.health())
+        return CoreReply(call.seq, metrics=await core.metrics())
 
-    async def _admit(self, ask: RouteRequest) -> Route:
+    async def _admit(self, request: RouteRequest) -> Route:
         try:
-            return await self._server.core.admit(ask)
+            return await self._server.core.admit(request)
         except EmberlineError:
-            if not ask.avoid:  # it never ran; one that did is still to be settled
-                self._admissions.pop(ask.id, None)
+            if not request.avoid:  # it never ran; one that did is still to be finalized
+                self._admissions.pop(request.id, None)
             raise
 
-    def _close(self, request_id: str) -> None:
-        """An admission that still waits has nobody left to wait for."""
+    def _cancel_admission(self, request_id: str) -> None:
+        """An admission that still waits has no owner any more."""
         admission = self._admissions.pop(request_id, None)
         if admission is not None:
             admission.cancel()
 
-    async def _abandon(self) -> None:
-        """The door is gone: end what it had open."""
+    async def _abandon_all(self) -> None:
+        """The HTTP worker is gone: end its requests."""
         for request_id in list(self._admissions):
-            self._close(request_id)
+            self._cancel_admission(request_id)
             try:
                 await self._server.core.abandon(request_id)
             except EmberlineError as error:

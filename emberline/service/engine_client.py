@@ -1,4 +1,4 @@
-"""The connection to one engine: kept alive, shared by all requests that the engine serves."""
+"""The connection to one engine worker: kept alive, shared by all requests on that worker."""
 
 import asyncio
 import logging
@@ -41,7 +41,8 @@ class Sender(Protocol):
 class EngineStream:
     """The deltas of a request's sequences, in order. The engine's connection fills it, one consumer drains it.
 
-    A list and a future, not a queue: at most one waiter exists, and deltas that arrive before it runs go over together.
+    A list and a future, not a queue: there is at most one waiter, and deltas that arrive before it runs are taken
+    together.
     """
 
     __slots__ = ("_deltas", "_error", "_loop", "_open_ids", "_sender", "_waiter", "begun")
@@ -56,7 +57,7 @@ class EngineStream:
         self.begun = False  # a delta has come
 
     def submit(self, requests: list[EngineRequest]) -> None:
-        """Add sequences; their deltas come out of this stream too. Unavailable when the engine is gone."""
+        """Add sequences to this stream. Unavailable when the engine is not connected."""
         self._sender.submit(self, requests)
         self._open_ids.update(request.id for request in requests)
 
@@ -82,7 +83,7 @@ class EngineStream:
             self._sender.abort([sequence_id])
 
     def close(self) -> None:
-        """Stop what still runs. The consumer has left."""
+        """Abort what still runs."""
         if self._open_ids:
             self._sender.abort(list(self._open_ids))
             self._open_ids.clear()
@@ -121,17 +122,17 @@ class Sink(Protocol):
 
 
 class EngineClient:
-    """Connects, reconnects, submits and dispatches. Streams of a lost connection fail with Unavailable."""
+    """Connects and reconnects, submits sequences, delivers deltas. A lost connection fails its streams."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        endpoint.split()  # a bad address is the caller's mistake, told at once
+        endpoint.split()  # raises now if the address is malformed
         self.endpoint = endpoint
         self.info: EngineInfo | None = None  # of the last Welcome; outlives the connection
         self.load = EngineLoad()
         self.progress_s = 0.0  # monotonic time of the last step or welcome
         self.problem = "not connected yet"  # empty while connected
         self.closing = False
-        self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it to follow grammars
+        self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it for grammars
         self.listener: WorkerListener | None = None
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
@@ -185,14 +186,14 @@ class EngineClient:
             assert request.id not in self._streams, f"sequence id {request.id} is in use"
             self._streams[request.id] = stream
         if any(request.grammar for request in requests):
-            self.teach()
+            self.send_vocabulary()
         self._link.send(Submit(requests))
 
-    def teach(self) -> None:
-        """Send the vocabulary, once per connection: a grammar needs it, and an engine takes a moment to learn it."""
-        if self._link is not None and not self._link.knows_words and self.vocabulary is not None:
+    def send_vocabulary(self) -> None:
+        """Once per connection: grammars need it, and an engine takes a moment to index it."""
+        if self._link is not None and not self._link.has_vocabulary and self.vocabulary is not None:
             self._link.send(self.vocabulary())
-            self._link.knows_words = True
+            self._link.has_vocabulary = True
 
     def abort(self, ids: list[str]) -> None:
         for sequence_id in ids:
@@ -223,7 +224,7 @@ class EngineClient:
         for delta in step.deltas:
             stream = streams.get(delta.id)
             if stream is None:
-                continue  # aborted; the engine had not heard of it yet
+                continue  # aborted, and the engine did not know yet
             if delta.finish is not None:
                 del streams[delta.id]
             stream.deliver(delta)
@@ -243,7 +244,7 @@ class EngineClient:
             stream.fail(EngineLost(self.name))
 
     async def _end_of(self, link: "_EngineLink") -> None:
-        """An engine that steps says so every now and then; one that hangs is dropped, and its streams move."""
+        """A working engine reports its steps; a connection to one that hangs is dropped, so that its requests move."""
         while not link.closed.done():
             await asyncio.wait([link.closed], timeout=HUNG_S / 10)
             busy = self._streams and self.load.running
@@ -273,12 +274,12 @@ class EngineClient:
 
 
 class _EngineLink(Link):
-    """Hello out, Welcome or Refused in, then steps."""
+    """Sends Hello, receives Welcome or Refused, then steps."""
 
     def __init__(self, client: EngineClient) -> None:
         super().__init__()
         self._client = client
-        self.knows_words = False  # the vocabulary was sent on it
+        self.has_vocabulary = False  # it was sent on this connection
         self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_open(self) -> None:

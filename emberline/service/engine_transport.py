@@ -11,10 +11,10 @@ from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.engine_client import EngineClient, EngineStream
-from emberline.service.job_context import JobContext
 from emberline.service.metrics import Histogram
 from emberline.service.prefill_handover import Prefill, hand_over
 from emberline.service.prepare import Prepared
+from emberline.service.request_context import JobContext
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
 RECONNECT_WAIT_S = 15.0  # the same after a failover: the core may not have seen the engine's death yet
@@ -150,8 +150,8 @@ class EngineTransport:
             self._stream.close()
             self._stream = None
         if self._prefill is not None:
-            if self._prefill.told is not None:
-                self._set_cached(self._prefill.told)
+            if self._prefill.known_cached is not None:
+                self._set_cached(self._prefill.known_cached)
             self._prefill.close()
             self._prefill = None
 

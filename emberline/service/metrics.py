@@ -15,7 +15,7 @@ from emberline.balancer.worker import WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-GAP_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+INTER_TOKEN_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_BOUNDS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -45,7 +45,7 @@ class Histogram:
         counts.total += other.total
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus wants it: (upper bound, values up to it)."""
+        """As Prometheus expects it: (upper bound, number of values up to it)."""
         seen = 0
         lines: list[tuple[str, float]] = []
         for bound, n in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts.buckets, strict=True):
@@ -63,7 +63,7 @@ class _ModelMetrics:
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.ttft_s = Histogram(TTFT_BOUNDS_S)
-        self.gap_s = Histogram(GAP_BOUNDS_S)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self.e2e_s = Histogram(E2E_BOUNDS_S)
 
 
@@ -84,14 +84,14 @@ class Metrics(Collector):
         """Count a request that was not admitted; `kind` of its error."""
         self._refused[kind] += times
 
-    def record(self, row: UsageRow, gaps: Counts) -> None:
-        """Count a request that has ended; `gaps`: its inter-token latencies."""
+    def record(self, row: UsageRow, inter_token: Counts) -> None:
+        """Count a request that has ended; `inter_token`: its inter-token latencies."""
         model = self._models[row.model]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
         model.cached_tokens += row.cached_tokens
         model.generation_tokens += row.output_tokens
-        model.gap_s.add(gaps)
+        model.inter_token_s.add(inter_token)
         model.e2e_s.observe((row.finished_us - row.created_us) / 1e6)
         if row.first_token_us is not None:
             model.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
@@ -119,7 +119,7 @@ class Metrics(Collector):
         yield from self._counters("generation_tokens", "vllm:generation_tokens", lambda m: m.generation_tokens)
         yield from self._counters("prefix_cache_queries", "vllm:prefix_cache_queries", lambda m: m.prompt_tokens)
         yield from self._histograms("time_to_first_token_seconds", lambda m: m.ttft_s)
-        yield from self._histograms("inter_token_latency_seconds", lambda m: m.gap_s)
+        yield from self._histograms("inter_token_latency_seconds", lambda m: m.inter_token_s)
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
         yield from _worker_metrics(snapshot)
 

@@ -1,6 +1,7 @@
-"""Putting a service together: in the core process, and in a door process."""
+"""Builds a service: in the core process, and in the other HTTP workers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,18 +11,16 @@ from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
-from emberline.protocol.frames import Vocabulary
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.engine_client import EngineClient
 from emberline.service.prepare import Served
 from emberline.service.remote_core import RemoteCore
-from emberline.service.responses import RETENTION_DAYS, Responses
+from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
 from emberline.text.grammar.compiler_pool import GrammarCompiler
-from emberline.text.text_model import TextModel
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels
 
@@ -42,14 +41,14 @@ async def open_service(
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
-    A `store` that is given is used instead, and stays its owner's to close. `upstreams` are other people's servers,
-    whose models are known by now (`discover`).
+    A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
+    now (`discover`).
     """
     engines = _engines(served)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
-    responses = Responses(store, retention_days)
+    responses = DatabaseResponses(store, retention_days)
     await responses.open()
     admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
     connections: list[CoreConnection] = [*engines.values(), *upstreams]
@@ -67,8 +66,8 @@ async def open_service(
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
-    """Let door processes of this user use the core of `service`. Close the server before the service."""
-    assert isinstance(service.core, LocalCore), "doors are served by the core process"
+    """Let HTTP workers of this user use the core of `service`. Close the server before the service."""
+    assert isinstance(service.core, LocalCore), "only the core process serves HTTP workers"
     server = CoreServer(service.core, socket_path)
     await server.start()
     return server
@@ -77,7 +76,7 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
 async def open_http_worker(
     served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[UpstreamClient] = ()
 ) -> Service:
-    """A door process's service. Waits a moment for the core; while that is gone, it answers Unavailable."""
+    """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     engines = _engines(served)
     core = RemoteCore(core_socket, list(engines.values()))
     await core.wait_connected(CORE_WAIT_S)
@@ -94,9 +93,5 @@ def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:
             assert endpoint.name not in engines, "endpoint names are unique"
             models = endpoint.models or (item.card.id,)
             client = engines[endpoint.name] = EngineClient(msgspec.structs.replace(endpoint, models=models))
-            client.vocabulary = _words_of(item.text)
+            client.vocabulary = partial(getattr, item.text, "vocabulary")
     return engines
-
-
-def _words_of(text: TextModel) -> Callable[[], Vocabulary]:
-    return lambda: text.vocabulary

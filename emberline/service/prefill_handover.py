@@ -1,4 +1,4 @@
-"""A request over two engines: one computes the prompt and pushes its KV, the other awaits it and answers."""
+"""A request on two workers: the prefill worker computes the prompt and sends its KV, the decode worker generates."""
 
 import asyncio
 import secrets
@@ -10,13 +10,13 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.service.engine_client import EngineClient, EngineStream
 
-TELL_S = 1.0  # for the prefill engine to say what it had cached, once the first token is there
+CACHED_WAIT_S = 1.0  # for the prefill worker to report its cached tokens, after the first token
 
 
 class Prefill:
-    """The prefill engine's half. Its end is nobody's concern but ours; its failure ends the other half's stream.
+    """The prefill worker's side. Its failure before the first token fails the decode worker's stream.
 
-    What it found in its cache is what the client is told: the decode engine cannot know what was computed elsewhere.
+    The client is told its cached tokens: the decode worker cannot know what was computed elsewhere.
     """
 
     def __init__(self, engine: EngineClient, stream: EngineStream, request: EngineRequest) -> None:
@@ -24,18 +24,18 @@ class Prefill:
         self._stream = stream
         self._id = request.id
         self._open = True
-        self.error: EmberlineError | None = None  # with which it ended the other half
+        self.error: EmberlineError | None = None  # with which it failed the decode stream
         self._cached: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         engine.submit(self, [request])
 
     async def cached_by_tier(self) -> dict[str, int]:
-        """Known long before the first token in all but a rare race; nothing, if it is not told."""
-        await asyncio.wait([self._cached], timeout=TELL_S)
-        return self.told or {}
+        """Mostly known long before the first token; empty if the worker does not report it in time."""
+        await asyncio.wait([self._cached], timeout=CACHED_WAIT_S)
+        return self.known_cached or {}
 
     @property
-    def told(self) -> dict[str, int] | None:
-        """The same, if it is known now."""
+    def known_cached(self) -> dict[str, int] | None:
+        """The cached tokens by tier, if they are known now."""
         known = self._cached.done() and not self._cached.cancelled()
         return self._cached.result() if known else None
 
@@ -67,15 +67,15 @@ class Prefill:
 
     def _end(self, error: EmberlineError) -> None:
         if not self._stream.begun:
-            self._cached.cancel()  # nobody waits for it
+            self._cached.cancel()  # no one waits for it now
             self.error = error
             self._stream.fail(error)
-        elif not self._cached.done():  # the KV was there before; what it was made of is not known
+        elif not self._cached.done():  # the KV had arrived; what of it was cached is not known
             self._cached.set_result({})
 
 
 def hand_over(prefill: EngineClient, decode: EngineClient, request: EngineRequest) -> tuple[EngineStream, Prefill]:
-    """Begin on both at once, under a transfer's name that nobody has used before."""
+    """Submit to both workers at once, under a new transfer id."""
     transfer = secrets.token_hex(16)
     stream = decode.stream([msgspec.structs.replace(request, awaits=transfer)])
     half = EngineRequest(

@@ -1,4 +1,4 @@
-"""From a canonical request to token ids that fit: the checks, the session, the template, the tokenizer."""
+"""Prepares a request for the engine: validation, session lookup, chat template, tokenization, grammar."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
-from emberline.service.core import Core, Memory
-from emberline.service.request_log import Clock
+from emberline.service.core import Core, SessionEntry
+from emberline.service.request_context import Clock
 from emberline.service.validation import validate, validate_prompt
 from emberline.text.grammar.reply_grammar import GrammarSpec
 from emberline.text.prompt import (
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model on offer, and the engines that serve it."""
+    """A model, and the workers that serve it."""
 
     card: ModelCard
     text: TextModel
@@ -59,7 +59,7 @@ class Prepared:
     clock: Clock
     thinking: bool | None = False  # whether the prompt has begun reasoning; None: the reply may
     thinking_limit: ThinkingLimit | None = None
-    grammar: bytes = b""  # encoded; empty: anything goes
+    grammar: bytes = b""  # encoded; empty: unconstrained
     keys: bytes = b""  # content keys of the prompt's full blocks
 
     @property
@@ -85,7 +85,7 @@ class Preparer:
     async def prepare(
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
-        """Everything about a request that can be refused without an engine is refused here."""
+        """Refuses everything that can be refused without an engine."""
         asked = validate(request, info.vocab_size)
         _check_length(request, served.text, info.context_len)
         digests, rendered = await self._run(request, lambda: _read(served.text, request))
@@ -93,18 +93,20 @@ class Preparer:
         thinking = thinking_begun(served.text, rendered)
         spec = grammar_spec(served.text, request, thinking)
 
-        def tokenise() -> tuple[Prompt, SamplingParams, bytes]:
+        def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
             prompt = build_prompt(served.text, request, known, rendered)
             sampling = _fit(asked, prompt.n_ids, info.context_len, _prompt_field(request))
             return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
 
-        tokenising = self._run(request, tokenise)
+        tokenizing = self._run(request, tokenize)
         grammar = b""
         if spec is None:
-            prompt, sampling, keys = await tokenising
+            prompt, sampling, keys = await tokenizing
         else:
             compiling = self._grammars.compile(spec)
-            (prompt, sampling, keys), grammar, _ = await asyncio.gather(tokenising, compiling, self.spell(served.text))
+            (prompt, sampling, keys), grammar, _ = await asyncio.gather(
+                tokenizing, compiling, self.load_vocabulary(served.text)
+            )
         limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
             request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar, keys
@@ -114,14 +116,14 @@ class Preparer:
         validate_prompt(request, served.text.vocab_size)
         return (await self._run(request, lambda: build_prompt(served.text, request))).n_ids
 
-    async def memories(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[Memory]:
-        """What the next turn of this conversation will want to find again; `replies` come with their token ids."""
+    async def session_entries(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
+        """What the next turn of this conversation can reuse; `replies` with their token ids."""
         if prepared.request.messages is None:
             return []
-        return await self._run(prepared.request, lambda: _memories(prepared, replies))
+        return await self._run(prepared.request, lambda: _session_entries(prepared, replies))
 
-    async def spell(self, text: TextModel) -> None:
-        """Engines that follow a grammar learn the vocabulary first: made ready here, once, off the event loop."""
+    async def load_vocabulary(self, text: TextModel) -> None:
+        """Engines need the vocabulary for grammars: built here once, off the event loop."""
         if "vocabulary" not in text.__dict__:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
@@ -132,14 +134,14 @@ class Preparer:
 
 
 def _n_bytes(request: GenerateRequest) -> int:
-    """Of the request's text, near enough: beyond ASCII a character has three bytes or so."""
+    """Of the request's text, estimated: about three bytes for a character beyond ASCII."""
     texts = [*_texts(request), request.prompt or ""]
     n_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
     return n_tools + sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
 
 
 def _texts(request: GenerateRequest) -> Iterator[str]:
-    """What the messages say."""
+    """All texts in the messages."""
     for message in request.messages or ():
         yield message.content
         if message.reasoning is not None:
@@ -149,7 +151,7 @@ def _texts(request: GenerateRequest) -> Iterator[str]:
 
 
 def _read(text: TextModel, request: GenerateRequest) -> tuple[list[bytes], Rendered | None]:
-    """A conversation's digests and its text."""
+    """The digests of a conversation's messages, and its rendered text."""
     rendered = render_prompt(text, request)
     if rendered is None:
         return [], None
@@ -161,7 +163,7 @@ def _prompt_field(request: GenerateRequest) -> str:
 
 
 def _check_length(request: GenerateRequest, text: TextModel, context_len: int) -> None:
-    """Refuse what cannot fit however it is tokenised, without tokenising megabytes to learn it."""
+    """Refuse what cannot fit however it is tokenized, without tokenizing megabytes to learn it."""
     n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
     if n_chars > context_len and n_chars > context_len * text.longest_token_chars:
         raise ContextExceeded(
@@ -185,11 +187,11 @@ def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) 
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-def _memories(prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[Memory]:
+def _session_entries(prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
     entries: dict[bytes, Entry] = {}
     for reply, reply_ids in replies:
         entries |= turn_entries(
             prepared.served.text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids
         )
     account, version = prepared.principal.account, prepared.info.fingerprint
-    return [Memory(account, version, digest, entry) for digest, entry in entries.items()]
+    return [SessionEntry(account, version, digest, entry) for digest, entry in entries.items()]

@@ -1,4 +1,4 @@
-"""The core, seen from a door process over a Unix socket."""
+"""The core as an HTTP worker uses it, over a Unix socket."""
 
 import asyncio
 import itertools
@@ -13,21 +13,21 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.service.connection import Link, dial, retry_delays
-from emberline.service.core import Settlement
+from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
-    Answer,
-    AskHealth,
-    AskMetrics,
-    Began,
     Call,
+    CoreReply,
+    DeleteResponse,
+    Finalize,
     Find,
-    Forget,
-    Keep,
+    FirstToken,
+    GetHealth,
+    GetMetrics,
+    GetResponse,
     Notice,
-    Recall,
-    Seen,
-    Settle,
+    Observation,
+    PutResponse,
     from_core_decoder,
 )
 from emberline.service.engine_client import EngineClient
@@ -40,7 +40,7 @@ log = logging.getLogger("emberline.core")
 
 
 class RemoteCore:
-    """The same interface as LocalCore; every call raises Unavailable while the core is gone."""
+    """Implements Core. Every call raises Unavailable while the core is not connected."""
 
     def __init__(self, socket_path: Path, engines: Sequence[EngineClient]) -> None:
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
@@ -63,28 +63,28 @@ class RemoteCore:
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
         return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
 
-    async def admit(self, ask: RouteRequest) -> Route:
-        route = (await self._call(lambda seq: Admit(seq, ask))).route
+    async def admit(self, request: RouteRequest) -> Route:
+        route = (await self._call(lambda seq: Admit(seq, request))).route
         assert route is not None
         return route
 
-    def began(self, request_id: str, cached_tokens: int) -> None:
+    def first_token(self, request_id: str, cached_tokens: int) -> None:
         if self._link is not None:
-            self._link.send(Began(request_id, cached_tokens))
+            self._link.send(FirstToken(request_id, cached_tokens))
 
-    async def settle(self, settlement: Settlement) -> None:
-        await self._call(lambda seq: Settle(seq, settlement))
+    async def finalize(self, end: RequestEnd) -> None:
+        await self._call(lambda seq: Finalize(seq, end))
 
     async def health(self) -> Health:
         try:
-            health = (await self._call(AskHealth)).health
+            health = (await self._call(GetHealth)).health
         except Unavailable as error:
             return Health(False, {"core": error.message})
         assert health is not None
         return health
 
     async def metrics(self) -> bytes:
-        return (await self._call(AskMetrics)).metrics
+        return (await self._call(GetMetrics)).metrics
 
     def refused(self, kind: str) -> None:
         self._refused[kind] += 1
@@ -95,14 +95,14 @@ class RemoteCore:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _call(self, make: Callable[[int], Call]) -> Answer:
+    async def _call(self, make: Callable[[int], Call]) -> CoreReply:
         if self._link is None:
             raise Unavailable("the core process is not reachable", retry_after_s=1)
         seq = next(self._numbers)
-        answer = await self._link.call(seq, make(seq))
-        if answer.error is not None:
-            raise from_info(answer.error)
-        return answer
+        reply = await self._link.call(seq, make(seq))
+        if reply.error is not None:
+            raise from_info(reply.error)
+        return reply
 
     async def _stay_connected(self) -> None:
         delays = retry_delays()
@@ -113,13 +113,13 @@ class RemoteCore:
                 self._linked.set()
                 delays = retry_delays()
                 await link.closed
-                log.warning("the core process went away")
+                log.warning("the connection to the core process was lost")
             except OSError as error:
                 log.debug("the core process is not reachable: %s", error)
             finally:
                 self._link = None
                 self._linked.clear()
-                link.drop("the door is closing")
+                link.drop("the HTTP worker is closing")
             await asyncio.sleep(next(delays))
 
     async def _send_notices(self) -> None:
@@ -128,55 +128,56 @@ class RemoteCore:
             self._send_notice()
 
     def _send_notice(self) -> None:
-        """What is new since the last one; nothing while the door is idle."""
+        """What is new since the last notice; nothing while this HTTP worker is idle."""
         now_s = time.monotonic()
-        news = [client for client in self._engines if client.progress_s > self._noticed_s]
-        if self._link is None or not (news or self._refused):
+        active = [client for client in self._engines if client.progress_s > self._noticed_s]
+        if self._link is None or not (active or self._refused):
             return
         refused, self._refused = dict(self._refused), Counter()
         self._noticed_s = now_s
-        self._link.send(Notice([Seen(client.name, client.load, now_s - client.progress_s) for client in news], refused))
+        observed = [Observation(client.name, client.load, now_s - client.progress_s) for client in active]
+        self._link.send(Notice(observed, refused))
 
 
 class RemoteResponses:
-    """The core's kept responses."""
+    """Implements ResponseStore on the core's."""
 
-    def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[Answer]]) -> None:
+    def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[CoreReply]]) -> None:
         self._call = call
 
-    async def keep(self, record: StoredResponse) -> bool:
-        return (await self._call(lambda seq: Keep(seq, record))).done
+    async def put(self, record: StoredResponse) -> bool:
+        return (await self._call(lambda seq: PutResponse(seq, record))).done
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
-        return (await self._call(lambda seq: Recall(seq, account, response_id, whole))).records
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+        return (await self._call(lambda seq: GetResponse(seq, account, response_id, whole))).records
 
-    async def forget(self, account: str, response_id: str) -> bool:
-        return (await self._call(lambda seq: Forget(seq, account, response_id))).done
+    async def delete(self, account: str, response_id: str) -> bool:
+        return (await self._call(lambda seq: DeleteResponse(seq, account, response_id))).done
 
 
 class _CoreLink(Link):
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[CoreReply]] = {}
 
-    async def call(self, seq: int, call: Call) -> Answer:
+    async def call(self, seq: int, call: Call) -> CoreReply:
         if self.closed.done():
-            raise Unavailable("the core process went away", retry_after_s=1)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[seq] = answer
+            raise Unavailable("the connection to the core process was lost", retry_after_s=1)
+        reply: asyncio.Future[CoreReply] = asyncio.get_running_loop().create_future()
+        self._waiting[seq] = reply
         self.send(call)
         try:
-            return await answer
+            return await reply
         finally:
             del self._waiting[seq]
 
     def on_frame(self, payload: bytes) -> None:
-        answer = from_core_decoder.decode(payload)
-        waiter = self._waiting.get(answer.seq)
+        reply = from_core_decoder.decode(payload)
+        waiter = self._waiting.get(reply.seq)
         if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
+            waiter.set_result(reply)
 
     def on_close(self, reason: str) -> None:
         for waiter in self._waiting.values():
             if not waiter.done():
-                waiter.set_exception(Unavailable("the core process went away", retry_after_s=1))
+                waiter.set_exception(Unavailable("the connection to the core process was lost", retry_after_s=1))

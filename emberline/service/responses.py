@@ -1,8 +1,8 @@
-"""Responses that are kept, so that a later request can continue them by id.
+"""Stored responses, which a later request can continue by id.
 
-A record holds only what its own turn added and the id of the response it continues; a conversation is read by walking
-from its end to its beginning. Who deletes a response, or lets it expire, no longer sees it at once; its row goes when
-no kept response continues it any more, so that nothing that builds on it breaks.
+A record holds only what its own turn added, and the id of the response that it continues; a conversation is read by
+walking from its end to its beginning. A response that is deleted or has expired is hidden at once; its row is removed
+when no stored response continues it any more.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ from emberline.protocol.errors import EmberlineError, TooLarge
 from emberline.store import Database
 
 RETENTION_DAYS = 30
-MAX_BYTES = 4 << 30  # of all that is kept; beyond it the account that holds most loses its oldest
-TIDY_INTERVAL_S = 3600.0
-_AT_ONCE = 64  # rows removed together: they share a commit
+MAX_BYTES = 4 << 30  # of all responses; beyond it the account that stores most loses its oldest
+CLEANUP_INTERVAL_S = 3600.0
+_BATCH = 64  # rows removed together: they share a commit
 _DAY_US = 86_400 * 1_000_000
 
 log = logging.getLogger("emberline.responses")
 
 
 class ResponseStore(Protocol):
-    async def keep(self, record: StoredResponse) -> bool:
-        """Return once the record is durable. False: its parent is gone, and nothing was kept."""
+    async def put(self, record: StoredResponse) -> bool:
+        """Return once the record is durable. False: its parent is gone, and nothing was stored."""
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         """The response, and with `whole` before it all that it continues, oldest first. Empty: there is none."""
 
-    async def forget(self, account: str, response_id: str) -> bool:
-        """Whether there was one to forget."""
+    async def delete(self, account: str, response_id: str) -> bool:
+        """False: there is none."""
 
 
 _COLUMNS = "id, account, parent, depth, created_us, input, body"
@@ -61,12 +61,12 @@ _WALK_ROWS = f"""
 _HIDE = "UPDATE responses SET expires_us = 0 WHERE id = ? AND account = ? AND expires_us > ? RETURNING id"
 _CHILDLESS = "NOT EXISTS (SELECT 1 FROM responses AS later WHERE later.parent = responses.id)"
 _REMOVE = f"DELETE FROM responses WHERE id = ? AND expires_us <= ? AND {_CHILDLESS} RETURNING account, parent, n_bytes"
-_EXPIRED = f"SELECT id FROM responses WHERE expires_us <= ? AND {_CHILDLESS} LIMIT {_AT_ONCE}"
-_OLDEST = f"SELECT id FROM responses WHERE account = ? AND {_CHILDLESS} ORDER BY created_us LIMIT {_AT_ONCE}"
+_EXPIRED = f"SELECT id FROM responses WHERE expires_us <= ? AND {_CHILDLESS} LIMIT {_BATCH}"
+_OLDEST = f"SELECT id FROM responses WHERE account = ? AND {_CHILDLESS} ORDER BY created_us LIMIT {_BATCH}"
 
 
-class Responses:
-    """The kept responses themselves, in the core's store."""
+class DatabaseResponses:
+    """The responses in the core's database."""
 
     def __init__(self, store: Database, retention_days: int = RETENTION_DAYS, max_bytes: int = MAX_BYTES) -> None:
         self.n_bytes: Counter[str] = Counter()  # by account
@@ -74,20 +74,20 @@ class Responses:
         self._retention_us = retention_days * _DAY_US
         self._max_bytes = max_bytes
         self._full = asyncio.Event()
-        self._tidying: asyncio.Task[None] | None = None
+        self._cleaning: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Learn how much is kept and tidy up from now on."""
+        """Read how much is stored, and clean up from now on."""
         for account, n_bytes in await self._store.read("SELECT account, SUM(n_bytes) FROM responses GROUP BY account"):
             self.n_bytes[str(account)] = int(n_bytes or 0)
-        self._tidying = asyncio.create_task(self._keep_tidy())
+        self._cleaning = asyncio.create_task(self._clean_up_forever())
 
     async def close(self) -> None:
-        if self._tidying is not None:
-            self._tidying.cancel()
-            await asyncio.gather(self._tidying, return_exceptions=True)
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await asyncio.gather(self._cleaning, return_exceptions=True)
 
-    async def keep(self, record: StoredResponse) -> bool:
+    async def put(self, record: StoredResponse) -> bool:
         own = (record.id, record.account, record.parent, record.depth, record.created_us, record.input, record.body)
         bounds = (record.created_us + self._retention_us, record.n_bytes)
         parent = (int(record.parent is not None), record.parent, record.account)
@@ -98,7 +98,7 @@ class Responses:
             self._full.set()
         return True
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         wanted = (response_id, account, _now_us())
         if not whole:
             rows = await self._store.read(_ONE, wanted)
@@ -106,20 +106,20 @@ class Responses:
             ((n_bytes,),) = await self._store.read(_WALK_BYTES, wanted)
             if int(n_bytes or 0) > MAX_HISTORY_BYTES:
                 raise TooLarge(
-                    f"the conversation behind {response_id} is larger than {MAX_HISTORY_BYTES >> 20} MiB: begin anew",
+                    f"the conversation behind {response_id} is larger than {MAX_HISTORY_BYTES >> 20} MiB: start anew",
                     param="previous_response_id",
                 )
             rows = await self._store.read(_WALK_ROWS, wanted)
         return [msgspec.convert(dict(zip(_COLUMNS.split(", "), row, strict=True)), StoredResponse) for row in rows]
 
-    async def forget(self, account: str, response_id: str) -> bool:
+    async def delete(self, account: str, response_id: str) -> bool:
         if not await self._store.write(_HIDE, (response_id, account, _now_us())):
             return False
         await self._remove(response_id, _now_us())
         return True
 
-    async def tidy(self) -> None:
-        """Remove what has expired, then, while too much is kept, the oldest ends of conversations."""
+    async def clean_up(self) -> None:
+        """Remove expired responses; then, while too much is stored, the oldest ends of conversations."""
         now_us = _now_us()
         while rows := await self._store.read(_EXPIRED, (now_us,)):
             await asyncio.gather(*(self._remove(str(row[0]), now_us) for row in rows))
@@ -131,27 +131,27 @@ class Responses:
                 await self._remove(str(response_id), _now_us())
                 if self.n_bytes.total() <= self._max_bytes:
                     return
-            if not rows:  # our count was wrong: believe the table
+            if not rows:  # our count was wrong: the table counts
                 del self.n_bytes[account]
 
     async def _remove(self, response_id: str, now_us: int) -> None:
-        """The row, if it has expired and nothing continues it; then likewise the one that it continued."""
+        """The row, if it has expired and none continues it; then likewise the one that it continued."""
         next_id: str | None = response_id
         while next_id is not None and (rows := await self._store.write(_REMOVE, (next_id, now_us))):
             ((account, parent, n_bytes),) = rows
             self.n_bytes[str(account)] -= int(n_bytes or 0)
             next_id = None if parent is None else str(parent)
 
-    async def _keep_tidy(self) -> None:
+    async def _clean_up_forever(self) -> None:
         while True:
             self._full.clear()
             try:
-                await self.tidy()
-            except EmberlineError as error:  # the next round may find the store well again
+                await self.clean_up()
+            except EmberlineError as error:  # the store may be back at the next cleanup
                 log.error("old responses were not removed: %s", error.message)
             # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TIDY_INTERVAL_S):
+                async with asyncio.timeout(CLEANUP_INTERVAL_S):
                     await self._full.wait()
 
 

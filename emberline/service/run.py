@@ -16,10 +16,9 @@ from emberline.accounts.usage_ledger import UsageRow, UsageStatus
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable
 from emberline.protocol.events import Usage
-from emberline.service.core import Core, Memory, Settlement
-from emberline.service.job_context import JobContext
+from emberline.service.core import Core, RequestEnd, SessionEntry
 from emberline.service.metrics import Counts
-from emberline.service.request_log import Clock, log_end
+from emberline.service.request_context import Clock, JobContext, log_end
 
 MAX_FAILOVERS = 3  # in a row, no token in between: a request that loses more workers may be what kills them
 
@@ -126,20 +125,20 @@ class Run(Generic[T]):
         except TimeoutError:
             raise DeadlineExceeded(f"not finished within {deadline_s:g} s") from None
 
-    async def finish(self, memories: Sequence[Memory] = ()) -> None:
+    async def finish(self, session_entries: Sequence[SessionEntry] = ()) -> None:
         """Return once the usage row is durable."""
-        await asyncio.shield(self.finalize("finished", memories=memories))
+        await asyncio.shield(self.finalize("finished", session_entries=session_entries))
 
     def finalize(
-        self, status: UsageStatus, error: Exception | None = None, memories: Sequence[Memory] = ()
+        self, status: UsageStatus, error: Exception | None = None, session_entries: Sequence[SessionEntry] = ()
     ) -> "asyncio.Task[None]":
         """The one end of the request; it goes on whatever becomes of the caller. Later calls change nothing."""
         if self.finalizing is None:
             row = self._usage_row(status)
-            settlement = Settlement(row, self._inter_token, list(memories), self._job is not None, lost=self._lost)
+            end = RequestEnd(row, self._inter_token, list(session_entries), self._job is not None, lost=self._lost)
             if self._job is not None:
                 self._job.record_usage(row)
-            self.finalizing = asyncio.create_task(self._core.settle(settlement))
+            self.finalizing = asyncio.create_task(self._core.finalize(end))
             self.finalizing.add_done_callback(lambda task: log_end(self._route.decode, row, error, task))
             self.finalizing.add_done_callback(lambda _: self._on_end(self))
         return self.finalizing
@@ -180,7 +179,7 @@ class Run(Generic[T]):
                 self._prefilled = True
                 if self._first_token_us is None:
                     self._first_token_us = self._clock.now_us()
-                self._core.began(self._request.id, self._transport.cached_tokens)
+                self._core.first_token(self._request.id, self._transport.cached_tokens)
             return output
 
     async def _fail_over(self, error: EmberlineError) -> None:

@@ -13,14 +13,13 @@ from emberline.protocol.errors import EmberlineError, MalformedModelId, ModelNot
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Principal
-from emberline.service.core import Core, Memory
+from emberline.service.core import Core, SessionEntry
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
-from emberline.service.job_context import JobContext
-from emberline.service.metrics import GAP_BOUNDS_S, Counts, Histogram
+from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer, Served
-from emberline.service.request_log import Clock
+from emberline.service.request_context import Clock, JobContext
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
 from emberline.service.validation import validate
@@ -110,9 +109,9 @@ class Service:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""
         await self._grammars.start()
         for item in self._served.values():
-            await self._preparer.spell(item.text)
+            await self._preparer.load_vocabulary(item.text)
             for endpoint in item.endpoints:
-                self._engines[endpoint.name].teach()
+                self._engines[endpoint.name].send_vocabulary()
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; return when the running ones are finalized, or after `limit_s`."""
@@ -147,12 +146,12 @@ class Service:
         A job's owner writes the row itself.
         """
         with self._accepting(request.id):
-            run, memories = await self._start(request, principal, job)
+            run, session_entries = await self._start(request, principal, job)
         async with run:
             while not run.done:
                 for event in await run.step():
                     yield event
-            await run.finish(await memories())
+            await run.finish(await session_entries())
         yield Completed(run.usage)
 
     async def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
@@ -186,22 +185,22 @@ class Service:
 
     async def _start(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None
-    ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[Memory]]]]:
-        """An admitted run, and what returns its session memories once it is done."""
+    ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
+        """An admitted run, and what returns its session entries once it is done."""
         clock = Clock()
         if (card := self.upstream_card(request.model)) is not None:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
-            return await self._admit(sent.route, upstream, clock, job), _no_memories
+            return await self._admit(sent.route, upstream, clock, job), _no_session_entries
         served = self._resolve(request.model)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
-        inter_token = Histogram(GAP_BOUNDS_S)
+        inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         engine = EngineTransport(prepared, self._engines, inter_token, job)
         run = await self._admit(route_request(prepared, job), engine, clock, job, inter_token.counts)
         # No later request continues a job's conversation.
-        return run, _no_memories if job is not None else lambda: self._memories(prepared, engine)
+        return run, _no_session_entries if job is not None else lambda: self._session_entries(prepared, engine)
 
     async def _admit(
         self,
@@ -222,9 +221,9 @@ class Service:
         if not self._running:
             self._idle.set()
 
-    async def _memories(self, prepared: Prepared, transport: EngineTransport) -> list[Memory]:
+    async def _session_entries(self, prepared: Prepared, transport: EngineTransport) -> list[SessionEntry]:
         try:
-            return await self._preparer.memories(prepared, transport.replies)
+            return await self._preparer.session_entries(prepared, transport.replies)
         except Exception:  # the next turn is slower, nothing worse
             log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
             return []
@@ -244,5 +243,5 @@ class Service:
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
 
-async def _no_memories() -> Sequence[Memory]:
+async def _no_session_entries() -> Sequence[SessionEntry]:
     return ()

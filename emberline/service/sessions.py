@@ -1,7 +1,7 @@
-"""What is known of conversations: their exact token ids, per account, found again by the digests of their messages.
+"""Sessions: the exact token ids of conversations, per account, found by the digests of their messages.
 
-Every turn of a conversation begins with the turns before it, so ids are kept in blocks that entries share: a
-conversation of n tokens costs n ids, not n per turn. Forgotten first is what was used longest ago.
+Every turn of a conversation begins with the turns before it, so ids are stored in blocks that entries share: a
+conversation of n tokens costs n ids, not n per turn. Eviction is least recently used first.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from emberline.text.prompt import Cut, Known
 
 DEFAULT_BYTES = 64 << 20
 BLOCK_BYTES = 4 << 10  # 1,024 ids
-ENTRY_BYTES = 512  # what an entry takes beside its blocks, roughly
+ENTRY_BYTES = 512  # of an entry without its blocks, roughly
 _REFERENCE_BYTES = 8
 
 Key = tuple[str, str, bytes]  # account, model, digest of the messages
@@ -26,11 +26,10 @@ class _Entry:
 
     @property
     def n_bytes(self) -> int:
-        """Without the blocks, which are counted once however many entries hold them."""
+        """Without the blocks, which are counted once however many entries share them."""
         return ENTRY_BYTES + _REFERENCE_BYTES * len(self.blocks)
 
-    def begins(self, other: "_Entry") -> bool:
-        """Whether these are the first of the other's ids."""
+    def is_prefix_of(self, other: "_Entry") -> bool:
         if self.cut.n_ids > other.cut.n_ids or self.cut.text_len > other.cut.text_len:
             return False
         last = len(self.blocks) - 1
@@ -38,22 +37,22 @@ class _Entry:
 
 
 class Sessions:
-    """Used from one thread. `model` must name the exact version of a model: ids mean nothing to another."""
+    """Used from one thread. `model` names the exact version of a model: ids are valid for no other."""
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the stalest first
-        self._blocks: dict[bytes, tuple[bytes, int]] = {}  # the one copy of each, and how many entries hold it
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # least recently used first
+        self._blocks: dict[bytes, tuple[bytes, int]] = {}  # the one copy of each, and how many entries share it
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def find(self, account: str, model: str, digests: Sequence[bytes]) -> Known | None:
-        """The longest known beginning of the conversation whose messages have these digests, oldest message first.
+        """The longest known prefix of the conversation whose messages have these digests, oldest message first.
 
-        Its cuts are all places that are remembered on the way there: a template may write a turn differently once
-        another follows, and then the ids before it still hold.
+        Its cuts are the ends of all known shorter prefixes: a template may render a turn differently once another
+        follows, and then the ids before it are still valid.
         """
         keys = [(account, model, digest) for digest in digests]
         found = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
@@ -62,23 +61,23 @@ class Sessions:
         longest = found[-1][1]
         for key, _ in found:
             self._entries.move_to_end(key)
-        return Known(b"".join(longest.blocks), tuple(entry.cut for _, entry in found if entry.begins(longest)))
+        return Known(b"".join(longest.blocks), tuple(entry.cut for _, entry in found if entry.is_prefix_of(longest)))
 
-    def remember(self, account: str, model: str, digest: bytes, ids: bytes, text_len: int, text_digest: bytes) -> None:
-        """`ids` stand for the first `text_len` characters of the conversation that has this digest."""
+    def add(self, account: str, model: str, digest: bytes, ids: bytes, text_len: int, text_digest: bytes) -> None:
+        """`ids` encode the first `text_len` characters of the conversation that has this digest."""
         assert len(ids) % 4 == 0
         if not ids or len(ids) + ENTRY_BYTES > self.max_bytes:
             return
         key = (account, model, digest)
         if key in self._entries:
-            self._forget(key)
+            self._remove(key)
         blocks = tuple(self._hold(ids[at : at + BLOCK_BYTES]) for at in range(0, len(ids), BLOCK_BYTES))
         entry = self._entries[key] = _Entry(blocks, Cut(len(ids) // 4, text_len, text_digest))
         self.n_bytes += entry.n_bytes
         while self.n_bytes > self.max_bytes:
-            self._forget(next(iter(self._entries)))
+            self._remove(next(iter(self._entries)))
 
-    def _forget(self, key: Key) -> None:
+    def _remove(self, key: Key) -> None:
         entry = self._entries.pop(key)
         self.n_bytes -= entry.n_bytes
         for block in entry.blocks:

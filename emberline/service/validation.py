@@ -1,4 +1,4 @@
-"""What a request may ask for: every range in one place, for every door."""
+"""Validation of requests: every range in one place, for every API."""
 
 import re
 from math import isfinite

@@ -70,19 +70,19 @@ class MemoryResponses:
     def __init__(self) -> None:
         self.records: dict[str, StoredResponse] = {}
 
-    async def keep(self, record: StoredResponse) -> bool:
+    async def put(self, record: StoredResponse) -> bool:
         self.records[record.id] = record
         return True
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
         record = self.records.get(response_id)
         if record is None or record.account != account:
             return []
-        earlier = await self.recall(account, record.parent, True) if whole and record.parent else []
+        earlier = await self.get(account, record.parent, True) if whole and record.parent else []
         return [*earlier, record]
 
-    async def forget(self, account: str, response_id: str) -> bool:
-        return bool(await self.recall(account, response_id)) and self.records.pop(response_id) is not None
+    async def delete(self, account: str, response_id: str) -> bool:
+        return bool(await self.get(account, response_id)) and self.records.pop(response_id) is not None
 
 
 AGENT = (

@@ -13,7 +13,7 @@ from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ChoiceDone, TextDelta, Usage
 from emberline.protocol.request import GenerateRequest, Message, Priority
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 
 from .queued import run_all, run_one
@@ -183,13 +183,13 @@ async def test_incomplete(client: httpx.AsyncClient, batches: BatchService, serv
 @pytest.fixture
 async def kept(service: ScriptedService, tmp_path: Path) -> Any:
     store = await SqliteStore.open(tmp_path / "responses.db")
-    service.responses = responses = Responses(store)
+    service.responses = responses = DatabaseResponses(store)
     yield responses
     await store.close()
 
 
 async def test_conversations(
-    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, kept: Responses
+    client: httpx.AsyncClient, batches: BatchService, service: ScriptedService, kept: DatabaseResponses
 ) -> None:
     """Background and other turns continue each other; one that is not there yet cannot be continued."""
     first = (await client.post("/v1/responses", json={"model": MODEL, "input": "One"})).json()

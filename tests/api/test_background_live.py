@@ -19,7 +19,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
 from emberline.protocol.request import GenerateRequest, Principal
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 from tests.databases import Place
 from tests.jobs.scripted import Places, Seat
 

@@ -14,7 +14,7 @@ from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, ToolCall
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 
 from .loopback import Loopback, on_loopback
@@ -27,21 +27,21 @@ class InServersLoop:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._opened: Responses | None = None
+        self._opened: DatabaseResponses | None = None
 
-    async def _responses(self) -> Responses:
+    async def _responses(self) -> DatabaseResponses:
         if self._opened is None:
-            self._opened = Responses(await SqliteStore.open(self._path))
+            self._opened = DatabaseResponses(await SqliteStore.open(self._path))
         return self._opened
 
-    async def keep(self, record: StoredResponse) -> bool:
-        return await (await self._responses()).keep(record)
+    async def put(self, record: StoredResponse) -> bool:
+        return await (await self._responses()).put(record)
 
-    async def recall(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
-        return await (await self._responses()).recall(account, response_id, whole)
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+        return await (await self._responses()).get(account, response_id, whole)
 
-    async def forget(self, account: str, response_id: str) -> bool:
-        return await (await self._responses()).forget(account, response_id)
+    async def delete(self, account: str, response_id: str) -> bool:
+        return await (await self._responses()).delete(account, response_id)
 
 
 _service = ScriptedService()

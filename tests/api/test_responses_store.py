@@ -17,7 +17,7 @@ from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import ReasoningDelta, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Message, ToolCall
 from emberline.service import open_core_server, open_http_worker
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
@@ -31,15 +31,15 @@ __all__ = ["engine", "open_one", "say", "text_model"]  # fixtures
 
 
 @pytest.fixture
-async def responses(service: ScriptedService, tmp_path: Path) -> AsyncIterator[Responses]:
+async def responses(service: ScriptedService, tmp_path: Path) -> AsyncIterator[DatabaseResponses]:
     store = await SqliteStore.open(tmp_path / "t.db")
-    service.responses = kept = Responses(store)
+    service.responses = kept = DatabaseResponses(store)
     yield kept
     await store.close()
 
 
 @pytest.fixture
-async def client(service: ScriptedService, responses: Responses) -> AsyncIterator[httpx.AsyncClient]:
+async def client(service: ScriptedService, responses: DatabaseResponses) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=app_of(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686") as client:
         yield client
@@ -88,7 +88,7 @@ async def test_a_call_that_was_cut_was_never_made(client: httpx.AsyncClient, ser
     )
 
 
-async def test_a_client_that_leaves(service: ScriptedService, responses: Responses) -> None:
+async def test_a_client_that_leaves(service: ScriptedService, responses: DatabaseResponses) -> None:
     async def stalls(request: GenerateRequest) -> Any:
         yield Started(USAGE)
         for event in calling("weather", '{"ci'):
@@ -158,27 +158,27 @@ async def test_deleted_while_it_is_continued(client: httpx.AsyncClient, service:
 
 
 async def test_long_chains_are_written_down_whole(
-    client: httpx.AsyncClient, service: ScriptedService, responses: Responses, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: ScriptedService, responses: DatabaseResponses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_responses, "MAX_DEPTH", 3)
     last = await ask(client, ASK)
     depths = []
     for turn in range(7):
         last = await ask(client, {"model": MODEL, "input": f"{turn}", "previous_response_id": last["id"]})
-        records = await responses.recall("local", last["id"], whole=True)
+        records = await responses.get("local", last["id"], whole=True)
         depths.append(len(records))
         assert [text for _, text in texts(service.requests[-1])][::2] == ["Hi", *map(str, range(turn + 1))]
     assert depths == [2, 3, 1, 2, 3, 1, 2]
 
 
 async def test_only_what_is_new_is_written(
-    client: httpx.AsyncClient, service: ScriptedService, responses: Responses
+    client: httpx.AsyncClient, service: ScriptedService, responses: DatabaseResponses
 ) -> None:
     last = await ask(client, ASK | {"input": "x" * 200_000})
     sizes = []
     for _ in range(3):
         last = await ask(client, {"model": MODEL, "input": "More", "previous_response_id": last["id"]})
-        (record,) = await responses.recall("local", last["id"])
+        (record,) = await responses.get("local", last["id"])
         sizes.append(record.n_bytes)
     assert max(sizes) < 3_000
     assert len((service.requests[-1].messages or ())[0].content) == 200_000
@@ -245,12 +245,12 @@ async def test_cancel(client: httpx.AsyncClient, service: ScriptedService) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_kept_before_it_is_said(
-    client: httpx.AsyncClient, service: ScriptedService, responses: Responses, stream: bool
+    client: httpx.AsyncClient, service: ScriptedService, responses: DatabaseResponses, stream: bool
 ) -> None:
     """A response that cannot be kept is not called complete."""
 
-    class Full(Responses):
-        async def keep(self, record: StoredResponse) -> bool:
+    class Full(DatabaseResponses):
+        async def put(self, record: StoredResponse) -> bool:
             raise Unavailable("the disk is full")
 
     service.responses = Full(responses._store)

@@ -9,7 +9,7 @@ from emberline.accounts.usage_ledger import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "bad": lambda: BadInput("not like this"),

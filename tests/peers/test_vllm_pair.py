@@ -17,7 +17,7 @@ from emberline.protocol.events import TextDelta
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.answer import gather
 from emberline.service.core import LocalCore
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
@@ -73,7 +73,7 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
     ]
     upstreams = [UpstreamClient(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
     store = await open_store(tmp_path / "db")
-    core = LocalCore(Pairs(Balancer()), upstreams, UsageLedger(store), Sessions(), Responses(store, 30))
+    core = LocalCore(Pairs(Balancer()), upstreams, UsageLedger(store), Sessions(), DatabaseResponses(store, 30))
     models = UpstreamModels(upstreams)
     models.start(watch=True)
 

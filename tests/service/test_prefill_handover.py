@@ -56,7 +56,7 @@ async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) ->
 async def test_missing_cached_tokens_delay_the_first_token_only_briefly(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.service.prefill_handover.TELL_S", 0.01)
+    monkeypatch.setattr("emberline.service.prefill_handover.CACHED_WAIT_S", 0.01)
     halves.decode.step(TOKEN)
     await halves.stream.next()
     async with asyncio.timeout(PATIENCE_S):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import TooLarge, Unavailable
 from emberline.service import Service, open_core_server, open_http_worker, responses
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
@@ -38,10 +38,10 @@ def now_us(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-async def kept(store: Database, now_us: list[int]) -> Responses:
-    kept = Responses(store, retention_days=30)
+async def kept(store: Database, now_us: list[int]) -> DatabaseResponses:
+    kept = DatabaseResponses(store, retention_days=30)
     for number in range(4):
-        assert await kept.keep(record(number, now_us[0] + number))
+        assert await kept.put(record(number, now_us[0] + number))
     return kept
 
 
@@ -58,79 +58,81 @@ def record(number: int, created_us: int, account: str = "alice", size: int = 0) 
     )
 
 
-async def ids(kept: Responses, response_id: str, account: str = "alice") -> list[str]:
-    return [found.id for found in await kept.recall(account, response_id, whole=True)]
+async def ids(kept: DatabaseResponses, response_id: str, account: str = "alice") -> list[str]:
+    return [found.id for found in await kept.get(account, response_id, whole=True)]
 
 
 async def n_rows(store: Database) -> int:
     return int(str((await store.read("SELECT COUNT(*) FROM responses"))[0][0]))
 
 
-async def test_a_chain_is_read_from_its_beginning(kept: Responses, now_us: list[int]) -> None:
+async def test_a_chain_is_read_from_its_beginning(kept: DatabaseResponses, now_us: list[int]) -> None:
     assert await ids(kept, "r3") == ["r0", "r1", "r2", "r3"]
-    assert await kept.recall("alice", "r1") == [record(1, now_us[0] + 1)]
+    assert await kept.get("alice", "r1") == [record(1, now_us[0] + 1)]
     assert await ids(kept, "r9") == []
 
 
-async def test_accounts_are_apart(kept: Responses) -> None:
-    assert await kept.recall("bob", "r1") == []
+async def test_accounts_are_apart(kept: DatabaseResponses) -> None:
+    assert await kept.get("bob", "r1") == []
     assert await ids(kept, "r1", "bob") == []
-    assert not await kept.forget("bob", "r1")
-    assert not await kept.keep(record(2, 0, "bob"))  # continues what is not bob's
+    assert not await kept.delete("bob", "r1")
+    assert not await kept.put(record(2, 0, "bob"))  # continues what is not bob's
     assert await ids(kept, "r1") == ["r0", "r1"]
 
 
 async def test_a_restart(tmp_path: Path) -> None:
     for turn in range(3):
         store = await SqliteStore.open(tmp_path / "again.db")
-        kept = Responses(store)
+        kept = DatabaseResponses(store)
         await kept.open()
         assert kept.n_bytes.total() == sum(record(n, 0).n_bytes for n in range(turn))
-        assert await kept.keep(record(turn, 4_000_000_000_000_000))
+        assert await kept.put(record(turn, 4_000_000_000_000_000))
         assert len(await ids(kept, f"r{turn}")) == turn + 1
         await kept.close()
         await store.close()
 
 
-async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(kept: Responses, store: Database) -> None:
-    assert await kept.forget("alice", "r1")
-    assert not await kept.forget("alice", "r1")
-    assert await kept.recall("alice", "r1") == []
+async def test_deleted_is_gone_for_its_owner_and_kept_for_its_children(
+    kept: DatabaseResponses, store: Database
+) -> None:
+    assert await kept.delete("alice", "r1")
+    assert not await kept.delete("alice", "r1")
+    assert await kept.get("alice", "r1") == []
     assert await ids(kept, "r1") == []
     assert await ids(kept, "r3") == ["r0", "r1", "r2", "r3"]
     assert await n_rows(store) == 4
-    assert await kept.forget("alice", "r3")
-    assert await kept.forget("alice", "r2")  # now nothing continues r1 any more
+    assert await kept.delete("alice", "r3")
+    assert await kept.delete("alice", "r2")  # now nothing continues r1 any more
     assert await n_rows(store) == 1
     assert kept.n_bytes["alice"] == record(0, 0).n_bytes
     assert await ids(kept, "r0") == ["r0"]
 
 
-async def test_what_expires(kept: Responses, store: Database, now_us: list[int]) -> None:
+async def test_what_expires(kept: DatabaseResponses, store: Database, now_us: list[int]) -> None:
     began_us = now_us[0]
     now_us[0] = began_us + 20 * DAY_US
-    assert await kept.keep(record(4, now_us[0]))
+    assert await kept.put(record(4, now_us[0]))
     now_us[0] = began_us + 31 * DAY_US
     assert await ids(kept, "r3") == []
     assert await ids(kept, "r4") == ["r0", "r1", "r2", "r3", "r4"]
-    await kept.tidy()
+    await kept.clean_up()
     assert await n_rows(store) == 5
     now_us[0] = began_us + 51 * DAY_US
-    await kept.tidy()
+    await kept.clean_up()
     assert await n_rows(store) == 0
     assert kept.n_bytes.total() == 0
 
 
 async def test_too_much_is_kept(store: Database, now_us: list[int]) -> None:
     """The account with most loses its oldest conversations, from their ends; the others lose nothing."""
-    kept = Responses(store, max_bytes=100_000)
+    kept = DatabaseResponses(store, max_bytes=100_000)
     await kept.open()
-    assert await kept.keep(record(0, now_us[0], "bob", 5_000))
+    assert await kept.put(record(0, now_us[0], "bob", 5_000))
     for talk in range(12):
         for turn in range(2):
             one = record(turn, now_us[0] + 10 * talk + turn, size=10_000)
             parent = f"t{talk}r0" if turn else None
-            assert await kept.keep(msgspec.structs.replace(one, id=f"t{talk}r{turn}", parent=parent))
+            assert await kept.put(msgspec.structs.replace(one, id=f"t{talk}r{turn}", parent=parent))
             async with asyncio.timeout(5):
                 while kept.n_bytes.total() > 100_000:
                     await asyncio.sleep(0.001)
@@ -141,25 +143,25 @@ async def test_too_much_is_kept(store: Database, now_us: list[int]) -> None:
     await kept.close()
 
 
-async def test_a_parent_that_vanished_is_said(kept: Responses, now_us: list[int]) -> None:
+async def test_a_parent_that_vanished_is_said(kept: DatabaseResponses, now_us: list[int]) -> None:
     for number in (3, 2, 1, 0):
-        await kept.forget("alice", f"r{number}")
-    assert not await kept.keep(record(4, now_us[0]))
+        await kept.delete("alice", f"r{number}")
+    assert not await kept.put(record(4, now_us[0]))
     assert await ids(kept, "r4") == []
 
 
-async def test_a_conversation_has_a_limit(kept: Responses, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_has_a_limit(kept: DatabaseResponses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 3 * record(0, 0).n_bytes)
     assert len(await ids(kept, "r2")) == 3
-    with pytest.raises(TooLarge, match="begin anew"):
-        await kept.recall("alice", "r3", whole=True)
-    assert len(await kept.recall("alice", "r3")) == 1
+    with pytest.raises(TooLarge, match="start anew"):
+        await kept.get("alice", "r3", whole=True)
+    assert len(await kept.get("alice", "r3")) == 1
 
 
-async def test_a_store_in_trouble_does_not_end_the_tidying(
+async def test_store_errors_do_not_stop_the_cleanup(
     store: Database, now_us: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Responses(store, max_bytes=1_000)
+    kept = DatabaseResponses(store, max_bytes=1_000)
     await kept.open()
     await asyncio.sleep(0.01)
     read = store.read
@@ -169,10 +171,10 @@ async def test_a_store_in_trouble_does_not_end_the_tidying(
         raise Unavailable("the disk is full")
 
     monkeypatch.setattr(store, "read", broken)
-    assert await kept.keep(record(0, now_us[0], size=2_000))
+    assert await kept.put(record(0, now_us[0], size=2_000))
     await asyncio.sleep(0.01)
     assert kept.n_bytes.total() > 1_000
-    assert await kept.keep(msgspec.structs.replace(record(0, now_us[0] + 1), id="next"))
+    assert await kept.put(msgspec.structs.replace(record(0, now_us[0] + 1), id="next"))
     async with asyncio.timeout(5):
         while kept.n_bytes.total() > 1_000:
             await asyncio.sleep(0.001)
@@ -185,7 +187,7 @@ DEEDS = st.lists(
         st.tuples(st.just("keep"), st.integers(-1, 9)),
         st.tuples(st.just("forget"), st.integers(0, 9)),
         st.tuples(st.just("days"), st.sampled_from([1, 10, 31])),
-        st.tuples(st.just("tidy"), st.just(0)),
+        st.tuples(st.just("clean_up"), st.just(0)),
     ),
     max_size=25,
 )
@@ -202,23 +204,23 @@ async def test_whatever_happens_to_a_tree(
     store = await SqliteStore.open(tmp_path_factory.mktemp("tree") / "t.db")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(responses, "_now_us", lambda: now_us)
-        kept = Responses(store, retention_days=30)
+        kept = DatabaseResponses(store, retention_days=30)
         for deed, number in deeds:
             live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
             if deed == "keep":
                 parent = f"r{number}" if f"r{number}" in live else None
                 name = f"r{len(parents)}"
                 one = msgspec.structs.replace(record(0, now_us), id=name, parent=parent)
-                assert await kept.keep(one)
+                assert await kept.put(one)
                 made[name], parents[name] = now_us, parent
             elif deed == "forget":
-                assert await kept.forget("alice", f"r{number}") == (f"r{number}" in live)
+                assert await kept.delete("alice", f"r{number}") == (f"r{number}" in live)
                 made.pop(f"r{number}", None)
             elif deed == "days":
                 now_us += number * DAY_US
             else:
-                await kept.tidy()
-        await kept.tidy()
+                await kept.clean_up()
+        await kept.clean_up()
         live = [name for name, created_us in made.items() if created_us + 30 * DAY_US > now_us]
         needed = set()
         for name in parents:
@@ -242,26 +244,26 @@ async def test_from_a_door(
     door = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     assert await door.ready(PATIENCE_S)
     far_us = 4_000_000_000_000_000
-    assert await door.responses.keep(record(0, far_us))
-    assert await door.responses.keep(record(1, far_us + 1, size=3 << 20))
-    assert not await door.responses.keep(record(3, far_us))
-    near = await service.responses.recall("alice", "r1", whole=True)
+    assert await door.responses.put(record(0, far_us))
+    assert await door.responses.put(record(1, far_us + 1, size=3 << 20))
+    assert not await door.responses.put(record(3, far_us))
+    near = await service.responses.get("alice", "r1", whole=True)
     assert (
         near
-        == await door.responses.recall("alice", "r1", whole=True)
+        == await door.responses.get("alice", "r1", whole=True)
         == [
             record(0, far_us),
             record(1, far_us + 1, size=3 << 20),
         ]
     )
-    assert await door.responses.recall("bob", "r1") == []
+    assert await door.responses.get("bob", "r1") == []
     monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 100)
     with pytest.raises(TooLarge) as refused:
-        await door.responses.recall("alice", "r1", whole=True)
+        await door.responses.get("alice", "r1", whole=True)
     assert refused.value.param == "previous_response_id"
-    assert await door.responses.forget("alice", "r1")
-    assert not await door.responses.forget("alice", "r1")
+    assert await door.responses.delete("alice", "r1")
+    assert not await door.responses.delete("alice", "r1")
     await server.close()
     with pytest.raises(Unavailable):
-        await door.responses.recall("alice", "r0")
+        await door.responses.get("alice", "r0")
     await door.close()

@@ -709,20 +709,20 @@ async def test_every_request_ends_once_whatever_happens(
         await engine.die()
 
 
-async def test_settlement_survives_msgpack(service: Service) -> None:
+async def test_end_survives_msgpack(service: Service) -> None:
     """What a door sends to the core is the same on the other side."""
-    from emberline.service.core import Settlement
+    from emberline.service.core import RequestEnd
 
-    seen: list[Settlement] = []
-    settle = service.core.settle
+    seen: list[RequestEnd] = []
+    finalize = service.core.finalize
 
-    async def noting(settlement: Settlement) -> None:
-        seen.append(settlement)
-        await settle(settlement)
+    async def noting(end: RequestEnd) -> None:
+        seen.append(end)
+        await finalize(end)
 
-    service.core.settle = noting  # type: ignore[method-assign]
+    service.core.finalize = noting  # type: ignore[method-assign]
     await events_of(service, ask())
-    (settlement,) = seen
-    assert len(settlement.memories) == 2
-    raw = msgspec.msgpack.encode(settlement)
-    assert msgspec.msgpack.decode(raw, type=Settlement) == settlement
+    (end,) = seen
+    assert len(end.session_entries) == 2
+    raw = msgspec.msgpack.encode(end)
+    assert msgspec.msgpack.decode(raw, type=RequestEnd) == end

@@ -12,7 +12,7 @@ BLOCK_IDS = BLOCK_BYTES // 4
 
 
 def _remember(sessions: Sessions, name: str, ids: Sequence[int], account: str = "a", model: str = "m") -> None:
-    sessions.remember(account, model, name.encode(), pack(ids), len(name), b"text of " + name.encode())
+    sessions.add(account, model, name.encode(), pack(ids), len(name), b"text of " + name.encode())
 
 
 def _digests(*names: str) -> list[bytes]:
@@ -99,7 +99,7 @@ def test_bytes_are_counted_once_and_given_back(turns: list[tuple[str, list[int]]
     entries = sum(entry.n_bytes for entry in sessions._entries.values())
     assert sessions.n_bytes == entries + sum(map(len, distinct))
     sessions.max_bytes = ENTRY_BYTES + 100
-    sessions.remember("a", "m", b"last", pack([1]), 0, b"")
+    sessions.add("a", "m", b"last", pack([1]), 0, b"")
     assert (len(sessions), len(sessions._blocks)) == (1, 1)
 
 

@@ -51,7 +51,7 @@ class Chat:
         reply = Message("assistant", sent)
         request = _request(self.messages)
         for digest, entry in turn_entries(self.model, request, self.prompt, self.digests, reply, reply_ids):
-            self.sessions.remember("a", "m", digest, entry.ids, entry.text_len, entry.text_digest)
+            self.sessions.add("a", "m", digest, entry.ids, entry.text_len, entry.text_digest)
         self.messages.append(Message("assistant", sent if text is None else text))
 
     def canonical(self, text):

@@ -16,7 +16,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
-from emberline.service.responses import Responses
+from emberline.service.responses import DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
@@ -118,7 +118,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
             for name, kind, role in servers
         ]
         store = await open_store(tmp_path / "db")
-        responses = Responses(store, 30)
+        responses = DatabaseResponses(store, 30)
         gate = AdmissionController(Balancer())
         if paired:
             gate = PairGate(Balancer())

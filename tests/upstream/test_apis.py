@@ -92,13 +92,13 @@ async def test_a_stream_is_passed_through_with_usage_for_those_who_ask(door: Doo
 @pytest.mark.parametrize("door", [{"a": ServerScript(itl_ms=40)}], indirect=True)
 async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(door: Door) -> None:
     core, began = door.bench.core, asyncio.Event()
-    tell = core.began
+    tell = core.first_token
 
     def spy(request_id: str, cached_tokens: int) -> None:
         tell(request_id, cached_tokens)
         began.set()
 
-    core.began = spy  # type: ignore[method-assign]
+    core.first_token = spy  # type: ignore[method-assign]
     task = asyncio.create_task(door.post("/v1/chat/completions", CHAT))
     async with asyncio.timeout(PATIENCE_S):
         await began.wait()

@@ -12,7 +12,7 @@ from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Ov
 from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Priority
 from emberline.service.answer import gather
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 from emberline.testing.openai_script import ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 

@@ -25,7 +25,7 @@ from emberline.protocol.errors import (
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest, Principal, Priority
 from emberline.service.answer import gather
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store

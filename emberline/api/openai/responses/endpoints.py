@@ -162,7 +162,7 @@ async def delete(call: Call) -> Reply:
         await background.delete(call, made)
         return json_reply({"id": call.tail, "object": "response", "deleted": True})
     await _recalled(call)
-    if not await call.service.responses.forget(call.principal.account, call.tail):
+    if not await call.service.responses.delete(call.principal.account, call.tail):
         raise _no_such(call.tail)
     return json_reply({"id": call.tail, "object": "response", "deleted": True})
 
@@ -239,7 +239,7 @@ async def _find(call: Call, name: str, whole: bool = False) -> list[StoredRespon
     """The store is asked only for ids that could be ours."""
     if not _OWN.fullmatch(name):
         return []
-    if records := await call.service.responses.recall(call.principal.account, name, whole):
+    if records := await call.service.responses.get(call.principal.account, name, whole):
         return records
     made = await _in_background(call, name)
     return [background.record(made)] if made else []
@@ -293,10 +293,10 @@ async def _keep(call: Call, turn: Turn, new: str) -> None:
         input=new,
         body=encode(turn.draft.whole).decode(),
     )
-    if record.depth < MAX_DEPTH and await responses.keep(record):
+    if record.depth < MAX_DEPTH and await responses.put(record):
         return
     whole = encode([*turn.past, *turn.new]).decode()
-    await responses.keep(msgspec.structs.replace(record, parent=None, depth=0, input=whole))
+    await responses.put(msgspec.structs.replace(record, parent=None, depth=0, input=whole))
 
 
 async def _compose(events: Events, draft: Draft) -> None:

@@ -14,7 +14,7 @@ from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
 from emberline.service.answer import gather
 from emberline.service.core import LocalCore
-from emberline.service.job_context import JobContext
+from emberline.service.request_context import JobContext
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import EOS, FakeEngine, Script
 

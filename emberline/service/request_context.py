@@ -1,0 +1,77 @@
+"""What accompanies a request through the pipeline: its clock, its job if it has one, its log line at the end."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emberline.accounts.usage_ledger import UsageRow
+from emberline.protocol.errors import EmberlineError
+from emberline.protocol.events import TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """One attempt at a queued job.
+
+    engine: the worker that admission granted. The request is not rerouted, so that a worker that dies under a job is
+        noticed and counted against the job.
+    record_usage: receives the usage row when the request ends. The queue writes it in the transaction that stores the
+        result, so an attempt whose result is discarded is not billed.
+    resume_from: tokens that earlier attempts generated. Generation continues behind them; their events are not
+        emitted again.
+    on_delta: receives each delta of the engine right before the events made from it.
+    """
+
+    engine: str
+    record_usage: Callable[[UsageRow], None]
+    resume_from: TokenDelta | None = None
+    on_delta: Callable[[TokenDelta], None] | None = None
+
+
+log = logging.getLogger("emberline.request")
+
+
+def log_end(engine: str, row: UsageRow, error: Exception | None, finalizing: "asyncio.Task[None]") -> None:
+    """One log line per request, after it was finalized: so it also tells when the usage row was not written."""
+    unfinalized = None if finalizing.cancelled() else finalizing.exception()
+    problem = error or unfinalized
+    level = logging.ERROR if unfinalized is not None else logging.WARNING if problem is not None else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    first_us = row.first_token_us
+    log.log(
+        level,
+        "%s",
+        row.status if problem is None else f"{row.status}: {problem}",
+        extra={
+            "request_id": row.id,
+            "status": row.status,
+            "error": problem.kind if isinstance(problem, EmberlineError) else problem and type(problem).__name__,
+            "account": row.account,
+            "model": row.model,
+            "engine": engine,
+            "prompt_tokens": row.input_tokens,
+            "cached_tokens": row.cached_tokens,
+            "completion_tokens": row.output_tokens,
+            "ttft_ms": None if first_us is None else (first_us - row.created_us) // 1000,
+            "duration_ms": (row.finished_us - row.created_us) // 1000,
+        },
+    )
+
+
+class Clock:
+    """Unix time that does not jump: taken once, then advanced by the monotonic clock."""
+
+    __slots__ = ("_started_s", "created_us")
+
+    def __init__(self) -> None:
+        self.created_us = time.time_ns() // 1000  # Unix time
+        self._started_s = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def now_us(self) -> int:
+        return self.created_us + int(1e6 * self.elapsed_s())
