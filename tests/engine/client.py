@@ -1,4 +1,4 @@
-"""A plain blocking client of an engine, and engine processes to talk to."""
+"""A blocking client of an engine, and engine processes to connect to."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Client:
         self.send(Abort(list(ids)))
 
     def receive(self):
-        """The next message; ConnectionError when the engine hung up."""
+        """The next message; ConnectionError when the engine closed the connection."""
         while not self._messages:
             data = self.sock.recv(1 << 20)
             if not data:

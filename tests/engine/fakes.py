@@ -1,6 +1,6 @@
-"""A model in pure Python whose every token depends on all the KV it can see, read back from the blocks.
+"""A fake model in pure Python whose every token depends on all the KV it attends to, read back from the blocks.
 
-Paging, prefix cache, windows and preemption that are wrong in any way show as wrong tokens.
+Any error of paging, prefix cache, windows or preemption shows as wrong tokens.
 """
 
 from dataclasses import dataclass, field
@@ -57,11 +57,11 @@ def next_token(views, vocab=VOCAB):
 
 
 def expected(prompt_ids, sampling, layouts, context_len, vocab=VOCAB, salt=b""):
-    """What a fake model answers, computed without blocks. (ids, finish)"""
+    """The output of the fake model, computed without blocks: (ids, finish)"""
     stops = {*sampling.stop_ids, *(() if sampling.ignore_eos else (EOS,))}
     room = context_len - len(prompt_ids)
     limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-    entries, state = [], len(salt)  # a salted chain: another tenant's KV is wrong KV
+    entries, state = [], len(salt)  # a salted chain: KV of another salt is wrong
     for token in prompt_ids:
         state = mix(state, token)
         entries.append((token, state))

@@ -1,4 +1,4 @@
-"""Who watches an engine's cache knows at every moment what it holds, however late it came."""
+"""Subscribers of KV events know the content of an engine's prefix cache, whenever they subscribed."""
 
 import random
 
@@ -35,7 +35,7 @@ class Watcher(Client):
         self.known = (self.known | stored) - removed
 
     def follow(self, index):
-        """Read until what is known is what the cache holds; what comes after that would be wrong."""
+        """Read until the known content equals that of the cache."""
         while not self.frames or self.known != set(index):
             self.take(self.receive())
 
@@ -51,7 +51,7 @@ def cut(keys):
 
 
 @pytest.mark.parametrize("layouts", [(FULL,), (window_group(20), FULL)])
-def test_watchers_know_what_the_cache_holds(tmp_path, layouts):
+def test_subscribers_track_the_cache_content(tmp_path, layouts):
     rng = random.Random(5)
     engine = Engine(tmp_path / "a.sock", n_blocks=24, context_len=300, layouts=layouts)
     index = next(group.index for group in engine.cache.groups if group.layout.window is None)
@@ -72,7 +72,7 @@ def test_watchers_know_what_the_cache_holds(tmp_path, layouts):
     engine.stop()
 
 
-def test_a_large_snapshot_comes_in_parts(tmp_path, monkeypatch):
+def test_a_large_snapshot_is_split_into_frames(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_cache, "KEYS_PER_FRAME", 7)
     engine = Engine(tmp_path / "a.sock")
     with Watcher(engine.address) as first:
@@ -94,7 +94,7 @@ def test_frames_stay_below_a_megabyte():
     assert sum(len(frame.stored) for frame in frames) == 3_200_000
 
 
-def test_a_watcher_that_does_not_read_is_dropped_and_the_steps_go_on(tmp_path, monkeypatch):
+def test_a_subscriber_that_does_not_read_is_disconnected_and_steps_continue(tmp_path, monkeypatch):
     monkeypatch.setattr(socket_server, "MAX_BACKLOG_BYTES", 4096)
     engine = Engine(tmp_path / "a.sock", n_blocks=4000, token_budget=512)
     with Watcher(engine.address) as slow, Client(engine.address) as client:
@@ -115,8 +115,8 @@ def test_a_watcher_that_does_not_read_is_dropped_and_the_steps_go_on(tmp_path, m
     engine.stop()
 
 
-def test_watchers_hear_of_everybodys_load(tmp_path):
-    """A core whose doors ask must know how full the engine is, and when it is empty again."""
+def test_subscribers_get_load_reports_of_all_clients(tmp_path):
+    """The core must know how full the engine is while other processes submit requests."""
     engine = Engine(tmp_path / "a.sock", n_blocks=24, context_len=300)
     with Watcher(engine.address) as watcher, Client(engine.address) as other:
         other.submit(request("r", [1] * 40, max_tokens=4))

@@ -1,4 +1,4 @@
-"""The socket side of an engine, with a model in pure Python behind it."""
+"""The socket server of an engine, with a fake model in pure Python."""
 
 import socket
 import struct
@@ -22,7 +22,7 @@ LONG = {"max_tokens": None}
 
 
 class Engine:
-    """A server in a thread. `pause` holds its steps up."""
+    """A server in a thread. `pause` delays its steps."""
 
     def __init__(self, path, idle_task=None, **setup):
         self.scheduler, self.cache = scheduler_of(**{"n_blocks": 400, "context_len": 4000, **setup})
@@ -58,7 +58,7 @@ def engine(tmp_path):
     engine.stop()
 
 
-def test_hello_is_answered_by_what_the_engine_serves(engine):
+def test_hello_is_answered_with_engine_info(engine):
     with Client(engine.address) as client:
         assert isinstance(client.greeting, Welcome)
         assert client.greeting.info == engine.info
@@ -81,7 +81,7 @@ def test_one_step_frame_carries_all_deltas_of_a_step(engine):
         assert client.steps[-1].load.output_tokens >= 18
 
 
-def test_refusals_come_back_as_terminal_deltas(engine):
+def test_refused_requests_get_a_terminal_delta(engine):
     with Client(engine.address) as client:
         client.submit(request("empty", []), request("fine", [1]), request("long", [1] * 5000))
         client.finish("empty", "fine", "long")
@@ -101,7 +101,7 @@ def test_an_id_in_use_is_refused(engine):
         assert client.finish("a").finish == "length"
 
 
-def test_abort_ends_the_request_and_only_the_owner_may(engine):
+def test_only_the_owner_of_a_request_can_abort_it(engine):
     with Client(engine.address) as client, Client(engine.address) as other:
         client.submit(request("a", [1], **LONG))
         client.step()
@@ -114,7 +114,7 @@ def test_abort_ends_the_request_and_only_the_owner_may(engine):
     wait_until(lambda: engine.cache.n_used == 0)
 
 
-def test_a_connection_that_drops_takes_its_requests_with_it(engine):
+def test_a_lost_connection_aborts_its_requests(engine):
     with Client(engine.address) as other:
         client = Client(engine.address)
         client.submit(request("a", [1], **LONG), request("b", [2], **LONG))
@@ -151,7 +151,7 @@ def test_a_malformed_frame_closes_that_connection_alone(engine, payload):
     [(Hello("wrong"), "unauthorized"), (Hello(""), "unauthorized"), (Hello("ключ"), "unauthorized"),
      (Hello("secret", version=99), "bad_input")],
 )  # fmt: skip
-def test_a_stranger_is_refused(engine, hello, kind):
+def test_a_wrong_hello_is_refused(engine, hello, kind):
     with Client(engine.address, greet=False) as client:
         client.send(hello)
         message = client.receive()
@@ -161,7 +161,7 @@ def test_a_stranger_is_refused(engine, hello, kind):
             client.receive()
 
 
-def test_nothing_but_hello_from_a_stranger(engine):
+def test_other_frames_before_hello_close_the_connection(engine):
     for message in (Submit([request("a", [1])]), Abort(["a"]), Drain(0), Submit([request("a", [1] * 20_000)])):
         with Client(engine.address, greet=False) as client:
             client.send(message)
@@ -170,13 +170,13 @@ def test_nothing_but_hello_from_a_stranger(engine):
     assert not engine.scheduler.busy
 
 
-def test_a_silent_stranger_is_let_go(engine, monkeypatch):
+def test_a_connection_without_hello_times_out(engine, monkeypatch):
     monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.05)
     with Client(engine.address, greet=False) as client, pytest.raises(ConnectionError):
         client.receive()
 
 
-def test_a_client_that_does_not_read_is_dropped(engine, monkeypatch):
+def test_a_client_that_does_not_read_is_disconnected(engine, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_BACKLOG_BYTES", 10_000)
     with Client(engine.address) as slow, Client(engine.address) as client:
         slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -187,8 +187,8 @@ def test_a_client_that_does_not_read_is_dropped(engine, monkeypatch):
         assert client.finish("a").finish == "length"
 
 
-def test_a_client_that_waits_hears_that_steps_are_made(engine, monkeypatch):
-    """A prompt may take minutes; without news its client could not tell that from an engine that hangs."""
+def test_a_waiting_client_gets_heartbeats_while_steps_are_made(engine, monkeypatch):
+    """A prompt may take minutes; without heartbeats its client could not tell that from an engine that hangs."""
     monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.02)
     launch = engine.runner.launch
     engine.runner.launch = lambda plan: (time.sleep(0.005), launch(plan))[1]
@@ -204,7 +204,7 @@ def test_a_client_that_waits_hears_that_steps_are_made(engine, monkeypatch):
             idle.receive()
 
 
-def test_an_engine_that_makes_no_step_gives_no_sign_of_life(engine, monkeypatch):
+def test_an_engine_without_progress_sends_no_heartbeat(engine, monkeypatch):
     monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.0)
     monkeypatch.setattr(engine.scheduler, "plan", StepPlan)  # work, and nothing planned
     with Client(engine.address) as client:
@@ -214,7 +214,7 @@ def test_an_engine_that_makes_no_step_gives_no_sign_of_life(engine, monkeypatch)
             client.receive()
 
 
-def test_chores_are_done_when_nobody_has_asked_for_a_while(tmp_path, monkeypatch):
+def test_idle_tasks_run_after_a_while_without_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "IDLE_S", 0.2)
     done_s = []
 
@@ -238,7 +238,7 @@ def test_chores_are_done_when_nobody_has_asked_for_a_while(tmp_path, monkeypatch
         engine.stop()
 
 
-def test_drain_finishes_what_runs_and_takes_nothing_new(engine):
+def test_drain_finishes_running_requests_and_refuses_new_ones(engine):
     engine.go.clear()
     with Client(engine.address) as client:
         client.submit(request("a", [1], max_tokens=50))
@@ -254,7 +254,7 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(engine):
     assert not engine.thread.is_alive()
 
 
-def test_drain_ends_what_takes_too_long(engine):
+def test_drain_aborts_requests_at_its_limit(engine):
     launch = engine.runner.launch
     engine.runner.launch = lambda plan: (threading.Event().wait(0.01), launch(plan))[1]
     with Client(engine.address) as client:
@@ -266,7 +266,7 @@ def test_drain_ends_what_takes_too_long(engine):
     assert not engine.thread.is_alive()
 
 
-def test_a_socket_file_is_private_replaced_when_stale_and_never_stolen(tmp_path):
+def test_a_socket_file_is_private_and_replaced_only_when_stale(tmp_path):
     path = tmp_path / "engine.sock"
     with listening(f"unix:{path}") as (_, address):
         assert address == f"unix:{path}"

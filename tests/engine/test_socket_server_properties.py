@@ -1,4 +1,4 @@
-"""Whatever clients do, and whatever goes wrong: an engine with work makes steps, and every request ends once."""
+"""Under random actions of clients and random faults an engine with work makes steps, and every request ends once."""
 
 import socket
 import tempfile
@@ -49,25 +49,25 @@ actions = st.one_of(
 
 
 class Peer:
-    """A client that never blocks. Engines that hang up on it are called again."""
+    """A client that never blocks, and reconnects when it was disconnected."""
 
     def __init__(self, path):
         self.path = path
-        self.open = set()  # requests without their end
+        self.open = set()  # requests without a terminal delta
         self.call()
 
     def call(self):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(self.path)
         self.sock.setblocking(False)
-        self.open.clear()  # they went with the connection before
+        self.open.clear()  # aborted with the previous connection
         self._buffer = FrameBuffer()
         self.send(Hello(""))
 
     def send(self, message):
         try:
             self.sock.send(frames.encode(message))
-        except OSError:  # hung up on meanwhile
+        except OSError:  # disconnected meanwhile
             self.sock.close()
             self.call()
             self.send(message)
@@ -109,7 +109,7 @@ class Stage:
             head_dim=1,
             **setup,
         )
-        self.loop, info = standin.build(args, lambda request_id: self.server.drop(request_id))
+        self.loop, info = standin.build(args, lambda request_id: self.server.disconnect(request_id))
         self.server = Server(listener, self.loop, info, "")
         self.path = path
         self.peers = [Peer(path) for _ in range(3)]
@@ -122,9 +122,9 @@ class Stage:
         peer.send(Submit([request(id, **fields) for id, fields in zip(ids, wanted)]))
         peer.open.update(ids)
 
-    def turn(self):
+    def run_once(self):
         steps, was_busy = self.loop.load.steps, self.loop.busy
-        self.server.turn()
+        self.server.run_once()
         n_ended = sum(peer.read() for peer in self.peers)
         moved = not was_busy or not self.loop.busy or self.loop.load.steps > steps or n_ended
         self.n_idle_turns = 0 if moved else self.n_idle_turns + 1
@@ -142,20 +142,20 @@ class Stage:
                 peer.call()
             for _ in range(what if action == "turns" else 1):
                 if action != "turns" or self.loop.busy:
-                    self.turn()
+                    self.run_once()
 
     def finish(self):
         for _ in range(MAX_TURNS):
             if not self.loop.busy and not any(peer.open for peer in self.peers):
                 return
             self.peers[0].send(Abort([]))  # so that an idle server wakes up and reads what is left
-            self.turn()
+            self.run_once()
         raise AssertionError(f"these never end: {Counter(id for peer in self.peers for id in peer.open)}")
 
 
 @settings(max_examples=60, deadline=None)
 @given(setups, st.lists(actions, min_size=1, max_size=12))
-def test_work_moves_and_every_request_ends_once(setup, script):
+def test_every_request_ends_once_under_random_client_actions(setup, script):
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "a.sock")
         with listening(path) as (listener, _):

@@ -92,7 +92,7 @@ def tokens(deltas):
 
 
 @pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
-def test_tokens_survive_batching_chunks_hits_and_preemption(layouts):
+def test_tokens_are_unchanged_by_batching_chunks_hits_and_preemption(layouts):
     loop = loop_of(TorchFake(layouts), n_blocks=9, context_len=100)
     prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
     wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
@@ -107,7 +107,7 @@ def test_tokens_survive_batching_chunks_hits_and_preemption(layouts):
         assert again[0].usage.cached_tokens == (len(prompts[id]) - 1) // 16 * 16
 
 
-def test_padding_points_at_the_null_block():
+def test_padding_refers_to_the_null_block():
     model = TorchFake()
     loop = loop_of(model, token_budget=64, max_running=2)
     run(loop, request("x", [1] * 60, max_tokens=1))  # leaves its blocks behind in a slot
@@ -163,7 +163,7 @@ def test_sampling_parameters_reach_the_sampler(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("huge_page_bytes", [2 << 20, 512 << 20, inf])
-def test_a_pool_is_zero_contiguous_and_takes_no_memory_until_it_is_used(dtype, huge_page_bytes, monkeypatch):
+def test_a_pool_is_zeroed_contiguous_and_lazily_allocated(dtype, huge_page_bytes, monkeypatch):
     monkeypatch.setattr(pages_module, "_huge_page_bytes", lambda: huge_page_bytes)
     layout = KVGroup("full", tuple(range(8)), 4, 64, dtype)
     pool = allocate_pool(layout, 400, torch.device("cpu"))

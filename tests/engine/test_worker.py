@@ -37,7 +37,7 @@ def ask(id, ids, **sampling):
     return request(id, ids, **{"max_tokens": 40, "temperature": 0.0, **sampling})
 
 
-def test_it_says_what_it_serves(worker):
+def test_the_ready_line_and_welcome_describe_the_model(worker):
     with Client(worker[1]) as client:
         info, load = client.greeting.info, client.greeting.load
     assert (info.model, info.vocab_size, info.device) == ("tiny", 49_152, "cpu")
@@ -116,7 +116,7 @@ def test_idle_costs_no_cpu(worker):
 
 
 @pytest.mark.parametrize("flags", [("--kv-bytes", 1000), ("--token-budget", 4), ("--device", "abacus")])
-def test_a_start_that_fails_says_why(smollm2, tmp_path, flags):
+def test_a_failed_start_reports_its_reason(smollm2, tmp_path, flags):
     process, ready = start(WORKER, "--model", smollm2, "--socket", tmp_path / "a.sock", *flags)
     assert ready["ready"] is False
     assert ready["error"]
@@ -125,7 +125,7 @@ def test_a_start_that_fails_says_why(smollm2, tmp_path, flags):
     process.communicate()
 
 
-def test_a_missing_model_is_named(tmp_path):
+def test_a_missing_model_file_is_reported(tmp_path):
     process, ready = start(WORKER, "--model", tmp_path / "nothing.gguf", "--socket", tmp_path / "a.sock")
     assert "nothing.gguf" in ready["error"]
     process.communicate()

@@ -2,7 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.block_pool import NULL_BLOCK, BlockPool
+from emberline.kv.block_pool import NULL_BLOCK, UNBOUNDED, BlockPool, blocks_of, capacity, peak_blocks, split_bytes
+from emberline.kv.prefix_index import first_visible
+from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.errors import BadInput
 
 
 def free_blocks(pool):
@@ -33,7 +36,7 @@ def test_blocks_without_content_are_reused_first_then_cached_ones_oldest_first()
     assert pool.refs[c] == pool.refs[e] == 1
 
 
-def test_holding_a_free_block_takes_it_off_the_list():
+def test_holding_a_free_block_removes_it_from_the_free_list():
     pool = BlockPool(4)
     blocks = [pool.take_all(1)[0] for _ in range(3)]
     for block in blocks:
@@ -47,7 +50,7 @@ def test_holding_a_free_block_takes_it_off_the_list():
     assert free_blocks(pool) == [blocks[0], blocks[2], blocks[1]]
 
 
-def test_a_drop_too_many_is_our_bug():
+def test_dropping_a_free_block_fails_an_assertion():
     pool = BlockPool(3)
     block = pool.take_all(1)[0]
     pool.drop(block, keep=False)
@@ -56,7 +59,7 @@ def test_a_drop_too_many_is_our_bug():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "hold", "keep", "lose"]), st.integers(0, 99)), max_size=80))
-def test_the_list_always_holds_exactly_the_unreferenced_blocks(operations):
+def test_the_free_list_holds_exactly_the_unreferenced_blocks(operations):
     pool = BlockPool(8)
     refs = dict.fromkeys(range(1, 8), 0)
     for operation, choice in operations:
@@ -81,7 +84,7 @@ def test_the_list_always_holds_exactly_the_unreferenced_blocks(operations):
 
 
 @given(st.lists(st.integers(1, 7), max_size=7, unique=True), st.lists(st.booleans(), min_size=7, max_size=7), st.data())
-def test_many_at_once_are_the_same_as_one_by_one(kept, worth, data):
+def test_bulk_operations_equal_single_ones(kept, worth, data):
     one, many = BlockPool(8), BlockPool(8)
     taken = [one.take_all(1)[0] for _ in range(7)]
     assert many.take_all(7) == taken
@@ -98,3 +101,41 @@ def test_many_at_once_are_the_same_as_one_by_one(kept, worth, data):
     assert many.take_all(n) == [one.take_all(1)[0] for _ in range(n)]
     state = [(free_blocks(pool), pool.refs, pool.n_free, pool.n_releases) for pool in (one, many)]
     assert state[0] == state[1]
+
+
+FULL = KVGroup("full", (0, 1), kv_heads=2, head_dim=8, dtype="float16")
+WINDOW = KVGroup("window", (2, 3, 4), kv_heads=2, head_dim=8, dtype="float16", window=40)
+
+
+@given(st.integers(1, 300), st.integers(1, 80), st.integers(1, 64))
+def test_peak_is_never_exceeded_by_a_chunked_prefill(n_tokens, window, chunk):
+    layout = KVGroup("window", (0,), 1, 1, "float16", window=window)
+    for start in range(0, n_tokens, chunk):
+        end = min(start + chunk, n_tokens)
+        assert blocks_of(end) - first_visible(start, window) <= peak_blocks(layout, n_tokens, chunk)
+
+
+def test_capacity():
+    assert capacity(FULL, 10, chunk=16) == 160
+    peak = peak_blocks(WINDOW, UNBOUNDED, chunk=16)
+    assert capacity(WINDOW, peak, chunk=16) == UNBOUNDED
+    assert capacity(WINDOW, peak - 1, chunk=16) == (peak - 1) * 16
+
+
+@given(st.integers(0, 10_000_000), st.integers(1, 64), st.integers(1, 512))
+def test_kv_bytes_are_used_and_never_exceeded(kv_bytes, max_running, chunk):
+    layouts = [FULL, WINDOW]
+    if kv_bytes < 3 * (FULL.block_bytes + WINDOW.block_bytes):
+        with pytest.raises(BadInput, match="at least"):
+            split_bytes(layouts, kv_bytes, chunk, max_running)
+        return
+    n_blocks = split_bytes(layouts, kv_bytes, chunk, max_running)
+    spent = sum(n * layout.block_bytes for n, layout in zip(n_blocks, layouts))
+    assert spent <= kv_bytes < spent + 2 * (FULL.block_bytes + WINDOW.block_bytes)
+    assert n_blocks[1] <= n_blocks[0]
+    assert min(capacity(layout, n - 1, chunk) for layout, n in zip(layouts, n_blocks)) > 0
+
+
+def test_a_window_group_gets_fewer_blocks_when_memory_is_plentiful():
+    n_full, n_window = split_bytes([FULL, WINDOW], 100_000_000, 64, max_running=8)
+    assert n_window - 1 == (n_full - 1) // 4

@@ -68,7 +68,7 @@ def test_another_salt_never_hits():
     assert cache.match(keys_of(range(33), b"other"), 2) == 0
 
 
-def test_tails_are_evicted_before_beginnings_and_listeners_hear_it():
+def test_tails_are_evicted_before_beginnings_and_listeners_notified():
     record = Record()
     cache = KVCache([FULL], [5], chunk=64, listener=record)
     cache.release(fill(cache, range(64), chunk=64))
@@ -89,7 +89,7 @@ def test_running_sequences_are_never_evicted():
     assert not set(table.groups[0].blocks) & set(running.groups[0].blocks)
 
 
-def test_blocks_that_leave_the_window_come_back_while_the_sequence_runs():
+def test_blocks_that_leave_the_window_are_freed_while_the_sequence_runs():
     cache = KVCache([WINDOW], [6], chunk=16)
     table = fill(cache, range(200))
     held = table.groups[0]
@@ -140,8 +140,8 @@ def test_fits_counts_shared_blocks_once_and_free_hits_as_taken():
     st.sampled_from([[FULL], [WINDOW], [FULL, WINDOW]]),
     st.integers(7, 16),
 )
-def test_every_block_comes_back_and_hits_are_genuine(requests, layouts, n_blocks):
-    """Random sequences with common beginnings, some kept running: references add up, hits have the right content."""
+def test_all_blocks_are_freed_and_hits_are_correct(requests, layouts, n_blocks):
+    """Random sequences with shared prefixes, some kept running: references add up, hits have the right content."""
     record = Record()
     cache = KVCache(layouts, [n_blocks] * len(layouts), chunk=16, listener=record)
     content = {}  # (group, block) -> key that was computed there

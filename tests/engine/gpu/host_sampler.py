@@ -1,4 +1,4 @@
-"""The device's sampler in NumPy: parameters by slot, and what was drawn where a penalty looks back."""
+"""The device's sampler in NumPy: parameters by slot, and sampled tokens where penalties need them."""
 
 from dataclasses import replace
 

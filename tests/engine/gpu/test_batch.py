@@ -12,7 +12,7 @@ def rows_of(*rows, width=12):
     return tables, np.array([max(0, len(blocks) - 1) for blocks in rows], np.int32)
 
 
-def test_the_prefix_that_spares_most_is_found():
+def test_the_shared_prefix_that_saves_most_reads_is_found():
     system = [5, 6, 7, 8]
     found = find_shared_prefix(*rows_of(*([*system, 10 + n, 40 + n] for n in range(6)), [90, 91, 92], [5, 6, 93, 94]))
     assert (found.n_blocks, found.rows.tolist()) == (4, [True] * 6 + [False] * 2)
@@ -22,14 +22,14 @@ def test_the_prefix_that_spares_most_is_found():
     assert found.rows.all()
 
 
-def test_a_block_that_is_still_written_is_not_shared():
+def test_a_partial_block_is_not_shared():
     assert find_shared_prefix(*rows_of([5], [5])) is None
     found = find_shared_prefix(*rows_of([5, 6], [5, 6]))
     assert found is None or found.n_blocks == 1
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=8))
-def test_what_is_found_is_true(rows):
+def test_found_prefixes_are_really_shared(rows):
     tables, n_full = rows_of(*rows)
     found = find_shared_prefix(tables, n_full)
     if found is None:

@@ -1,4 +1,4 @@
-"""The GPU engine on a CUDA device: no hidden waits, captured steps equal to uncaptured ones, memory as announced."""
+"""The GPU engine on a CUDA device: no hidden synchronization, graphs equal to eager steps, memory within budget."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def run(loop, *requests):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_deterministic_tokens_in_any_batch_captured_or_not_one_or_two_in_flight(temperature):
+def test_deterministic_tokens_in_any_batch_with_and_without_graphs(temperature):
     asked = [request(f"r{n}", ids, max_tokens=24, temperature=temperature, seed=n) for n, ids in enumerate(prompts(8))]
     together = run(engine_of(deterministic=True)[0], *asked)
     assert all(len(reply) == 24 for reply in together.values())
@@ -123,7 +123,7 @@ def test_preemption_changes_no_token():
     assert {id: tight[id] for id in roomy} == roomy
 
 
-def test_no_step_waits_for_the_device():
+def test_no_step_blocks_on_the_device():
     """Also with penalties, bans, biases and logprobs, once their kernels are compiled."""
     plain = {"max_tokens": 12, "temperature": 0.7}
     kinds = [
@@ -146,7 +146,7 @@ def test_no_step_waits_for_the_device():
     assert all(len(reply) == 12 for reply in replies.values())
 
 
-def test_memory_is_as_announced():
+def test_memory_stays_within_the_budget():
     loop, engine = engine_of()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -26,7 +26,7 @@ from tests.engine.test_torch_runner import FULL, WINDOW, TorchFake, run, tokens
 
 
 class Padded(TorchFake):
-    """Also takes rows that are nobody's: they must reach no block but the null block."""
+    """Also takes padding rows: they must reach no block but the null block."""
 
     def forward(self, step, kv):
         shape, starts, contexts = step.shape, step.query_starts.tolist(), step.context_lens.tolist()
@@ -40,7 +40,7 @@ class Padded(TorchFake):
             if owner:
                 real.append(r)
                 kept += range(starts[r], starts[r + 1])
-            elif context:  # it has the tokens that are left over, and reaches no block but the null block
+            elif context:  # padding: it has the remaining tokens, and reaches only the null block
                 assert r == len(contexts) - 1
                 assert not any(table[r].any() for table in step.block_tables)
         place = {token: n for n, token in enumerate(kept)}
@@ -77,7 +77,7 @@ def loop_of(model, n_blocks=40, graphs=True, steps_in_flight=2, **limits):
 @pytest.mark.parametrize("layouts", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_tokens_survive_batching_chunks_hits_and_preemption(layouts, graphs, steps_in_flight):
+def test_tokens_are_unchanged_by_batching_chunks_hits_and_preemption(layouts, graphs, steps_in_flight):
     loop, _ = loop_of(Padded(layouts), 9, graphs, steps_in_flight, context_len=100)
     prompts = {f"r{n}": [(n + i * i) % VOCAB for i in range(25 + 9 * n)] for n in range(3)}
     wanted = {id: request(id, ids, max_tokens=40, temperature=0.0) for id, ids in prompts.items()}
@@ -120,7 +120,7 @@ def test_sampling_parameters_and_histories_reach_the_sampler():
             assert row.banned == ((6,) if seed == 6 else ())
 
 
-def test_logprobs_come_back_for_those_who_asked():
+def test_logprobs_are_returned_only_where_requested():
     loop, _ = loop_of(Padded())
     deltas = run(loop, request("a", [1, 2], logprobs=3, temperature=0.0), request("b", [2, 1], temperature=0.0))
     for delta in deltas["a"]:
@@ -146,8 +146,8 @@ def drawn(step):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_row_follows_the_token_that_only_the_device_knows(beside):
-    """Alone as a decode step; beside a chunk in a mixed one."""
+def test_a_row_continues_from_the_token_on_the_device(beside):
+    """In a decode step, and in a mixed step with a chunk."""
     ids = [1, 2, 3]
     answer = expected(ids, request("x", ids, max_tokens=3).sampling, (FULL,), 200)[0]
     runner = runner_of()
@@ -164,7 +164,7 @@ def test_a_row_follows_the_token_that_only_the_device_knows(beside):
     assert [step.result()[0].token_id for step in steps] == answer
 
 
-def test_masks_bind_the_rows_they_name_and_no_other():
+def test_masks_apply_to_their_rows_only():
     runner = runner_of()
     grammar = {"max_tokens": 2}
     plan = StepPlan()
@@ -189,7 +189,7 @@ def msgspec_replace(struct, **changes):
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 4), (9, 16), (17, 32), (64, 64), (65, 96), (257, 320)])
-def test_buckets(rows, size):
+def test_decode_row_buckets(rows, size):
     assert bucket(rows, 512) == size
     assert bucket(rows, max(rows, 1)) >= rows
 
@@ -208,7 +208,7 @@ def decode_inputs(rows, groups, width):
     )
 
 
-def test_prepare_takes_changes_in_and_makes_inputs():
+def test_prepare_applies_changes_and_builds_inputs():
     state = SlotState(as_int32([70, 71, 72]), torch.arange(1, 13, dtype=torch.int32).view(1, 3, 4))
     to = decode_inputs(4, 1, 4)
     packet = as_int32([[2, 0, 0], [32, 17, PADDING], [LAST_SAMPLED, 5, 0], [40, -1, -1], [2, 0, 0]])
@@ -233,7 +233,7 @@ def test_prepare_takes_changes_in_and_makes_inputs():
         (ValueError("CUDA error"), False),
     ],
 )
-def test_a_lost_device_is_told_from_a_failed_step(error, lost):
+def test_a_lost_device_is_distinguished_from_a_failed_step(error, lost):
     model = Padded()
     runner = runner_of(model)
 
@@ -248,8 +248,8 @@ def test_a_lost_device_is_told_from_a_failed_step(error, lost):
     assert str(error) in str(raised.value)
 
 
-def test_tokens_put_into_a_reply_are_counted_by_penalties():
-    """A thinking limit adds tokens that nobody drew; the row behind them computes several at once."""
+def test_forced_tokens_count_for_penalties():
+    """A thinking limit inserts tokens that were not sampled; the next row computes several at once."""
     runner = runner_of()
     kernels = runner._kernels
     ids = [1, 2, 3]
@@ -264,7 +264,7 @@ def test_tokens_put_into_a_reply_are_counted_by_penalties():
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["decode step", "mixed step"])
-def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
+def test_a_shared_prefix_is_uploaded(beside, monkeypatch):
     monkeypatch.setattr(gpu_runner, "MIN_SAVED_BYTES", 1)
     seen = []
 
@@ -281,7 +281,7 @@ def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
     for slot in range(1, 6):
         plan.admissions.append(admitted(slot, [*system, slot], blocks=[1, 2]))
         plan.rows.append(Row(slot, slot, 32, pack([slot]), [[10 + slot]], [0], True))
-    plan.admissions.append(admitted(6, [5] * 17, blocks=[20]))  # another's block, of which nobody else has one
+    plan.admissions.append(admitted(6, [5] * 17, blocks=[20]))  # a block that no other row has
     plan.rows.append(Row(6, 6, 16, pack([5]), [[21]], [0], True))
     if beside:
         plan.admissions.append(admitted(7, [4] * 20))
@@ -294,7 +294,7 @@ def test_a_prefix_that_many_share_is_announced(beside, monkeypatch):
 
 
 class Captured(CudaGraphs):
-    """Runs what is to be captured, and notes it."""
+    """Runs steps instead of capturing them, and records their keys."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -304,7 +304,7 @@ class Captured(CudaGraphs):
         return None
 
 
-def test_common_steps_are_prepared_ahead_and_touch_nobody(monkeypatch):
+def test_common_steps_are_captured_ahead_without_side_effects(monkeypatch):
     monkeypatch.setattr(gpu_runner, "MIN_SAVED_BYTES", 1)
     seen = []
 
@@ -334,7 +334,7 @@ def test_common_steps_are_prepared_ahead_and_touch_nobody(monkeypatch):
     assert runner.n_graphs == n_graphs, "such steps were captured already"
 
 
-def test_whatever_is_captured_was_common():
+def test_padded_shapes_are_among_the_common_steps():
     for most in (1, 5, 64, 100, 256, 600):
         sizes = MixedShape.all_padded(most)
         assert len(set(sizes)) == len(sizes)

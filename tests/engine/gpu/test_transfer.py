@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
-def test_every_block_arrives_in_the_other_process_as_it_is():
+def test_blocks_are_intact_in_the_other_process():
     from benchmarks.gpu.transfer import bandwidth
 
     assert bandwidth()["identical"]

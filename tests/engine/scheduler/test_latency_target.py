@@ -6,19 +6,19 @@ from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
 
 
 def flat(work):
-    """An 8B model on an H200, about: short chunks cost what those of a tile do, and context costs them all the same."""
+    """About an 8B model on an H200: a short chunk costs as much as a tile, and its context costs the same."""
     tokens = -(-(work.n_decodes + work.n_tokens) // 128) * 128
     attention = max(work.n_tokens, 480) * work.context * 1.2e-9 if work.n_tokens else 0.0
     return max(4.2e-3, tokens * 2.1e-5) + 3e-4 + work.n_decodes * 2e-5 + attention
 
 
 def steep(work):
-    """A card on which everything takes ten times as long."""
+    """A device on which everything takes ten times as long."""
     return 10 * flat(work)
 
 
 def serve(policy, cost, n_decodes, length, budget=8192):
-    """A prompt's chunks beside the streams, each measured two steps late, as on a device."""
+    """The chunks of a prompt beside decodes, each measured two steps late, as on a device."""
     sizes, done, late = [], 0, []
     while done < length:
         work = StepWork(n_decodes)
@@ -35,20 +35,20 @@ def serve(policy, cost, n_decodes, length, budget=8192):
     return sizes
 
 
-def streams(policy, cost, n_decodes, n=30):
+def decodes(policy, cost, n_decodes, n=30):
     for _ in range(n):
         policy.observe(StepWork(n_decodes), cost(StepWork(n_decodes)))
 
 
-@pytest.mark.parametrize("start", ["nothing known", "believed slow", "far too long a chunk"])
-def test_chunks_settle_at_the_target_from_either_side(start):
+@pytest.mark.parametrize("start", ["nothing measured", "measured too slow", "chunks far too long"])
+def test_chunk_sizes_converge_to_the_latency_target(start):
     policy = LatencyTarget(GPU_SHAPES)
-    streams(policy, flat, 32)
-    for context in () if start == "nothing known" else (500, 3000, 9000):
+    decodes(policy, flat, 32)
+    for context in () if start == "nothing measured" else (500, 3000, 9000):
         odd = StepWork(32)
-        odd.add(128 if start == "believed slow" else 4000, context)
+        odd.add(128 if start == "measured too slow" else 4000, context)
         for _ in range(20):
-            policy.observe(odd, 10.0 if start == "believed slow" else flat(odd))
+            policy.observe(odd, 10.0 if start == "measured too slow" else flat(odd))
     for _ in range(12):
         serve(policy, flat, 32, 8192)
     served = serve(policy, flat, 32, 8192)
@@ -56,13 +56,13 @@ def test_chunks_settle_at_the_target_from_either_side(start):
     assert sum(seconds for _, seconds in served) < 0.27
 
 
-def test_where_context_alone_takes_longer_than_the_target_chunks_stay_efficient():
+def test_chunks_stay_efficient_when_a_long_context_exceeds_the_target():
     policy = LatencyTarget(GPU_SHAPES)
-    streams(policy, flat, 32)
+    decodes(policy, flat, 32)
     for _ in range(3):
         longer = serve(policy, flat, 32, 65_536)
     deep = longer[-20:-1]
-    assert sum(n for n, _ in deep) / len(deep) > 200, "a shorter one would take as long"
+    assert sum(n for n, _ in deep) / len(deep) > 200, "a shorter chunk would take as long"
     assert all(seconds < 1.6 * flat_least(65_536) for _, seconds in deep)
 
 
@@ -72,9 +72,9 @@ def flat_least(context):
     return flat(work)
 
 
-def test_a_slow_card_shares_its_time_between_streams_and_prompts():
+def test_a_slow_device_shares_its_time_between_decode_and_prefill():
     policy = LatencyTarget(GPU_SHAPES)
-    streams(policy, steep, 32)
+    decodes(policy, steep, 32)
     for _ in range(4):
         serve(policy, steep, 32, 8192)
     served = serve(policy, steep, 32, 8192)[:-1]
@@ -83,10 +83,10 @@ def test_a_slow_card_shares_its_time_between_streams_and_prompts():
     assert min(n for n, _ in served) >= TILE - 32
 
 
-def test_one_odd_step_is_forgotten():
-    """A kernel was compiled in the middle of it."""
+def test_an_outlier_has_no_lasting_effect():
+    """For instance when a kernel was compiled during the step."""
     policy = LatencyTarget(GPU_SHAPES)
-    streams(policy, flat, 32)
+    decodes(policy, flat, 32)
     for _ in range(3):
         usual = serve(policy, flat, 32, 8192)
     odd = StepWork(32)
@@ -96,17 +96,17 @@ def test_one_odd_step_is_forgotten():
     assert len(serve(policy, flat, 32, 8192)) <= len(usual) + 1
 
 
-def test_without_streams_a_prompt_takes_all():
+def test_without_decodes_a_prompt_gets_the_whole_budget():
     assert LatencyTarget(GPU_SHAPES).chunk(StepWork(0), 0, 8192) == 8192
 
 
 @pytest.mark.parametrize("n_decodes", [1, 32, 33, 100, 300])
-def test_steps_fill_whole_tiles_of_what_is_captured(n_decodes):
+def test_mixed_steps_fill_whole_tiles(n_decodes):
     n = LatencyTarget(GPU_SHAPES).chunk(StepWork(n_decodes), 0, 8192)
     assert (n_decodes + n) % 128 == 0
 
 
-def test_prompts_come_forward_even_when_streams_take_all_the_time():
+def test_prefill_progresses_even_when_decodes_exceed_the_target():
     policy = LatencyTarget(GPU_SHAPES)
     for _ in range(30):
         busy = StepWork(512)
@@ -116,7 +116,7 @@ def test_prompts_come_forward_even_when_streams_take_all_the_time():
     assert policy.chunk(busy, 0, 8192) == 0
 
 
-def test_a_step_of_prompts_alone_can_be_held_to_a_time():
+def test_a_time_limit_bounds_prefill_steps():
     policy = LatencyTarget(GPU_SHAPES)
     whole = StepWork(0)
     whole.add(8192, 8192)
@@ -129,7 +129,7 @@ def test_a_step_of_prompts_alone_can_be_held_to_a_time():
     assert policy.chunk(StepWork(0), 0, 8192, limit_s=1e-6) == TILE
 
 
-def test_without_a_target_only_queued_work_is_held_to_a_time():
+def test_without_a_latency_target_only_the_time_limit_applies():
     policy = BatchTimeLimit()
     for n_decodes in (0, 3, 64):
         assert policy.chunk(StepWork(n_decodes), 100, 511) == 511
@@ -141,7 +141,7 @@ def test_without_a_target_only_queued_work_is_held_to_a_time():
     assert policy.chunk(StepWork(3), 100, 511, limit_s=0.25) == pytest.approx(255, abs=5)
 
 
-def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
+def test_mixed_steps_never_exceed_the_largest_cuda_graph():
     policy = LatencyTarget(GPU_SHAPES)
     for _ in range(30):
         policy.observe(StepWork(8), 0.001)
@@ -149,18 +149,18 @@ def test_beside_streams_a_step_is_never_larger_than_what_is_captured():
         quick.add(1016, 1016)
         policy.observe(quick, 0.002)
     assert policy.chunk(StepWork(8), 0, 8192, slack=3.0) == MAX_GRAPH_TOKENS - 8
-    assert policy.chunk(StepWork(8), 0, 8184, slack=4.0) == 8184, "overload: as many as there are"
+    assert policy.chunk(StepWork(8), 0, 8184, slack=4.0) == 8184, "no target: as many as there are"
 
 
-def test_a_long_queue_lengthens_steps():
+def test_slack_lengthens_steps():
     policy = LatencyTarget(GPU_SHAPES)
-    streams(policy, flat, 32)
+    decodes(policy, flat, 32)
     for _ in range(6):
         serve(policy, flat, 32, 8192)
     assert policy.chunk(StepWork(32), 4096, 8192, slack=2.0) > policy.chunk(StepWork(32), 4096, 8192) + TILE
 
 
-def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
+def test_decode_time_is_estimated_from_mixed_steps():
     policy = LatencyTarget(GPU_SHAPES)
     alone = StepWork(0)
     alone.add(4096, 4096)
@@ -172,7 +172,7 @@ def test_streams_that_never_decode_alone_are_known_from_steps_with_prompts():
     assert policy.chunk(StepWork(200), 0, 4096) > 312 + TILE
 
 
-def test_steps_that_nobody_waits_for_are_large_or_captured():
+def test_untargeted_steps_are_large_or_fit_a_cuda_graph():
     policy = LatencyTarget(GPU_SHAPES)
     for n_untargeted, budget, tokens in (
         (5000, 4096, 4096),
@@ -186,7 +186,7 @@ def test_steps_that_nobody_waits_for_are_large_or_captured():
     assert BatchTimeLimit().step_tokens(0, 4096, lambda: 4000) == 4096
 
 
-def test_long_prompts_are_cut_at_round_places():
+def test_long_prompts_are_cut_at_multiples():
     policy = LatencyTarget(GPU_SHAPES)
     assert policy.align(StepWork(0), 4112, 8192) == 8192 - 4112
     assert policy.align(StepWork(0), 4112, 1024) == 1024

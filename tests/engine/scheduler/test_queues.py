@@ -1,4 +1,4 @@
-"""Queued work in the engine: it makes way for the prompts of others, keeps its steps short, and is never starved."""
+"""The batch class: it pauses for prompts of better classes, its prefill is limited in time, and it never starves."""
 
 import pytest
 
@@ -18,61 +18,61 @@ def ids(bench, plan):
     ]
 
 
-def test_queued_work_sits_out_the_steps_of_another_s_prompt():
+def test_batch_class_decodes_pause_for_prompts_of_a_better_class():
     bench = Bench(max_running=4, token_budget=32, n_blocks=64)
-    bench.submit("queued", A[:8], max_tokens=40, priority=Priority.BATCH, ignore_eos=True)
+    bench.submit("batch", A[:8], max_tokens=40, priority=Priority.BATCH, ignore_eos=True)
     bench.step()
     bench.step()
-    bench.submit("asked", B[:80], max_tokens=4, ignore_eos=True)
+    bench.submit("interactive", B[:80], max_tokens=4, ignore_eos=True)
     plans = [bench.step() for _ in range(4)]
     assert [sizes(plan) for plan in plans] == [[32], [32], [16], [1, 1]]
-    assert set(ids(bench, plans[3])) == {"asked", "queued"}
+    assert set(ids(bench, plans[3])) == {"interactive", "batch"}
     bench.finish()
-    assert len(bench.tokens("queued")) == 40
+    assert len(bench.tokens("batch")) == 40
 
 
-def test_what_is_drawn_does_not_depend_on_who_was_in_the_way():
+def test_pausing_does_not_change_tokens():
     alone = Bench()
-    alone.submit("queued", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
+    alone.submit("batch", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
     mixed = Bench()
-    mixed.submit("queued", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
+    mixed.submit("batch", A[:8], max_tokens=20, priority=Priority.BATCH, ignore_eos=True)
     for n in range(5):
         mixed.step()
-        mixed.submit(f"asked {n}", B[: 30 + n], max_tokens=3, ignore_eos=True)
-    assert mixed.finish().tokens("queued") == alone.finish().tokens("queued")
+        mixed.submit(f"interactive {n}", B[: 30 + n], max_tokens=3, ignore_eos=True)
+    assert mixed.finish().tokens("batch") == alone.finish().tokens("batch")
 
 
-def test_prompts_without_end_do_not_stop_queued_work_for_ever():
+def test_pausing_is_bounded():
     bench = Bench(max_running=4, token_budget=32, n_blocks=400)
-    bench.submit("queued", A[:8], max_tokens=3, priority=Priority.BATCH, ignore_eos=True)
+    bench.submit("batch", A[:8], max_tokens=3, priority=Priority.BATCH, ignore_eos=True)
     bench.step()
     n = 0
     for _ in range(3 * (MAX_PAUSED_STEPS + 2)):
         if sum(seq.effective_class != Priority.BATCH for seq in bench.scheduler._by_number.values()) < 2:
-            bench.submit(f"asked {n}", [(n * 7 + i) % 7 for i in range(150)], max_tokens=1, ignore_eos=True)
+            bench.submit(f"interactive {n}", [(n * 7 + i) % 7 for i in range(150)], max_tokens=1, ignore_eos=True)
             n += 1
         bench.step()
-    assert bench.deltas["queued"][-1].finish == "length"
+    assert bench.deltas["batch"][-1].finish == "length"
 
 
-def test_one_that_found_no_place_for_long_is_ranked_with_the_others(monkeypatch):
+def test_a_starved_batch_class_sequence_is_promoted(monkeypatch):
     monkeypatch.setattr(queues, "STARVED_STEPS", 20)
     bench = Bench(max_running=1, n_blocks=64)
-    for name in ("queued 1", "queued 2"):
+    for name in ("batch 1", "batch 2"):
         bench.submit(name, A[:8], max_tokens=4, priority=Priority.BATCH, ignore_eos=True)
     n = 0
     order = []
     for _ in range(200):
         waiting = sum(seq.request.priority != Priority.BATCH for seq in bench.scheduler._by_number.values())
         for _ in range(3 - waiting):
-            bench.submit(f"asked {n}", B[:8], max_tokens=5, ignore_eos=True)
+            bench.submit(f"interactive {n}", B[:8], max_tokens=5, ignore_eos=True)
             n += 1
         bench.step()
         assert sum(seq.effective_class != seq.request.priority for seq in bench.scheduler._by_number.values()) <= 1
         order += [name for name, deltas in bench.deltas.items() if deltas[-1].finish and name not in order]
-    assert {"queued 1", "queued 2"} <= set(order)
-    assert order.index("queued 1") < order.index("queued 2")
-    assert order.index("asked 1") < order.index("queued 1")
+    assert {"batch 1", "batch 2"} <= set(order)
+    assert order.index("batch 1") < order.index("batch 2")
+    assert order.index("interactive 1") < order.index("batch 1")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_one_that_found_no_place_for_long_is_ranked_with_the_others(monkeypatch)
         (3, (Priority.BATCH, Priority.FLEX, Priority.BATCH, Priority.BATCH), (3, 1, 1, 2)),
     ],
 )
-def test_the_load_tells_queued_work_from_the_rest(places, classes, told):
+def test_the_load_counts_the_batch_class_separately(places, classes, told):
     bench = Bench(max_running=places)
     for n, priority in enumerate(classes):
         bench.submit(f"r{n}", A[:8], max_tokens=9, priority=priority, ignore_eos=True)
@@ -91,44 +91,44 @@ def test_the_load_tells_queued_work_from_the_rest(places, classes, told):
     assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == told
 
 
-def paced(seconds_per_token: float):
+def limited(seconds_per_token: float):
     prefill = BatchTimeLimit()
     for _ in range(20):
         prefill.observe(StepWork(0, 200, 0), 200 * seconds_per_token)
     scheduler, cache = scheduler_of(token_budget=512, n_blocks=128, context_len=1024)
     scheduler._planner._prefill = prefill
-    scheduler._batch_class._interactive_step = 0  # somebody was here just now
+    scheduler._batch_class._interactive_step = 0  # an interactive request has just ended
     return scheduler, StepLoop(scheduler, FakeRunner(cache))
 
 
-def test_a_prompt_of_queued_work_is_cut_so_that_a_step_stays_short():
-    scheduler, loop = paced(seconds_per_token=BATCH_PREFILL_S / 200)
-    scheduler.submit(request("queued", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
+def test_batch_class_prefill_is_limited_in_time():
+    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
+    scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
     loop.step(0.0)
     plan_len = next(iter(scheduler._by_number.values())).n_computed
     assert 190 <= plan_len <= 210
 
 
-def test_when_nobody_was_here_for_long_it_is_not_cut():
-    scheduler, loop = paced(seconds_per_token=BATCH_PREFILL_S / 200)
+def test_batch_class_prefill_is_unlimited_without_recent_interactive_requests():
+    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
     scheduler._batch_class._interactive_step = -queues.QUIET_STEPS
-    scheduler.submit(request("queued", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
+    scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
     loop.step(0.0)
     assert next(iter(scheduler._by_number.values())).n_computed == 500
 
 
-def test_a_prompt_that_somebody_waits_for_is_not_cut():
-    scheduler, loop = paced(seconds_per_token=BATCH_PREFILL_S / 200)
-    scheduler.submit(request("asked", [n % 7 for n in range(500)]), 0.0)
-    scheduler.submit(request("queued", [n % 5 for n in range(500)], priority=Priority.BATCH), 0.0)
+def test_interactive_prefill_is_not_limited_in_time():
+    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
+    scheduler.submit(request("interactive", [n % 7 for n in range(500)]), 0.0)
+    scheduler.submit(request("batch", [n % 5 for n in range(500)], priority=Priority.BATCH), 0.0)
     loop.step(0.0)
     computed = {seq.id: seq.n_computed for seq in scheduler._by_number.values()}
-    assert computed == {"asked": 500, "queued": 0}
+    assert computed == {"interactive": 500, "batch": 0}
 
 
-def test_however_slow_the_machine_a_prompt_comes_forward():
-    scheduler, loop = paced(seconds_per_token=1.0)
-    scheduler.submit(request("queued", [n % 7 for n in range(200)], priority=Priority.BATCH, max_tokens=1), 0.0)
+def test_batch_class_prefill_progresses_on_a_slow_machine():
+    scheduler, loop = limited(seconds_per_token=1.0)
+    scheduler.submit(request("batch", [n % 7 for n in range(200)], priority=Priority.BATCH, max_tokens=1), 0.0)
     for _ in range(2):
         loop.step(0.0)
     assert not loop.busy

@@ -1,4 +1,4 @@
-"""A reply that goes on where another engine was lost: the same tokens as if nothing had happened."""
+"""A request resumed with the output of another engine gets the same tokens as one that was not interrupted."""
 
 from itertools import accumulate
 
@@ -47,7 +47,7 @@ def tokens(deltas):
     layouts=st.sampled_from([(FULL,), (FULL, window_group(20))]),
     cut=st.integers(1, 60),
 )
-def test_any_cut_gives_the_same_tokens(n_prompt, sampling, layouts, cut):
+def test_resuming_at_any_token_gives_the_same_output(n_prompt, sampling, layouts, cut):
     setup = {"layouts": layouts, "context_len": 90, "n_blocks": 12}
     whole = request("a", PROMPT[:n_prompt], **sampling)
     ids, finish = expected(PROMPT[:n_prompt], whole.sampling, layouts, 90)
@@ -61,7 +61,7 @@ def test_any_cut_gives_the_same_tokens(n_prompt, sampling, layouts, cut):
     assert deltas[-1].usage.completion_tokens == len(ids)
 
 
-def test_what_was_cached_is_counted_of_the_prompt_alone():
+def test_cached_tokens_count_the_prompt_only():
     scheduler, cache = scheduler_of(n_blocks=32)
     loop = StepLoop(scheduler, FakeRunner(cache))
     whole = request("a", PROMPT[:20], max_tokens=60)
@@ -77,7 +77,7 @@ def test_what_was_cached_is_counted_of_the_prompt_alone():
 
 
 @pytest.mark.parametrize("given_ids", [b"\1\2\3", pack([VOCAB]), pack([1] * 4), pack([1] * 600)])
-def test_a_reply_that_cannot_go_on_is_refused(given_ids):
+def test_output_that_cannot_be_resumed_is_refused(given_ids):
     scheduler, _ = scheduler_of()
     with pytest.raises(BadInput) as caught:
         scheduler.submit(msgspec.structs.replace(request("a", PROMPT), output_ids=given_ids), 0.0)
@@ -85,7 +85,7 @@ def test_a_reply_that_cannot_go_on_is_refused(given_ids):
     assert not scheduler.busy
 
 
-# --- keys that came along -----------------------------------------------------------------------------------------
+# --- given block keys ---------------------------------------------------------------------------------------------
 
 
 def keys_of(ids, salt=b""):
@@ -94,7 +94,7 @@ def keys_of(ids, salt=b""):
     return b"".join(keys)
 
 
-def test_given_keys_are_used_and_those_of_the_reply_follow_them():
+def test_given_block_keys_are_used_and_extended():
     scheduler, cache = scheduler_of(n_blocks=32)
     loop = StepLoop(scheduler, FakeRunner(cache))
     scheduler.submit(msgspec.structs.replace(request("a", PROMPT, max_tokens=30), keys=keys_of(PROMPT)), 0.0)
@@ -114,7 +114,7 @@ def test_given_keys_are_used_and_those_of_the_reply_follow_them():
 
 
 @pytest.mark.parametrize("n_bytes", [16, 31, 33, 48])
-def test_keys_of_another_length_are_refused(n_bytes):
+def test_block_keys_of_a_wrong_length_are_refused(n_bytes):
     scheduler, _ = scheduler_of()
     with pytest.raises(BadInput) as caught:
         scheduler.submit(msgspec.structs.replace(request("a", PROMPT), keys=bytes(n_bytes)), 0.0)
@@ -139,7 +139,7 @@ def grammars():
 
 
 @pytest.mark.parametrize("name", BOUND)
-def test_grammars_and_thinking_go_on_from_any_delta(name, grammars):
+def test_grammar_and_thinking_limit_resume_at_any_delta(name, grammars):
     grammar, taste, thinking = BOUND[name]
     whole = Bench(grammars=grammars)
     whole.submit("a", grammar, taste, max_tokens=30, thinking=thinking)
@@ -157,7 +157,7 @@ def test_grammars_and_thinking_go_on_from_any_delta(name, grammars):
         assert bench.end("a").usage.completion_tokens == len(wanted)
 
 
-def test_a_reply_that_its_grammar_does_not_allow_is_told_so(grammars):
+def test_resumed_output_that_violates_its_grammar_is_refused(grammars):
     bench = Bench(grammars=grammars)
     bench.submit("a", "linked", max_tokens=20)
     bench.finish()
@@ -178,7 +178,7 @@ def text(smollm2):
 
 @pytest.fixture(scope="module")
 def pair(smollm2, tmp_path_factory):
-    """Two engines: what one began, the other ends."""
+    """Two engines: one begins a request, the other resumes it."""
     folder = tmp_path_factory.mktemp("resume")
     flags = ("--device", "cpu", "--deterministic", "--token-budget", 64, "--max-running", 8, "--kv-bytes", 12 << 20)
     with (
@@ -189,7 +189,7 @@ def pair(smollm2, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["greedy", "seeded", "penalties", "grammar"])
-def test_the_real_model_goes_on_elsewhere_as_if_nothing_had_happened(pair, text, name):
+def test_the_real_model_resumes_on_another_engine(pair, text, name):
     prompt = unpack(text.encode(text.render([Message("user", "Why is the sky blue?")]), special=True))
     sampling = {
         "greedy": {"temperature": 0.0},

@@ -24,7 +24,7 @@ B = [(n * n + n + 1) % VOCAB for n in range(200)]
 
 
 class Bench:
-    """A scheduler, a fake model, and what came out so far."""
+    """A scheduler with a fake model, and the deltas by request."""
 
     def __init__(self, **setup):
         self.scheduler, self.cache = scheduler_of(**setup)
@@ -86,7 +86,7 @@ def test_only_the_last_chunk_samples():
     assert [row.samples for row in bench.step().rows] == [True]
 
 
-def test_waiting_goes_by_class_then_arrival():
+def test_admission_is_by_class_then_arrival():
     bench = Bench(max_running=1, n_blocks=64)
     bench.submit("late", A[:5], priority=3)
     bench.submit("first", A[:6], priority=1)
@@ -96,7 +96,7 @@ def test_waiting_goes_by_class_then_arrival():
     assert bench.order() == ["urgent", "first", "second", "late"]
 
 
-def test_a_better_class_takes_the_place_of_a_worse_one_and_an_equal_one_waits():
+def test_a_better_class_preempts_a_worse_one_and_an_equal_one_waits():
     bench = Bench(max_running=1)
     bench.submit("batch", A[:40], priority=3, max_tokens=20)
     bench.step(), bench.step(), bench.step()
@@ -112,7 +112,7 @@ def test_a_better_class_takes_the_place_of_a_worse_one_and_an_equal_one_waits():
     assert bench.tokens("batch") == expected(A[:40], request("x", A, max_tokens=20).sampling, [FULL], 512)[0]
 
 
-def test_a_prefill_of_a_worse_class_does_not_hold_up_a_better_one():
+def test_prefill_of_a_worse_class_does_not_block_a_better_one():
     bench = Bench(token_budget=16)
     bench.submit("batch", A[:160], priority=3)
     bench.step()
@@ -122,7 +122,7 @@ def test_a_prefill_of_a_worse_class_does_not_hold_up_a_better_one():
     assert plan.admissions[0].request.id == "sync"
 
 
-def test_nobody_overtakes_a_request_that_does_not_fit_yet():
+def test_a_request_that_does_not_fit_is_not_overtaken():
     bench = Bench(n_blocks=9, token_budget=64)
     bench.submit("running", A[:60], max_tokens=6)
     bench.step()
@@ -135,7 +135,7 @@ def test_nobody_overtakes_a_request_that_does_not_fit_yet():
     assert bench.scheduler.load().preemptions == 0
 
 
-def test_when_blocks_run_out_the_last_in_rank_is_computed_again():
+def test_when_blocks_run_out_the_last_in_rank_is_preempted():
     bench = Bench(n_blocks=8, token_budget=100)  # 7 usable
     bench.submit("a", A[:20], max_tokens=50)  # 2 blocks, and a third with its 13th token
     bench.submit("b", B[:62], max_tokens=50)  # 4 blocks, and a fifth with its 3rd token
@@ -149,7 +149,7 @@ def test_when_blocks_run_out_the_last_in_rank_is_computed_again():
     assert rows_of_a == [True] * 50 + [False] * (len(rows_of_a) - 50), "the first in rank never gives way"
 
 
-def test_a_window_lets_a_long_sequence_run_in_a_small_pool():
+def test_an_attention_window_lets_a_long_sequence_run_in_a_small_pool():
     layouts = (window_group(20),)
     bench = Bench(layouts=layouts, n_blocks=6, token_budget=16, context_len=400)
     bench.submit("a", A[:90], max_tokens=120)
@@ -175,7 +175,7 @@ def test_the_next_turn_hits_the_prompt_and_the_reply():
     assert bench.scheduler.load().cached_tokens == 64
 
 
-def test_one_token_at_least_is_computed():
+def test_a_full_prefix_hit_still_computes_one_token():
     bench = Bench(token_budget=64)
     for id in ("one", "two"):
         bench.submit(id, A[:32])
@@ -184,7 +184,7 @@ def test_one_token_at_least_is_computed():
     assert bench.tokens("one") == bench.tokens("two")
 
 
-def test_another_tenant_does_not_hit():
+def test_another_salt_does_not_hit():
     bench = Bench(token_budget=64)
     bench.submit("one", A[:40], salt=b"a")
     bench.finish()
@@ -202,7 +202,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
     assert bench.deltas["b"][-1].usage.cached_by_tier == {"device": 0}
 
 
-def test_a_prompt_that_another_is_computing_waits_a_step_and_hits():
+def test_a_prefix_being_computed_is_awaited_and_hit():
     bench = Bench(token_budget=100)
     bench.submit("a", A[:40])
     bench.submit("b", [*A[:33], 1, 2])
@@ -230,7 +230,7 @@ def test_a_failed_computation_is_not_cached():
 
 
 def run_tokens(drawn, **sampling):
-    """What the client gets when the model draws these tokens."""
+    """What the client gets when the model samples these tokens."""
     scheduler, _ = scheduler_of(context_len=32)
     scheduler.submit(request("a", [1, 2], **sampling), 0.0)
     deltas, banned = [], []
@@ -263,12 +263,12 @@ def test_max_tokens_and_the_context_are_lengths():
     assert len(run_tokens([3] * 99, max_tokens=1000)[0]) == 30
 
 
-def test_min_tokens_bans_what_would_end_it():
+def test_min_tokens_bans_stop_tokens():
     _, banned = run_tokens([3, 3, 3, 3], min_tokens=2, ignore_eos=False, stop_ids=(5,), max_tokens=4)
     assert [set(ids) for ids in banned] == [{EOS, 5}, {EOS, 5}, set(), set()]
 
 
-def test_logprobs_only_when_asked_for():
+def test_logprobs_only_when_requested():
     assert run_tokens([3], max_tokens=1)[0][0].logprobs is None
     [logprob] = run_tokens([3], max_tokens=1, logprobs=0)[0][0].logprobs
     assert (logprob.token_id, logprob.logprob) == (3, -1.0)
@@ -303,7 +303,7 @@ def test_deadlines_end_running_and_waiting():
     assert bench.deltas["c"][-1].finish == "length"
 
 
-def test_an_error_of_a_step_is_that_of_its_requests_alone():
+def test_a_failed_step_ends_only_its_requests():
     bench = Bench(max_running=1)
     bench.submit("a", A[:20])
     bench.submit("b", A[:20])
@@ -343,7 +343,7 @@ def test_seeds():
         (request("a", [1], logprobs=21), BadInput, "logprobs"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(wanted, error, param):
+def test_invalid_requests_are_refused_with_the_parameter(wanted, error, param):
     scheduler, _ = scheduler_of(context_len=64)
     with pytest.raises(error) as caught:
         scheduler.submit(wanted, 0.0)
@@ -371,7 +371,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
     bench.finish()
 
 
-def test_load_tells_what_is_queued():
+def test_the_load_counts_waiting_tokens():
     bench = Bench(max_running=1, token_budget=16)
     bench.submit("a", A[:40])
     bench.submit("b", B[:30])
@@ -383,8 +383,8 @@ def test_load_tells_what_is_queued():
     assert (load.steps, load.prompt_tokens) == (1, 16)
 
 
-class Slowly(FakeRunner):
-    """Its results are looked at only when they are asked for, and may fail then."""
+class LateResults(FakeRunner):
+    """Its results are computed when they are asked for, and may fail then."""
 
     def __init__(self, cache, error=None):
         super().__init__(cache)
@@ -397,9 +397,9 @@ class Slowly(FakeRunner):
         return handle
 
 
-def test_a_step_that_fails_with_another_behind_it_ends_its_own_requests_alone():
+def test_a_failed_step_with_another_in_flight_ends_only_its_requests():
     scheduler, cache = scheduler_of(max_running=2)
-    loop = StepLoop(scheduler, Slowly(cache, RuntimeError("bad step")), steps_in_flight=2)
+    loop = StepLoop(scheduler, LateResults(cache, RuntimeError("bad step")), steps_in_flight=2)
     loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
     ends = {}
     for n in range(60):
@@ -412,9 +412,9 @@ def test_a_step_that_fails_with_another_behind_it_ends_its_own_requests_alone():
     assert not loop.busy
 
 
-def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
+def test_a_lost_device_ends_the_engine():
     scheduler, cache = scheduler_of()
-    loop = StepLoop(scheduler, Slowly(cache, DeviceLost("an illegal memory access")), steps_in_flight=2)
+    loop = StepLoop(scheduler, LateResults(cache, DeviceLost("an illegal memory access")), steps_in_flight=2)
     loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
     loop.step(0.0)
     loop.step(0.0)
@@ -424,7 +424,7 @@ def test_a_lost_device_is_nobodys_request_but_the_whole_engines():
 
 
 @pytest.mark.parametrize("keys_at_once", [1, 16])
-def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later(monkeypatch, keys_at_once):
+def test_a_shared_prefix_is_computed_once_with_steps_in_flight(monkeypatch, keys_at_once):
     monkeypatch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", keys_at_once)
     scheduler, cache = scheduler_of(n_blocks=64, token_budget=32)
     loop = StepLoop(scheduler, FakeRunner(cache), steps_in_flight=2)
@@ -439,7 +439,7 @@ def test_one_prefix_is_computed_once_though_its_blocks_are_published_steps_later
     assert cached == {"r0": 0, "r1": 96, "r2": 96}
 
 
-def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
+def test_a_new_prompt_is_hashed_after_the_launch(monkeypatch):
     hashed, at_launch = [], []
     blake2b = blockhash.blake2b
     monkeypatch.setattr(blockhash, "blake2b", lambda *args, **kwargs: hashed.append(1) or blake2b(*args, **kwargs))
@@ -457,7 +457,7 @@ def test_a_fresh_prompt_is_hashed_while_it_is_computed(monkeypatch):
     assert bench.deltas["b"][0].usage.cached_tokens == 39 * 16
 
 
-def test_chunks_beside_streams_are_what_the_pace_allows():
+def test_chunks_are_what_the_prefill_policy_allows():
     class Strict(PrefillPolicy):
         def chunk(self, work, context, most, slack, limit_s):
             assert slack == (1.0 if work.n_decodes else inf)
@@ -467,19 +467,19 @@ def test_chunks_beside_streams_are_what_the_pace_allows():
     scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 4, 32), "fake", prefill=Strict())
     runner = FakeRunner(cache)
     loop = StepLoop(scheduler, runner)
-    loop.submit(request("stream", [1] * 30, max_tokens=20), 0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=20), 0.0)
     loop.step(0.0)
-    assert runner.plans[0].n_tokens == 30, "nobody waits: all at once"
+    assert runner.plans[0].n_tokens == 30, "nothing decodes: all at once"
     loop.submit(request("a", [2] * 12, max_tokens=1), 0.0)
     loop.submit(request("b", [3] * 12, max_tokens=1), 0.0)
     while scheduler.load().running > 1 or scheduler.load().waiting:
         loop.step(0.0)
     assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
-    assert all(plan.rows[0].number == 0 for plan in runner.plans), "the stream is in every step"
+    assert all(plan.rows[0].number == 0 for plan in runner.plans), "the decoding sequence has a row in every step"
 
 
 class FiveTokens(PrefillPolicy):
-    """Beside streams, five tokens of prompts in a step."""
+    """Five prompt tokens per step beside decoding sequences."""
 
     def chunk(self, work, context, most, slack=1.0, limit_s=inf):
         return most if slack >= NO_TARGET or not work.n_decodes else min(most, max(0, 5 - work.n_tokens))
@@ -497,27 +497,27 @@ def run(loop):
         loop.step(0.0)
 
 
-def test_prompts_that_came_together_are_computed_in_full_steps():
+def test_prompts_that_arrived_together_ignore_the_target():
     loop, runner = limited_loop()
     for n in range(4):
         loop.submit(request(f"r{n}", [n + 1] * 30, max_tokens=20), 0.0)
     run(loop)
-    assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "replies that began wait"
+    assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "decoding sequences wait"
 
 
-def test_what_comes_after_a_stream_began_keeps_its_pace():
+def test_later_prompts_keep_the_target():
     loop, runner = limited_loop()
-    loop.submit(request("stream", [1] * 30, max_tokens=40), 0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=40), 0.0)
     loop.step(0.0)
-    loop.step(0.0)  # its first token is out
+    loop.step(0.0)  # its first token is sampled
     loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
     run(loop)
     assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
 
 
-def test_prompts_of_many_steps_keep_the_pace_of_those_they_came_with():
+def test_long_prompts_keep_the_target_of_those_they_arrived_with():
     loop, runner = limited_loop()
-    loop.submit(request("stream", [1] * 30, max_tokens=90), 0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=90), 0.0)
     for n in range(3):
         loop.submit(request(f"long{n}", [n + 2] * 50, max_tokens=1), 0.0)
     run(loop)
@@ -525,11 +525,11 @@ def test_prompts_of_many_steps_keep_the_pace_of_those_they_came_with():
 
 
 @pytest.mark.parametrize("worse", [Priority.FLEX, Priority.BATCH])
-def test_what_had_been_waiting_because_of_its_class_keeps_the_pace(worse):
+def test_prompts_that_waited_because_of_their_class_keep_the_target(worse):
     loop, runner = limited_loop()
     for n in range(6):
-        loop.submit(request(f"line{n}", [n] * 30, max_tokens=1, priority=worse), 0.0)
-    loop.submit(request("stream", [1] * 30, max_tokens=60), 0.0)
+        loop.submit(request(f"worse{n}", [n] * 30, max_tokens=1, priority=worse), 0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=60), 0.0)
     run(loop)
     begun = next(
         n for n, plan in enumerate(runner.plans) if any(row.number == 6 and row.start >= 30 for row in plan.rows)
@@ -537,19 +537,19 @@ def test_what_had_been_waiting_because_of_its_class_keeps_the_pace(worse):
     assert max(plan.n_tokens for plan in runner.plans[begun:]) == 6
 
 
-def test_a_stream_that_sits_a_step_out_is_not_forgotten():
+def test_a_decoding_sequence_without_a_row_still_counts():
     loop, runner = limited_loop(steps_in_flight=2)
-    thinks = request("thinks", [1] * 30, max_tokens=60)
-    loop.submit(msgspec.structs.replace(thinks, thinking_limit=ThinkingLimit(50, (6,), pack([6]))), 0.0)
+    thinking = request("thinking", [1] * 30, max_tokens=60)
+    loop.submit(msgspec.structs.replace(thinking, thinking_limit=ThinkingLimit(50, (6,), pack([6]))), 0.0)
     for _ in range(4):
         loop.step(0.0)
-    for n in range(3):  # the first of these streams, too, before the others are computed
+    for n in range(3):  # the first of them decodes before the others are computed
         loop.submit(request(f"late{n}", [n + 2] * 30, max_tokens=20), 0.0)
     run(loop)
     assert max(plan.n_tokens for plan in runner.plans[2:]) <= 5 + 4
 
 
-def test_prompts_come_forward_beside_more_streams_than_a_captured_step_holds():
+def test_prefill_progresses_with_more_decodes_than_a_cuda_graph_holds():
     cache = KVCache((FULL,), [5000], chunk=2048)
     scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 1200, 2048), "fake", prefill=LatencyTarget(GPU_SHAPES))
     loop = StepLoop(scheduler, FakeRunner(cache))
@@ -561,9 +561,9 @@ def test_prompts_come_forward_beside_more_streams_than_a_captured_step_holds():
     assert any(delta.id == "late" and delta.finish for _ in range(12) for delta in loop.step(0.0))
 
 
-def test_nobody_waits_for_queued_work_that_streams():
+def test_the_target_does_not_protect_batch_class_decodes():
     loop, runner = limited_loop()
-    loop.submit(request("line", [1] * 30, max_tokens=40, priority=Priority.BATCH), 0.0)
+    loop.submit(request("batch", [1] * 30, max_tokens=40, priority=Priority.BATCH), 0.0)
     loop.step(0.0)
     loop.step(0.0)
     loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)

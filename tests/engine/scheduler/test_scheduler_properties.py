@@ -1,4 +1,4 @@
-"""Whatever arrives, in whatever order, into however small a pool: the invariants of the scheduler."""
+"""Invariants of the scheduler under random requests, orders and pool sizes."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MAX_STEPS = 3000
 
 @pytest.fixture(scope="module", autouse=True)
 def prompts_are_hashed_block_by_block():
-    with pytest.MonkeyPatch.context() as patch:  # they are too short for more than one look otherwise
+    with pytest.MonkeyPatch.context() as patch:  # else prompts are too short for more than one lookup
         patch.setattr("emberline.engine.scheduler.admission.KEYS_AT_ONCE", 1)
         yield
 
@@ -71,7 +71,7 @@ setups = st.fixed_dictionaries(
 
 
 class Witness:
-    """Runs a scenario and holds the scheduler to its promises after every step."""
+    """Runs a scenario and checks the invariants after every step."""
 
     def __init__(self, setup, steps_in_flight=1):
         self.scheduler, self.cache = scheduler_of(**setup)
@@ -129,7 +129,7 @@ class Witness:
             refs = Counter(block for seq in running for block in seq.table.groups[g].blocks if block != NULL_BLOCK)
             assert {b: n for b, n in enumerate(group.pool.refs) if n} == refs
             assert len(refs) + group.pool.n_free == group.pool.n_total
-            for seq in running:  # what will still be written belongs to one sequence alone
+            for seq in running:  # blocks that will still be written belong to one sequence
                 for block in seq.table.groups[g].blocks[seq.n_computed // 16 :]:
                     assert refs[block] == 1
 
@@ -150,7 +150,7 @@ class Witness:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
-def test_every_request_ends_once_with_the_right_tokens_and_every_block_comes_back(crowd, setup, steps_in_flight):
+def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crowd, setup, steps_in_flight):
     witness = Witness(setup, steps_in_flight)
     for n, arrival in enumerate(crowd):
         arrival.id, arrival.tokens = f"r{n}", []

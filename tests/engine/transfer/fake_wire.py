@@ -1,7 +1,7 @@
-"""Two schedulers and a wire between them that moves one message at a time, whenever a test says so.
+"""Two schedulers and a fake connection that delivers one message at a time, when the test says so.
 
-What threads and sockets do for real engines, in pure Python: a writer that was told to stop goes on until it hears it,
-and what it writes into a block before it is done is garbage.
+The behavior of sender and receiver threads in pure Python: a sender goes on writing until it has read the revocation,
+and a block is garbage until it is written completely.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class Side:
         return self.loop.busy or bool(self.transfers.queued)
 
 
-class Queue:
+class NoticeQueue:
     def __init__(self):
         self.queued = deque()
 
@@ -46,7 +46,7 @@ class Queue:
         return taken
 
 
-class Prefill(Queue):
+class FakeSender(NoticeQueue):
     """The sender's thread, one tick at a time."""
 
     def __init__(self, wire):
@@ -122,7 +122,7 @@ class Prefill(Queue):
             self.queued.append(kind(number, "over") if kind is SendRejected else kind(number))
 
     def lose(self):
-        """The connection is gone. What was being written is written to its end: then nothing more is."""
+        """The connection is lost. The block being written is completed, then nothing more is written."""
         if self.writing is not None:
             self._wrote()
         for what, number, value in self.commands:
@@ -134,7 +134,7 @@ class Prefill(Queue):
         self._over(list(self.open), SendRejected)
 
 
-class Decode(Queue):
+class FakeReceiver(NoticeQueue):
     """The receiver's thread."""
 
     def __init__(self, wire):
@@ -144,17 +144,17 @@ class Decode(Queue):
         self.live, self.revoking = {}, set()
 
     def grant(self, peer, transfer, epoch, blocks):
-        self._order(peer, ("grant", transfer, epoch, blocks))
+        self._command(peer, ("grant", transfer, epoch, blocks))
 
     def deny(self, peer, transfer, message):
-        self._order(peer, ("denied", transfer))
+        self._command(peer, ("denied", transfer))
 
     def revoke(self, peer, epoch):
-        self._order(peer, ("revoke", epoch))
+        self._command(peer, ("revoke", epoch))
 
-    def _order(self, peer, order):
+    def _command(self, peer, command):
         if peer == self.wire.peer:
-            self.commands.append(order)
+            self.commands.append(command)
 
     def tick(self):
         if self.commands:
@@ -162,19 +162,19 @@ class Decode(Queue):
         elif self.wire.to_decode:
             self._handle(*self.wire.to_decode.popleft())
 
-    def _execute(self, order):
-        if order[0] == "grant":
-            self.live[order[2]] = {(g, j) for g, blocks in enumerate(order[3]) for j in blocks}
-            self.wire.to_prefill.append(order)
-            self._finish(order[2])
-        elif order[0] == "revoke":
-            if self.live.pop(order[1], None) is None:
-                self.queued.append(EpochReleased(order[1]))
+    def _execute(self, command):
+        if command[0] == "grant":
+            self.live[command[2]] = {(g, j) for g, blocks in enumerate(command[3]) for j in blocks}
+            self.wire.to_prefill.append(command)
+            self._finish(command[2])
+        elif command[0] == "revoke":
+            if self.live.pop(command[1], None) is None:
+                self.queued.append(EpochReleased(command[1]))
             else:
-                self.revoking.add(order[1])
-                self.wire.to_prefill.append(order)
+                self.revoking.add(command[1])
+                self.wire.to_prefill.append(command)
         else:
-            self.wire.to_prefill.append(order)
+            self.wire.to_prefill.append(command)
 
     def _finish(self, epoch):
         if epoch in self.live and not self.live[epoch]:
@@ -207,11 +207,11 @@ class Wire:
     def __init__(self, prefill=None, decode=None):
         self.to_prefill, self.to_decode = deque(), deque()
         self.peer = 1
-        self.prefill = Side(Prefill(self), **(prefill or {}))
-        self.decode = Side(Decode(self), **(decode or {}))
+        self.prefill = Side(FakeSender(self), **(prefill or {}))
+        self.decode = Side(FakeReceiver(self), **(decode or {}))
 
     def cut(self):
-        """The connection is lost; the next word is said on a new one."""
+        """The connection is lost; the next message uses a new one."""
         self.prefill.transfers.lose()
         self.decode.transfers.lose()
         self.to_prefill.clear()

@@ -1,4 +1,4 @@
-"""Real processes that push KV to each other, killed, cut off and lied to. The stand-in notices every wrong block."""
+"""Processes that transfer KV and are killed, cut off or sent garbage. The stand-in engine detects every wrong block."""
 
 import random
 import signal
@@ -38,15 +38,15 @@ def ask(id, n=300, start=0, session=None, **sampling):
     return request(id, ids, session=session, **{"max_tokens": 3, **sampling})
 
 
-def hand_over(prefill, decode, address, *requests, transfer="t", token="secret"):
+def transfer_kv(prefill, decode, address, *requests, transfer="t", token="secret"):
     for each in requests:
         first, second = halves(each, address, f"{transfer}-{each.id}", token)
         decode.submit(second)
         prefill.submit(first)
 
 
-def at_rest(client, id="rest"):
-    """Poll until nothing is held; what is left over stays."""
+def assert_idle(client, id="rest"):
+    """Poll until no block is held; a leak would stay."""
     for n in range(200):
         client.submit(ask(f"{id}{n}", 2, max_tokens=1))
         client.finish(f"{id}{n}")
@@ -54,19 +54,19 @@ def at_rest(client, id="rest"):
         if (load.kv_used_blocks, load.quarantined, load.awaiting, load.pushing, load.running, load.waiting) == (0,) * 6:
             return
         time.sleep(0.02)
-    raise AssertionError(f"left over: {load}")
+    raise AssertionError(f"leaked: {load}")
 
 
-def ends_well(client, id, n_tokens=3):
+def assert_finished(client, id, n_tokens=3):
     assert client.finish(id).error is None
     assert len(client.tokens(id)) == n_tokens
 
 
-def told_of_transfer(delta):
+def is_transfer_error(delta):
     return delta.error is not None and (delta.error.kind, delta.error.param) == ("unavailable", "transfer")
 
 
-def test_blocks_arrive_as_they_are_under_random_aborts(tmp_path, decode_address):
+def test_blocks_are_intact_under_random_aborts(tmp_path, decode_address):
     rng = random.Random(3)
     with (
         standin(tmp_path / "p.sock", "prefill") as (_, p),
@@ -76,7 +76,7 @@ def test_blocks_arrive_as_they_are_under_random_aborts(tmp_path, decode_address)
     ):
         ids = [f"r{n}" for n in range(40)]
         for n, id in enumerate(ids):
-            hand_over(prefill, decode, d, ask(id, rng.randrange(1, 900), rng.randrange(6)))
+            transfer_kv(prefill, decode, d, ask(id, rng.randrange(1, 900), rng.randrange(6)))
             if rng.random() < 0.4:
                 time.sleep(rng.random() * 0.02)
                 if rng.random() < 0.5:
@@ -87,14 +87,14 @@ def test_blocks_arrive_as_they_are_under_random_aborts(tmp_path, decode_address)
         prefill.finish(*(f"{id}-p" for id in ids))
         ends = [decode.deltas[id][-1] for id in ids]
         assert {end.finish for end in ends} == {"length", "cancelled", "error"}
-        assert all(told_of_transfer(end) for end in ends if end.finish == "error"), "wrong KV would be internal"
-        at_rest(prefill)
-        at_rest(decode)
+        assert all(is_transfer_error(end) for end in ends if end.finish == "error"), "wrong KV would be internal"
+        assert_idle(prefill)
+        assert_idle(decode)
         load = decode.steps[-1].load
         assert load.blocks_received > 100
 
 
-def test_a_prefill_engine_that_dies_leaves_nothing_behind(tmp_path, decode_address):
+def test_a_dead_prefill_engine_leaks_nothing(tmp_path, decode_address):
     rng = random.Random(4)
     with standin(decode_address, "decode") as (_, d), Client(d) as decode:
         for n in range(3):
@@ -102,22 +102,22 @@ def test_a_prefill_engine_that_dies_leaves_nothing_behind(tmp_path, decode_addre
             with standin(tmp_path / f"p{n}.sock", "prefill") as (process, p), Client(p) as prefill:
                 ids = [f"r{n}-{k}" for k in range(4)]
                 for k, id in enumerate(ids):
-                    hand_over(prefill, decode, d, ask(id, 800, 10 * n + k, session=die if k == 3 else None))
+                    transfer_kv(prefill, decode, d, ask(id, 800, 10 * n + k, session=die if k == 3 else None))
                 process.wait(20)
                 decode.finish(*ids)
                 for id in ids:
                     end = decode.deltas[id][-1]
-                    assert end.finish == "length" or told_of_transfer(end)
-                assert told_of_transfer(decode.deltas[ids[3]][-1])
-            at_rest(decode, f"rest{n}-")
+                    assert end.finish == "length" or is_transfer_error(end)
+                assert is_transfer_error(decode.deltas[ids[3]][-1])
+            assert_idle(decode, f"rest{n}-")
         with standin(tmp_path / "p9.sock", "prefill") as (_, p), Client(p) as prefill:
-            hand_over(prefill, decode, d, ask("after", 800, 2))
-            ends_well(decode, "after")
+            transfer_kv(prefill, decode, d, ask("after", 800, 2))
+            assert_finished(decode, "after")
             used = decode.deltas["after"][0].usage.cached_by_tier
             assert sum(used.values()) == 784
 
 
-def test_a_decode_engine_that_dies_leaves_nothing_behind(tmp_path, decode_address):
+def test_a_dead_decode_engine_leaks_nothing(tmp_path, decode_address):
     rng = random.Random(5)
     with standin(tmp_path / "p.sock", "prefill") as (_, p), Client(p) as prefill:
         for n in range(3):
@@ -125,18 +125,18 @@ def test_a_decode_engine_that_dies_leaves_nothing_behind(tmp_path, decode_addres
             with standin(address, "decode") as (process, d), Client(d) as decode:
                 ids = [f"r{n}-{k}" for k in range(4)]
                 for k, id in enumerate(ids):
-                    hand_over(prefill, decode, d, ask(id, 800, 10 * n + k))
+                    transfer_kv(prefill, decode, d, ask(id, 800, 10 * n + k))
                 time.sleep(rng.random() * 0.03)
                 process.kill()
                 prefill.finish(*(f"{id}-p" for id in ids))
                 for id in ids:
                     end = prefill.deltas[f"{id}-p"][-1]
-                    assert end.finish == "stop" or told_of_transfer(end)
-            at_rest(prefill, f"rest{n}-")
+                    assert end.finish == "stop" or is_transfer_error(end)
+            assert_idle(prefill, f"rest{n}-")
 
 
 class Proxy:
-    """TCP in between, cut after so many bytes towards the engine that decodes."""
+    """A TCP proxy that cuts the connection after `limit` bytes towards the decode engine."""
 
     def __init__(self, target, limit):
         self.target, self.limit = target, limit
@@ -176,7 +176,7 @@ class Proxy:
             sock.close()
 
 
-def test_a_transfer_that_is_cut_in_half_costs_only_itself(tmp_path):
+def test_a_cut_connection_fails_only_its_transfer(tmp_path):
     rng = random.Random(6)
     with (
         standin(tmp_path / "p.sock", "prefill") as (_, p),
@@ -187,21 +187,21 @@ def test_a_transfer_that_is_cut_in_half_costs_only_itself(tmp_path):
         target = ("127.0.0.1", int(d.rpartition(":")[2]))
         for n in range(6):
             proxy = Proxy(target, rng.randrange(300, 600_000))
-            hand_over(prefill, decode, proxy.address, ask(f"cut{n}", 800, n), transfer=f"x{n}")
-            hand_over(prefill, decode, d, ask(f"whole{n}", 400, 50 + n))
-            ends_well(decode, f"whole{n}")
+            transfer_kv(prefill, decode, proxy.address, ask(f"cut{n}", 800, n), transfer=f"x{n}")
+            transfer_kv(prefill, decode, d, ask(f"whole{n}", 400, 50 + n))
+            assert_finished(decode, f"whole{n}")
             decode.finish(f"cut{n}")
             prefill.finish(f"cut{n}-p")
-            assert told_of_transfer(decode.deltas[f"cut{n}"][-1])
-            assert told_of_transfer(prefill.deltas[f"cut{n}-p"][-1])
+            assert is_transfer_error(decode.deltas[f"cut{n}"][-1])
+            assert is_transfer_error(prefill.deltas[f"cut{n}-p"][-1])
             proxy.close()
-            hand_over(prefill, decode, d, ask(f"again{n}", 800, n), transfer=f"y{n}")
-            ends_well(decode, f"again{n}")
-        at_rest(prefill)
-        at_rest(decode)
+            transfer_kv(prefill, decode, d, ask(f"again{n}", 800, n), transfer=f"y{n}")
+            assert_finished(decode, f"again{n}")
+        assert_idle(prefill)
+        assert_idle(decode)
 
 
-def test_what_does_not_fit_fails_that_request_alone(tmp_path):
+def test_a_mismatched_offer_fails_only_its_request(tmp_path):
     with ExitStack() as stack:
         _, d = stack.enter_context(standin(tmp_path / "d.sock", "decode"))
         decode = stack.enter_context(Client(d))
@@ -214,9 +214,9 @@ def test_what_does_not_fit_fails_that_request_alone(tmp_path):
         for name, each in engines.items():
             clients[name] = stack.enter_context(Client(stack.enter_context(each)[1]))
         for name in ("weights", "layout"):
-            hand_over(clients[name], decode, d, ask(name))
+            transfer_kv(clients[name], decode, d, ask(name))
             for end in (decode.finish(name), clients[name].finish(f"{name}-p")):
-                assert told_of_transfer(end)
+                assert is_transfer_error(end)
                 assert "weights" in end.error.message or "another KV layout" in end.error.message
         good = clients["good"]
         first, _ = halves(ask("short", 300), d, "lengths", "secret")
@@ -224,20 +224,20 @@ def test_what_does_not_fit_fails_that_request_alone(tmp_path):
         good.submit(first)
         decode.submit(second)
         for end in (decode.finish("short"), good.finish("short-p")):
-            assert told_of_transfer(end)
+            assert is_transfer_error(end)
             assert "blocks" in end.error.message
         for name, token in (("token", "wrong"), ("nobody", "secret")):
             address = d if name == "token" else f"unix:{tmp_path}/nobody.sock"
             first, _ = halves(ask(name), address, name, token)
             good.submit(first)
-            assert told_of_transfer(good.finish(f"{name}-p"))
-        hand_over(good, decode, d, ask("good"))
-        ends_well(decode, "good")
+            assert is_transfer_error(good.finish(f"{name}-p"))
+        transfer_kv(good, decode, d, ask("good"))
+        assert_finished(decode, "good")
         for client in (decode, *clients.values()):
-            at_rest(client)
+            assert_idle(client)
 
 
-def test_two_engines_with_one_name(tmp_path):
+def test_two_senders_with_the_same_name(tmp_path):
     with (
         standin(tmp_path / "d.sock", "decode") as (_, d),
         standin(tmp_path / "a.sock", "prefill") as (_, a),
@@ -247,17 +247,17 @@ def test_two_engines_with_one_name(tmp_path):
         Client(b) as other,
     ):
         for n in range(6):
-            hand_over(one if n % 2 else other, decode, d, ask(f"r{n}", 500, n))
+            transfer_kv(one if n % 2 else other, decode, d, ask(f"r{n}", 500, n))
         for n in range(6):
-            ends_well(decode, f"r{n}")
+            assert_finished(decode, f"r{n}")
         first, _ = halves(ask("same", 300, 9), d, "same", "secret")
         second, third = halves(ask("same", 300, 9), d, "same", "secret")
         decode.submit(third)
         one.submit(first)
         other.submit(second)
-        ends_well(decode, "same")
+        assert_finished(decode, "same")
         ends = [one.finish("same-p"), other.finish("same-p")]
-        at_rest(decode)
+        assert_idle(decode)
         assert sum(end.finish == "stop" for end in ends) >= 1
         assert all(end.finish == "stop" or "offered twice" in end.error.message for end in ends)
 
@@ -286,21 +286,21 @@ def test_garbage_on_a_transfer_connection_is_contained(tmp_path, decode_address)
         Client(p) as prefill,
     ):
         for data in garbage():
-            stranger = Client(d, greet=False)
-            stranger.send(Hello("secret", peer="stranger"))
-            stranger.receive()
-            stranger.sock.sendall(data)
-            stranger.close()
+            peer = Client(d, greet=False)
+            peer.send(Hello("secret", peer="peer"))
+            peer.receive()
+            peer.sock.sendall(data)
+            peer.close()
         early = Client(d, greet=False)
         early.sock.sendall(frames.encode(Hello("secret", peer="early")) + b"\0")
         early.close()
-        hand_over(prefill, decode, d, ask("after"))
-        ends_well(decode, "after")
+        transfer_kv(prefill, decode, d, ask("after"))
+        assert_finished(decode, "after")
         assert process.poll() is None
-        at_rest(decode)
+        assert_idle(decode)
 
 
-def test_who_takes_no_kv_says_so(tmp_path):
+def test_engines_that_receive_no_kv_refuse_senders(tmp_path):
     with (
         standin(tmp_path / "p.sock", "prefill") as (_, p),
         standin(tmp_path / "b.sock", "both") as (_, b),
@@ -311,24 +311,24 @@ def test_who_takes_no_kv_says_so(tmp_path):
             first, second = halves(ask("a"), address, "t", "secret")
             prefill.submit(first)
             end = prefill.finish("a-p")
-            assert told_of_transfer(end)
+            assert is_transfer_error(end)
             assert "receives no KV" in end.error.message
             del prefill.deltas["a-p"]
         both.submit(second)
-        assert told_of_transfer(both.finish("a"))
+        assert is_transfer_error(both.finish("a"))
 
 
-def test_a_drained_prefill_engine_stays_until_its_blocks_are_read(tmp_path):
+def test_a_draining_prefill_engine_finishes_its_transfers(tmp_path):
     with (
         standin(tmp_path / "p.sock", "prefill", script="chunk_ms=20") as (process, p),
         standin(tmp_path / "d.sock", "decode") as (_, d),
         Client(p) as prefill,
         Client(d) as decode,
     ):
-        hand_over(prefill, decode, d, ask("slow", 1000))
+        transfer_kv(prefill, decode, d, ask("slow", 1000))
         wait_until(lambda: prefill.step().deltas)
         process.send_signal(signal.SIGTERM)
-        ends_well(decode, "slow")
+        assert_finished(decode, "slow")
         assert prefill.finish("slow-p").finish == "stop"
         assert process.wait(10) == 0
-        at_rest(decode)
+        assert_idle(decode)

@@ -1,4 +1,4 @@
-"""Blocks are leased: to a sender that works, however slowly, not to one that is gone or stands still."""
+"""The lease of granted blocks: kept by a slow sender, lost by one that has stopped."""
 
 import signal
 from contextlib import contextmanager
@@ -6,51 +6,51 @@ from contextlib import contextmanager
 import pytest
 
 from tests.engine.client import Client, engine
-from tests.engine.transfer.test_faults import SIZES, ask, at_rest, ends_well, hand_over, told_of_transfer
+from tests.engine.transfer.test_faults import SIZES, ask, assert_finished, assert_idle, is_transfer_error, transfer_kv
 
 SLOW = "chunk_ms=1500"  # a chunk; the lease is 0.6 s
 
 
 @contextmanager
-def impatient(path, role, how="chatty", script=""):
+def short_lease(path, role, how="chatty", script=""):
     args = (how, "--socket", path, "--role", role, "--id", role, "--script", script, *SIZES)
     with engine("tests.engine.transfer.short_lease_standin", *args) as made:
         yield made
 
 
 @pytest.mark.parametrize("how", ["chatty", "mute"])
-def test_a_slow_sender_keeps_its_lease_by_signs_of_life(tmp_path, how):
+def test_keep_alives_renew_the_lease_of_a_slow_sender(tmp_path, how):
     with (
-        impatient(tmp_path / "p.sock", "prefill", how, SLOW) as (_, p),
-        impatient(tmp_path / "d.sock", "decode") as (_, d),
+        short_lease(tmp_path / "p.sock", "prefill", how, SLOW) as (_, p),
+        short_lease(tmp_path / "d.sock", "decode") as (_, d),
         Client(p) as prefill,
         Client(d) as decode,
     ):
-        hand_over(prefill, decode, d, ask("slow", 120))
+        transfer_kv(prefill, decode, d, ask("slow", 120))
         if how == "chatty":
-            ends_well(decode, "slow")
+            assert_finished(decode, "slow")
             assert decode.steps[-1].load.blocks_received == 7
         else:
-            assert told_of_transfer(decode.finish("slow"))
-        at_rest(decode)
+            assert is_transfer_error(decode.finish("slow"))
+        assert_idle(decode)
 
 
-def test_a_sender_that_stands_still_loses_its_lease(tmp_path):
+def test_a_stopped_sender_loses_its_lease(tmp_path):
     with (
-        impatient(tmp_path / "p.sock", "prefill", script=SLOW) as (process, p),
-        impatient(tmp_path / "d.sock", "decode") as (_, d),
+        short_lease(tmp_path / "p.sock", "prefill", script=SLOW) as (process, p),
+        short_lease(tmp_path / "d.sock", "decode") as (_, d),
         Client(p) as prefill,
         Client(d) as decode,
     ):
-        hand_over(prefill, decode, d, ask("still", 120))
+        transfer_kv(prefill, decode, d, ask("still", 120))
         while "still-p" not in prefill.deltas:  # its first chunk is computed
             prefill.step()
         process.send_signal(signal.SIGSTOP)
         try:
-            assert told_of_transfer(decode.finish("still"))
+            assert is_transfer_error(decode.finish("still"))
             decode.submit(ask("after", 2, max_tokens=1))
             decode.finish("after")
             assert decode.steps[-1].load.quarantined in (3, 7), "it may still write, once it wakes up"
         finally:
             process.send_signal(signal.SIGCONT)
-        at_rest(decode)
+        assert_idle(decode)

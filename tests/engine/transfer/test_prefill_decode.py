@@ -1,4 +1,4 @@
-"""One request over two real engines: the tokens of one, whatever is cached where, by shared memory and by TCP."""
+"""Prefill/decode disaggregation on the real model: the tokens of one engine, by shared memory and by TCP."""
 
 import random
 
@@ -19,7 +19,7 @@ STORY = (
 
 
 def halves(request, address, transfer, token="secret"):
-    """What goes to the engine that prefills, and what to the one that answers."""
+    """The request for the prefill engine, and the one for the decode engine."""
     prefill = EngineRequest(
         id=f"{request.id}-p",
         prompt_ids=request.prompt_ids,
@@ -39,7 +39,7 @@ def text(smollm2):
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
 def engines(request, smollm2, tmp_path_factory):
-    """Prefill, decode, and one that does both."""
+    """A prefill engine, a decode engine, and one with both roles."""
     folder = tmp_path_factory.mktemp("handover")
     flags = ("--model", smollm2, "--device", "cpu", "--deterministic", "--token-budget", 64, "--kv-bytes", 48 << 20)
     flags += ("--max-running", 8, "--threads", 1)
@@ -64,8 +64,8 @@ class Trio:
         for client in (self.prefill, self.decode, self.both):
             client.close()
 
-    def hand_over(self, *requests, transfer="t"):
-        """Both halves of each, and the same request on one engine alone."""
+    def transfer_kv(self, *requests, transfer="t"):
+        """Each request over two engines, and on one engine alone."""
         pairs = [halves(each, self.decode_address, f"{transfer}-{each.id}") for each in requests]
         self.decode.submit(*(second for _, second in pairs))
         self.prefill.submit(*(first for first, _ in pairs))
@@ -79,8 +79,8 @@ class Trio:
             assert (end.finish, end.usage.completion_tokens) == ("stop", 0)
             assert self.decode.tokens(each.id) == self.both.tokens(each.id)
 
-    def at_rest(self):
-        """Nothing of what was handed over is held by anybody."""
+    def assert_idle(self):
+        """No block is held after the transfers."""
         for client in (self.prefill, self.decode):
             client.submit(EngineRequest(id="last", prompt_ids=b"\1\0\0\0", sampling=SamplingParams(max_tokens=1)))
             client.finish("last")
@@ -101,47 +101,47 @@ def ask(id, ids, salt, **sampling):
 def test_the_same_tokens_as_one_engine(engines, temperature):
     salt = f"{temperature}".encode()
     rng = random.Random(8)
-    ids = [rng.randrange(1000, 40_000) for _ in range(400)]  # nobody guesses what comes next
+    ids = [rng.randrange(1000, 40_000) for _ in range(400)]  # random: the output is sensitive to every token
     how = {"temperature": temperature, "seed": 5}
     with Trio(engines) as trio:
         info = trio.decode.greeting.info
         assert info.role == "decode"
         assert info.transfers[0] == ("tcp" if trio.decode_address.startswith("tcp") else "shm")
-        trio.hand_over(ask("cold", ids[:200], salt, **how))
+        trio.transfer_kv(ask("cold", ids[:200], salt, **how))
         assert trio.prefill.deltas["cold-p"][0].usage.cached_by_tier == {"device": 0}
         assert trio.decode.deltas["cold"][0].usage.cached_by_tier == {"device": 0, "pushed": 192}
-        trio.hand_over(ask("both know it", ids[:230], salt, **how))
+        trio.transfer_kv(ask("both know it", ids[:230], salt, **how))
         assert trio.prefill.deltas["both know it-p"][-1].usage.cached_by_tier == {"device": 192}
         assert trio.decode.deltas["both know it"][0].usage.cached_by_tier == {"device": 192, "pushed": 32}
         trio.decode.submit(ask("its own", ids[100:300], salt, **how))
         trio.decode.finish("its own")
-        trio.hand_over(ask("decode knows it", ids[100:330], salt, **how))
+        trio.transfer_kv(ask("decode knows it", ids[100:330], salt, **how))
         assert trio.decode.deltas["decode knows it"][0].usage.cached_by_tier == {"device": 192, "pushed": 32}
         trio.prefill.submit(ask("p's own", ids[50:300], salt, **how))
         trio.prefill.finish("p's own")
-        trio.hand_over(ask("prefill knows it", ids[50:298], salt, **how))
+        trio.transfer_kv(ask("prefill knows it", ids[50:298], salt, **how))
         assert trio.prefill.deltas["prefill knows it-p"][-1].usage.cached_by_tier == {"device": 240}
-        trio.hand_over(ask("nothing to move", ids[:16], salt, **how), ask("one block", ids[:17], salt + b"1", **how))
-        trio.hand_over(ask("all there", ids[:200], salt, **how))
-        trio.at_rest()
+        trio.transfer_kv(ask("nothing to move", ids[:16], salt, **how), ask("one block", ids[:17], salt + b"1", **how))
+        trio.transfer_kv(ask("all there", ids[:200], salt, **how))
+        trio.assert_idle()
 
 
-def test_several_at_once(engines, text):
+def test_concurrent_transfers(engines, text):
     ids = unpack(text.encode(STORY * 8, False))
     wanted = [ask(f"{n}", ids[7 * n : 100 + 40 * n], b"several", temperature=n % 2, seed=n) for n in range(8)]
     with Trio(engines) as trio:
-        trio.hand_over(*wanted, transfer="several")
-        trio.at_rest()
+        trio.transfer_kv(*wanted, transfer="several")
+        trio.assert_idle()
 
 
-def test_with_a_grammar_and_with_penalties(engines, text):
+def test_grammar_and_penalties_apply_after_a_transfer(engines, text):
     with Trio(engines) as trio:
         for client in (trio.decode, trio.both):
             client.send(text.vocabulary)
         ids = text.encode(STORY * 2, False)
-        trio.hand_over(
+        trio.transfer_kv(
             structured("bound", text, "linked", salt=b"g", temperature=1.0),
             ask("bent", ids, b"g", temperature=0.7, seed=2, frequency_penalty=0.5, repetition_penalty=1.3),
             transfer="grammar",
         )
-        trio.at_rest()
+        trio.assert_idle()

@@ -1,4 +1,4 @@
-"""KV that travels, whatever is aborted, cut or late: right tokens, one end for each request, nothing left over."""
+"""KV transfer under random aborts, lost connections and delays: right tokens, one end per request, no leaks."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ actions = st.one_of(
 )
 
 
-class Witness:
+class TransferChecker:
     def __init__(self, layouts, prefill, decode):
         common = {"layouts": layouts, "context_len": 128}
         self.wire = Wire({**common, **prefill}, {**common, **decode})
@@ -89,7 +89,7 @@ class Witness:
                     assert (delta.error.kind, delta.error.param) == ("unavailable", "transfer")
 
     def check_blocks(self):
-        """Each reference is somebody's: a running sequence's, an arrival's, the quarantine's or a pin's."""
+        """Each reference belongs to a running sequence, an incoming transfer, the quarantine or a pin."""
         for side in (self.wire.prefill, self.wire.decode):
             transfers = side.scheduler._transfers
             for g, group in enumerate(side.cache.groups):
@@ -137,8 +137,8 @@ class Witness:
             self.step(self.wire.decode)
             sides = (self.wire.prefill, self.wire.decode)
             if self.wire.quiet and not any(side.scheduler._queues.running or side.transfers.queued for side in sides):
-                self.now_s += 5.0  # for halves that wait for one that never came
-        raise AssertionError("it never ends")
+                self.now_s += 5.0  # for requests whose counterpart never came
+        raise AssertionError("the transfers never end")
 
     def check(self):
         for side in (self.wire.prefill, self.wire.decode):
@@ -158,48 +158,48 @@ class Witness:
 
 @settings(max_examples=150, deadline=None)
 @given(layouts, setups, setups, st.lists(actions, min_size=2, max_size=25))
-def test_whatever_happens_on_the_way(layouts, prefill, decode, script):
-    witness = Witness(layouts, prefill, decode)
+def test_transfers_are_safe_under_random_faults(layouts, prefill, decode, script):
+    checker = TransferChecker(layouts, prefill, decode)
     for each in script:
-        witness.act(*each)
-    witness.finish()
-    witness.check()
+        checker.act(*each)
+    checker.finish()
+    checker.check()
 
 
 @settings(max_examples=50, deadline=None)
 @given(layouts, setups, setups, st.lists(prompts, min_size=1, max_size=6))
-def test_when_nothing_goes_wrong_everything_is_delivered(layouts, prefill, decode, wanted):
-    witness = Witness(layouts, prefill, decode)
+def test_without_faults_every_transfer_succeeds(layouts, prefill, decode, wanted):
+    checker = TransferChecker(layouts, prefill, decode)
     for n, prompt in enumerate(wanted):
-        witness.pair(prompt, (n % 3, n % 2 == 0, ""))
-    witness.finish()
-    witness.check()
-    for side in (witness.wire.prefill, witness.wire.decode):
+        checker.pair(prompt, (n % 3, n % 2 == 0, ""))
+    checker.finish()
+    checker.check()
+    for side in (checker.wire.prefill, checker.wire.decode):
         assert {delta.finish for delta in side.ended.values()} <= {"stop", "length"}
 
 
 @pytest.mark.parametrize("how", ["abort", "lease"])
-def test_a_block_that_may_still_be_written_is_not_used_again(how):
-    witness = Witness((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
-    wire = witness.wire
-    witness.pair([1, 2, 3, 4] * 25, (1, True, ""))
+def test_quarantined_blocks_are_not_reused(how):
+    checker = TransferChecker((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
+    wire = checker.wire
+    checker.pair([1, 2, 3, 4] * 25, (1, True, ""))
     while not any(command[0] == "send" for command in wire.prefill.transfers.commands):
         wire.tick()
-        witness.step(wire.prefill)
-        witness.step(wire.decode)
+        checker.step(wire.prefill)
+        checker.step(wire.decode)
     if how == "abort":
-        witness.act("abort", None, 1)
+        checker.act("abort", None, 1)
     else:
         for _ in range(2):
-            witness.act("time", incoming.LEASE_S + incoming.GRACE_S, None)
-            witness.step(wire.decode)
+            checker.act("time", incoming.LEASE_S + incoming.GRACE_S, None)
+            checker.step(wire.decode)
     assert wire.decode.loop.load.quarantined >= 5
-    witness.submit(wire.decode, request("local", [5, 6] * 50, max_tokens=12))
+    checker.submit(wire.decode, request("local", [5, 6] * 50, max_tokens=12))
     for _ in range(3):
-        witness.step(wire.decode)
+        checker.step(wire.decode)
     assert wire.decode.loop.load.running == 0, "there is no room for it but in quarantined blocks"
     for _ in range(20):
-        wire.prefill.transfers.tick()  # nobody has told it yet: it writes all
-    witness.finish()
-    witness.check()
+        wire.prefill.transfers.tick()  # it has not read the revocation yet: it writes all
+    checker.finish()
+    checker.check()
     assert wire.decode.ended["local"].finish == "length"
