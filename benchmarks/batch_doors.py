@@ -18,7 +18,7 @@ import uvloop
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
@@ -118,8 +118,8 @@ async def main() -> None:
         store = await open_store(Path(folder) / "bench.db")
         queue = await open_queue(store, Path(folder))
         desk = BatchService(queue, service)
-        desk.load()
-        app = create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64))), batches=desk)
+        desk.start_loading()
+        app = App(service, ApiSettings(auth=Authenticator(Secret("0" * 64))), batches=desk)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686", timeout=60) as client:
             ways = {

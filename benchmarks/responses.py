@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from emberline.api.openai.responses.output import Composer
+from emberline.api.openai.responses.output import ResponseBuilder
+from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.events import TextDelta
 from emberline.service.responses import DatabaseResponses
@@ -75,11 +76,12 @@ async def store_figures(folder: Path) -> dict[str, float]:
 
 def event_us() -> float:
     """Of making one delta's event, before it is encoded."""
-    composer, delta = Composer("0" * 32, {}, summarise=False, sealed=False), TextDelta(0, " token")
-    composer.delta(delta)
+    body, delta = ResponsesRequest(model="m"), TextDelta(0, " token")
+    builder = ResponseBuilder(body, body.parse_tools(), "resp_" + "0" * 32, 0)
+    builder.add(delta)
     began_s = time.perf_counter()
     for _ in range(DELTAS):
-        composer.delta(delta)
+        builder.add(delta)
     return round(1e6 * (time.perf_counter() - began_s) / DELTAS, 2)
 
 

@@ -1,7 +1,7 @@
-"""The HTTP doors: one dialect in, one canonical request to the service, the dialect back out.
+"""The HTTP APIs: each converts its requests to the canonical request of the service, and the events back.
 
-    app = create_app(service, ApiSettings(auth))    # api/app.py: an ASGI callable
-    await serve(app, sock)                          # api/server.py: until SIGTERM, then the drain
+    app = App(service, ApiSettings(auth))   # api/app.py: an ASGI application
+    await serve(app, sock)                  # api/http/server.py: until SIGTERM, then a graceful shutdown
 
-`routes.py` lists every route with its policy; `errors.py` is the one table of statuses and codes.
+`routes.py` lists every route with its policy; `http/errors.py` is the one table of statuses and codes.
 """

@@ -18,7 +18,7 @@ import msgspec
 from emberline import log as logs
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
@@ -87,7 +87,7 @@ async def serve_http(
     gc.freeze()  # modules and vocabularies are permanent: collections need not traverse them
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
-        app = create_app(service, settings, webhooks, batches)
+        app = App(service, settings, webhooks, batches)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
         closing.cancel()
@@ -117,7 +117,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             stack.push_async_callback(service.close)
             batches = BatchService(queue, service)
             stack.push_async_callback(batches.close)
-            batches.load()
+            batches.start_loading()
             await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)

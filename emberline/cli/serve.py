@@ -226,7 +226,7 @@ async def _open_queue(
     stack.push_async_callback(queue.close)
     batches = BatchService(queue, service)
     stack.push_async_callback(batches.close)
-    batches.load()
+    batches.start_loading()
     auth = Authenticator(Secret.open(config.home))
     models = [card.id for card in service.models()]
     puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))

@@ -1,4 +1,4 @@
-"""The events of one request gathered into a whole answer."""
+"""Collects the events of one request into a whole answer."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,9 +17,11 @@ from emberline.protocol.events import (
     ToolCallStarted,
 )
 
+ChoiceEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
 
-class Draft:
-    """One choice while it is written."""
+
+class ChoiceCollector:
+    """Collects the events of one choice."""
 
     def __init__(self) -> None:
         self._done = ChoiceDone(0, "stop")
@@ -27,12 +29,12 @@ class Draft:
         self._parts: list[tuple[type[TextPart | ReasoningPart] | ToolCallStarted, list[str]]] = []
         self._arguments: dict[int, list[str]] = {}
 
-    def add(self, event: TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone) -> None:
+    def add(self, event: ChoiceEvent) -> None:
         if isinstance(event, TextDelta):
-            self._say(TextPart, event.text)
+            self._append(TextPart, event.text)
             self._logprobs += event.logprobs or ()
         elif isinstance(event, ReasoningDelta):
-            self._say(ReasoningPart, event.text)
+            self._append(ReasoningPart, event.text)
         elif isinstance(event, ToolCallDelta):
             self._arguments[event.call].append(event.arguments)
         elif isinstance(event, ToolCallStarted):
@@ -48,7 +50,7 @@ class Draft:
             parts.append(ToolCallPart(kind.id, kind.name, text) if isinstance(kind, ToolCallStarted) else kind(text))
         return AnswerChoice(parts, self._logprobs, self._done.finish, self._done.stop_sequence)
 
-    def _say(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
+    def _append(self, kind: type[TextPart | ReasoningPart], text: str) -> None:
         if not text:
             return
         if not self._parts or self._parts[-1][0] is not kind:
@@ -56,12 +58,12 @@ class Draft:
         self._parts[-1][1].append(text)
 
 
-async def gather(events: AsyncGenerator[TextEvent, None], n_choices: int = 1) -> Answer:
-    drafts = [Draft() for _ in range(n_choices)]
+async def collect_answer(events: AsyncGenerator[TextEvent, None], n_choices: int = 1) -> Answer:
+    choices = [ChoiceCollector() for _ in range(n_choices)]
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Completed):
-                return Answer([draft.choice() for draft in drafts], event.usage)
+                return Answer([choice.choice() for choice in choices], event.usage)
             if not isinstance(event, Started):
-                drafts[event.index].add(event)
-    raise Internal("the answer ended before it was complete")
+                choices[event.index].add(event)
+    raise Internal("the events ended before the answer was complete")

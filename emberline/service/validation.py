@@ -84,12 +84,16 @@ def _deeper(value: Any, most: int) -> bool:
 
 
 MAX_CHOICES = 16
+MAX_TEMPERATURE = 5
+MAX_PENALTY = 2  # of frequency and presence, in either direction
+MAX_REPETITION_PENALTY = 2
+MAX_LOGIT_BIAS = 100  # in either direction
+MAX_TOKENS = (1 << 31) - 1  # also of top_k
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 _U64 = (1 << 64) - 1
-_I32 = (1 << 31) - 1
 
 
 def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
@@ -97,9 +101,9 @@ def validate(request: GenerateRequest, vocab_size: int) -> SamplingParams:
     validate_prompt(request, vocab_size)
     _check_range("n", request.n, 1, MAX_CHOICES)
     budget = request.reasoning.budget_tokens
-    if budget is not None and not 0 <= budget <= _I32:
+    if budget is not None and not 0 <= budget <= MAX_TOKENS:
         raise BadInput(
-            f"the budget of reasoning is a number of tokens from 0 to {_I32}, not {budget}", param="reasoning"
+            f"the budget of reasoning is a number of tokens from 0 to {MAX_TOKENS}, not {budget}", param="reasoning"
         )
     if request.deadline_s is not None and not (isfinite(request.deadline_s) and request.deadline_s > 0):
         raise BadInput(f"deadline_s must be a positive number of seconds, not {request.deadline_s}", param="deadline_s")
@@ -126,13 +130,13 @@ def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
 def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
     if sampling == _DEFAULTS:
         return sampling
-    _check_range("temperature", sampling.temperature, 0, 5)
+    _check_range("temperature", sampling.temperature, 0, MAX_TEMPERATURE)
     _check_range("top_p", sampling.top_p, 0, 1, above=True)
-    _check_range("top_k", sampling.top_k, 0, _I32)
+    _check_range("top_k", sampling.top_k, 0, MAX_TOKENS)
     _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 2, above=True)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
     _check_lengths(sampling)
     _check_ids(sampling, vocab_size)
@@ -152,8 +156,8 @@ def _check_range(param: str, value: float | None, low: float, high: float, *, ab
 
 
 def _check_lengths(sampling: SamplingParams) -> None:
-    _check_range("max_tokens", sampling.max_tokens, 1, _I32)
-    _check_range("min_tokens", sampling.min_tokens, 0, _I32)
+    _check_range("max_tokens", sampling.max_tokens, 1, MAX_TOKENS)
+    _check_range("min_tokens", sampling.min_tokens, 0, MAX_TOKENS)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise BadInput(
             f"min_tokens ({sampling.min_tokens}) must not be above max_tokens ({sampling.max_tokens})",
@@ -165,7 +169,7 @@ def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
     if len(sampling.logit_bias) > MAX_BIASES:
         raise BadInput(f"logit_bias may have {MAX_BIASES} entries, not {len(sampling.logit_bias)}", param="logit_bias")
     for token_id, bias in sampling.logit_bias.items():
-        _check_range("logit_bias", bias, -100, 100)
+        _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         _check_id("logit_bias", token_id, vocab_size)
     for token_id in sampling.stop_ids:
         _check_id("stop_token_ids", token_id, vocab_size)

@@ -11,15 +11,15 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.common.answer import gather
 from emberline.api.http.call import ASGIApp, Receive, Scope, Send
 from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.request import Principal
+from emberline.service.answer import collect_answer
 from emberline.store import Database, open_store
 
 from .scripted import CARDS, ScriptedService
@@ -33,7 +33,7 @@ async def desk_of(
 ) -> AsyncIterator[BatchService]:
     queue = await open_queue(store, folder, QueueLimits(**limits))
     desk = BatchService(queue, service)
-    desk.load()
+    desk.start_loading()
     try:
         yield desk
     finally:
@@ -51,7 +51,7 @@ async def run_all(queue: Queue, service: ScriptedService) -> int:
 async def run_one(queue: Queue, service: ScriptedService, lease: Lease) -> None:
     """As a puller would; a line that fails is not tried again."""
     try:
-        answer = await gather(service.generate(lease.request, Principal(lease.account)), lease.request.n)
+        answer = await collect_answer(service.generate(lease.request, Principal(lease.account)), lease.request.n)
     except EmberlineError as error:
         ours = await queue.fail(lease, error.info(), retry=False)
     else:
@@ -77,9 +77,9 @@ class SelfMade:
     async def _open(self) -> ASGIApp:
         queue = await open_queue(await open_store(self._folder / "t.db"), self._folder)
         desk = BatchService(queue, self._service)
-        desk.load()
+        desk.start_loading()
         self._pulling = asyncio.create_task(self._pull(queue))
-        return create_app(self._service, ApiSettings(auth=self._auth), batches=desk)
+        return App(self._service, ApiSettings(auth=self._auth), batches=desk)
 
     async def _pull(self, queue: Queue) -> None:
         while True:

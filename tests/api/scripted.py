@@ -8,7 +8,7 @@ import httpx
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Events
 from emberline.catalog.model_card import ModelCard, PathSource
@@ -176,7 +176,7 @@ def app_of(
     batches: BatchService | None = None,
     **settings: Any,
 ) -> ASGIApp:
-    return create_app(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events, batches)
+    return App(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), events, batches)
 
 
 def client_of(

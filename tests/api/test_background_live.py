@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from emberline.api.batch_loader import BatchService
-from emberline.api.openai.responses.output import Composer, Draft
+from emberline.api.openai.responses.output import ResponseBuilder
+from emberline.api.openai.responses.request import ResponsesRequest
 from emberline.jobs.queue import transcript as transcript_module
 from emberline.jobs.queue.attempt import JobAttempt, StopReason
 from emberline.jobs.queue.job import Lease
@@ -151,11 +152,12 @@ async def test_what_is_said_is_told_at_once_and_at_every_door(doors: list[BatchS
 
 async def _until_told(desk: BatchService, response_id: str, n_said: int) -> int:
     """How many events there are once so many tokens are on disk."""
-    draft = Draft({}, Composer("k", {}, summarise=False, sealed=False))
+    body = ResponsesRequest(model="m")
+    builder = ResponseBuilder(body, body.parse_tools(), "resp_k", 0)
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(part.token_ids) // 4 for part in await desk.queue.transcripts.read(response_id, 0)) < n_said:
             await asyncio.sleep(0.005)
-    return 3 + sum(len(draft.take(piece)) for piece in AGENT[:n_said])
+    return 3 + sum(len(builder.add(piece)) for piece in AGENT[:n_said])
 
 
 @pytest.mark.parametrize("death", ["engine", "core"])

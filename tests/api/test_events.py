@@ -12,7 +12,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from emberline.accounts.auth import Authenticator
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.http.call import ASGIApp
 from emberline.jobs.webhooks.events import Event
 from emberline.jobs.webhooks.service import WebhookService
@@ -42,7 +42,7 @@ async def desk(db: Database) -> AsyncIterator[WebhookService]:
 
 @pytest.fixture
 def app(desk: WebhookService) -> ASGIApp:
-    return create_app(ScriptedService(), ApiSettings(auth=Authenticator(SECRET)), desk)
+    return App(ScriptedService(), ApiSettings(auth=Authenticator(SECRET)), desk)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ async def test_stream_and_resume(app: ASGIApp, db: Database, monkeypatch: pytest
     await first.until_sent(b"retry: ")
     await happen(db, "batch_1", account="local")
     await first.until_sent(b"batch_1")
-    await first.until_sent(b": nothing new")
+    await first.until_sent(b": heartbeat")
     first.leave()
     await first.task
     assert b"batch_0" not in first.body
@@ -272,7 +272,7 @@ async def test_a_stream_ends_with_the_server(app: ASGIApp, desk: WebhookService)
 async def test_a_stream_outlives_trouble_with_the_store(
     app: ASGIApp, desk: WebhookService, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberline.api.admin.events._PAUSE_S", 0.05)
+    monkeypatch.setattr("emberline.api.admin.events._STORE_RETRY_S", 0.05)
     wire = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await wire.until_sent(b"retry: ")
 
@@ -282,7 +282,7 @@ async def test_a_stream_outlives_trouble_with_the_store(
     with monkeypatch.context() as patch:
         patch.setattr(desk.feed, "page", away)
         await happen(db, "batch_1", account="local")
-        await wire.until_sent(b": nothing new")
+        await wire.until_sent(b": heartbeat")
     await wire.until_sent(b"batch_1")
     wire.leave()
     await wire.task

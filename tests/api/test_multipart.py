@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.api.batches.job_format import FileLine, lines_of
-from emberline.api.http.multipart import MAX_FIELD_BYTES, MAX_PARTS, Multipart, boundary_of
+from emberline.api.batches.job_format import FileLine, file_lines
+from emberline.api.http.multipart import MAX_FIELD_BYTES, MAX_PARTS, MultipartForm, boundary_of
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
 
 Parts = list[tuple[str, str | None, bytes]]
@@ -20,7 +20,7 @@ async def cut(body: bytes, size: int) -> AsyncIterator[bytes]:
 
 
 async def read(body: bytes, boundary: bytes = b"B", size: int = 7) -> Parts:
-    form = Multipart(cut(body, size), boundary)
+    form = MultipartForm(cut(body, size), boundary)
     found: Parts = []
     async for part in form:
         found.append((part.name, part.filename, b"".join([piece async for piece in form.content()])))
@@ -85,7 +85,7 @@ async def test_bad_forms(body: bytes) -> None:
 
 
 async def test_a_field_is_small() -> None:
-    form = Multipart(cut(written([("a", None, b"x" * (MAX_FIELD_BYTES + 1))]), 4096), b"B")
+    form = MultipartForm(cut(written([("a", None, b"x" * (MAX_FIELD_BYTES + 1))]), 4096), b"B")
     part = await anext(form)
     with pytest.raises(TooLarge):
         await form.field(part)
@@ -100,7 +100,7 @@ def test_what_is_no_form(kind: str) -> None:
 @given(st.lists(st.binary(max_size=9).filter(lambda line: b"\n" not in line), max_size=9), st.integers(1, 12))
 async def test_lines(lines: list[bytes], size: int) -> None:
     whole = b"\n".join(lines)
-    found = [line async for line in lines_of(cut(whole, size), 6)]
+    found = [line async for line in file_lines(cut(whole, size), 6)]
     expected = [(at, line if len(line) <= 6 else None) for at, line in enumerate(lines, 1)]
     if lines and expected[0][1] is not None:  # a byte order mark at the start of a file is no content
         expected[0] = (1, expected[0][1].removeprefix(b"\xef\xbb\xbf"))

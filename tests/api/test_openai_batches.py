@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.batch_loader import BatchService, reader_of
-from emberline.api.batches.job_format import FileLine, lines_of
-from emberline.api.openai.batch_jobs import OpenAILines
+from emberline.api.batch_loader import BatchService, job_reader
+from emberline.api.batches.job_format import FileLine, file_lines
+from emberline.api.openai.batch_jobs import OpenAIJobReader
 from emberline.jobs.batches.batch import Batch, NewBatch
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
@@ -203,7 +203,7 @@ async def test_bad_lines_and_good_ones(client: httpx.AsyncClient, desk: BatchSer
         (chat("stream", stream=True), "stream", 400, "`stream` has no meaning in a batch"),
         (chat("type", temperature="hot"), "type", 400, "Expected `float | null`, got `str`"),
         ({"custom_id": "body", "url": CHAT}, "body", 400, "`body` is missing"),
-        (chat("long", "x" * (9 << 20)), None, 413, "the line is longer than"),
+        (chat("long", "x" * (9 << 20)), None, 413, "the request is larger than"),
         (b"[1, 2]", None, 400, "Expected `object`"),
         (b'{"custom_id": "\xff"}', None, 400, "not valid UTF-8"),
     ]
@@ -388,7 +388,7 @@ async def test_cancel_as_the_last_line_is_read(
     made = await submit(client, jsonl([chat("a")]))
     batch = await desk.queue.claim_validating("me")
     assert batch is not None
-    await desk.queue.append(batch, [reader_of(batch, ScriptedService()).read(FileLine(1, jsonl([chat("a")])))])
+    await desk.queue.append(batch, [job_reader(batch, ScriptedService()).read(FileLine(1, jsonl([chat("a")])))])
     stale = [await desk.queue.batch("local", made["id"])]
     await desk.queue.start(batch)
     look = desk.queue.batch
@@ -433,7 +433,7 @@ async def test_any_door_knows_it(database: Place, service: ScriptedService, tmp_
     ):
         await one.close()  # so the other's loader has it to do
         made = await submit(here, jsonl([chat("a")]))
-        two.loader.wake()
+        two.wake()
         batch = await finish(there, two, service, made["id"])
         for client in (here, there):
             (line,) = lines_in(await client.get(f"/v1/files/{batch['output_file_id']}/content"))
@@ -537,8 +537,8 @@ async def test_a_loader_that_died(store: Database, service: ScriptedService, tmp
             made = await submit(client, content)
         batch = await desk.queue.claim_validating("dead")
         assert batch is not None
-        reader = reader_of(batch, service)
-        given = [line async for line in lines_of(desk.queue.blobs.stream(str(batch.input_blob)), 1 << 20)]
+        reader = job_reader(batch, service)
+        given = [line async for line in file_lines(desk.queue.blobs.stream(str(batch.input_blob)), 1 << 20)]
         await desk.queue.append(batch, [reader.read(line) for line in given[:500]])
         real = store.now_us
         store.now_us = lambda: real() + 100_000_000  # type: ignore[method-assign]
@@ -554,13 +554,13 @@ async def test_others_have_their_turn_while_a_large_batch_is_read(
 ) -> None:
     """Between two turns of anybody else a few dozen lines are read, not all."""
     n_turns, read_at = 0, Counter[int]()
-    read = OpenAILines.read
+    read = OpenAIJobReader.read
 
-    def counted(self: OpenAILines, line: FileLine) -> NewJob:
+    def counted(self: OpenAIJobReader, line: FileLine) -> NewJob:
         read_at[n_turns] += 1
         return read(self, line)
 
-    monkeypatch.setattr(OpenAILines, "read", counted)
+    monkeypatch.setattr(OpenAIJobReader, "read", counted)
     made = await submit(client, jsonl(chat(str(i), "x" * 2000) for i in range(2000)))
     while read_at.total() < 2000:
         n_turns += 1

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.api.openai.responses import endpoints as openai_responses
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.answer import StoredResponse
@@ -282,7 +282,7 @@ async def test_through_a_door_process_to_an_engine(
     previous = None
     for door in doors:
         assert await door.ready(PATIENCE_S)
-        app = create_app(door, ApiSettings(auth=_auth()))
+        app = App(door, ApiSettings(auth=_auth()))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
             body = {"model": REAL_MODEL, "input": "hello", "previous_response_id": previous, "stream": True}
             (*_, last) = await events_of(client, body)

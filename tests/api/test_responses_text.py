@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.api.openai.responses.tools import ArgumentText
+from emberline.api.openai.responses.tools import ArgumentTextDecoder
 
 
 @given(st.text(), st.lists(st.integers(0, 400)), st.booleans(), st.sampled_from(["", " ", "\n  "]))
 def test_any_text_cut_anywhere(text: str, cuts: list[int], ascii_only: bool, space: str) -> None:
     arguments = f'{{{space}"input"{space}:{space}{json.dumps(text, ensure_ascii=ascii_only)}{space}}}'
     places = [0, *sorted(cut for cut in cuts if cut < len(arguments)), len(arguments)]
-    reader = ArgumentText()
+    reader = ArgumentTextDecoder()
     pieces = [reader.push(arguments[a:b]) for a, b in pairwise(places)]
     assert "".join(pieces) == text
 
 
 def test_text_comes_as_it_is_written() -> None:
-    reader = ArgumentText()
+    reader = ArgumentTextDecoder()
     assert [reader.push(piece) for piece in ('{"input":"ab', "c\\", "nd", '"}', "more")] == ["ab", "c", "\nd", "", ""]
 
 
@@ -37,6 +37,6 @@ def test_text_comes_as_it_is_written() -> None:
 )
 def test_what_is_no_text(arguments: str, text: str) -> None:
     for size in (1, 3, 100):
-        reader = ArgumentText()
+        reader = ArgumentTextDecoder()
         pieces = [reader.push(arguments[at : at + size]) for at in range(0, len(arguments), size)]
         assert "".join(pieces) == text

@@ -156,14 +156,14 @@ def closed_by_server(raw: socket.socket, seconds: float = 5) -> bool:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
 def test_heads_that_do_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "HEAD_S", 0.1)
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)
     with on_loopback(app_of(ScriptedService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(sent)
         assert closed_by_server(raw)
 
 
 def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "HEAD_S", 0.1)
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)
     with on_loopback(app_of(ScriptedService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         for _ in range(2):
             raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -174,7 +174,7 @@ def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_late_second_head_does_not_cut_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "HEAD_S", 0.05)
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.05)
     app = app_of(ScriptedService(slowly(20)))
     with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(post(CHAT) + b"GET /hea")
@@ -182,7 +182,7 @@ def test_a_late_second_head_does_not_cut_the_answer_before_it(monkeypatch: pytes
 
 
 def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "STALL_S", 0.1)
+    monkeypatch.setattr(servers, "WRITE_TIMEOUT_S", 0.1)
 
     async def flood(request: GenerateRequest) -> AsyncIterator[TextEvent]:
         yield Started(USAGE)

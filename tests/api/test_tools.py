@@ -7,11 +7,12 @@ import re
 import httpx
 import pytest
 
-from emberline.api.common.answer import gather, generate_all
 from emberline.api.common.tools import NO_ARGUMENTS
+from emberline.api.openai.completions import generate_all
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, Completed, ToolCallDelta, ToolCallStarted
 from emberline.protocol.request import GenerateRequest, Message, Principal, Tool, ToolCall, ToolChoice
+from emberline.service.answer import collect_answer
 
 from .scripted import AGENT, MODEL, ScriptedService, Wire, agent, app_of, says
 
@@ -383,8 +384,8 @@ async def test_a_client_that_leaves_mid_argument(service: ScriptedService, path:
 
 async def test_several_requests_as_one_keep_their_calls_apart() -> None:
     requests = [GenerateRequest(id=str(i), model=MODEL, prompt="x") for i in range(3)]
-    answer = await gather(generate_all(ScriptedService(agent), requests, Principal("acme", "k", b"")), 3)
-    (alone,) = (await gather(ScriptedService(agent).generate(requests[0], Principal("acme", "k", b"")))).choices
+    answer = await collect_answer(generate_all(ScriptedService(agent), requests, Principal("acme", "k", b"")), 3)
+    (alone,) = (await collect_answer(ScriptedService(agent).generate(requests[0], Principal("acme", "k", b"")))).choices
     assert alone.tool_calls[1] == ToolCall("call_b", "weather", '{"town":"Rome"}')
     assert answer.choices == [alone] * 3
 

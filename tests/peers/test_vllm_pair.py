@@ -15,7 +15,7 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.events import TextDelta
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
-from emberline.service.answer import gather
+from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
 from emberline.service.service import Service
@@ -55,7 +55,7 @@ class Setup:
         self.core = core
 
     async def answer(self, number: int, request_id: str) -> Answer:
-        return await gather(self.service.generate(request(number, request_id), PRINCIPAL))
+        return await collect_answer(self.service.generate(request(number, request_id), PRINCIPAL))
 
 
 def request(number: int, request_id: str, n_tokens: int = N_TOKENS) -> GenerateRequest:

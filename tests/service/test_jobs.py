@@ -12,7 +12,7 @@ from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, TextDelta, TokenDelta
 from emberline.protocol.request import GenerateRequest, Message, Priority
 from emberline.service import Service
-from emberline.service.answer import gather
+from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
 from emberline.service.request_context import JobContext
 from emberline.text.text_model import TextModel
@@ -32,7 +32,7 @@ def ledger_of(service: Service) -> UsageLedger:
 
 async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) -> None:
     rows: list[UsageRow] = []
-    answer = await gather(service.generate(queued(), ALICE, JobContext("e0", rows.append)))
+    answer = await collect_answer(service.generate(queued(), ALICE, JobContext("e0", rows.append)))
     assert answer.choices[0].text == "Hello!"
     assert [(row.id, row.status, row.priority, row.output_tokens) for row in rows] == [("b-0", "finished", "batch", 7)]
     assert await ledger_of(service).find("b-0") is None
@@ -42,11 +42,11 @@ async def test_it_runs_where_it_was_granted(tmp_path: Path, say: Callable[..., S
     engines = [await FakeEngine(tmp_path / f"{n}.sock", say("Hi"), name=n).start() for n in ("e0", "e1")]
     service = await open_one(*engines)
     for n in range(4):
-        await gather(service.generate(queued(f"b-{n}"), ALICE, JobContext("e1", lambda row: None)))
+        await collect_answer(service.generate(queued(f"b-{n}"), ALICE, JobContext("e1", lambda row: None)))
     assert (len(engines[0].submitted), len(engines[1].submitted)) == (0, 4)
     await engines[1].die()
     with pytest.raises(Unavailable):
-        await gather(service.generate(queued("b-9"), ALICE, JobContext("e1", lambda row: None)))
+        await collect_answer(service.generate(queued("b-9"), ALICE, JobContext("e1", lambda row: None)))
     await engines[0].die()
 
 
@@ -69,7 +69,9 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
 
     engine.script = None
     runs = [
-        asyncio.ensure_future(gather(service.generate(queued(f"b-{n}"), ALICE, JobContext("e0", lambda row: None))))
+        asyncio.ensure_future(
+            collect_answer(service.generate(queued(f"b-{n}"), ALICE, JobContext("e0", lambda row: None)))
+        )
         for n in range(8)
     ]
     await engine.submission(8)
@@ -82,7 +84,7 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
 
     assert active() == (8, 8)
     flex = GenerateRequest(id="flex", model=MODEL, prompt="x", priority=Priority.FLEX, reject_if_busy=True)
-    asked = asyncio.ensure_future(gather(service.generate(flex, ALICE)))
+    asked = asyncio.ensure_future(collect_answer(service.generate(flex, ALICE)))
     await engine.submission(9)
     assert active() == (9, 8)
     for run in (*runs, asked):

@@ -12,7 +12,7 @@ import pytest
 
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
-from emberline.api.app import ApiSettings, create_app
+from emberline.api.app import ApiSettings, App
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import GenerateRequest, Message
@@ -47,7 +47,7 @@ async def door(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) ->
     servers = options.get("servers", [("a", "vllm", "both")])
     made = await bench(*servers, **{name: value for name, value in options.items() if name != "servers"})
 
-    app = create_app(made.service, ApiSettings(Authenticator(Secret.open(tmp_path))))
+    app = App(made.service, ApiSettings(Authenticator(Secret.open(tmp_path))))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686") as client:
         yield Door(made, client)

@@ -11,7 +11,7 @@ from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
 from emberline.protocol.request import GenerateRequest, Priority
-from emberline.service.answer import gather
+from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.testing.openai_script import ServerScript, StandinPrompt
 from tests.upstream.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
-    return await gather(bench.service.generate(asked, PRINCIPAL))
+    return await collect_answer(bench.service.generate(asked, PRINCIPAL))
 
 
 async def test_a_plain_server_answers(bench: Opener) -> None:
@@ -254,7 +254,7 @@ async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
     job = JobContext("b", booked.append)
-    found = await gather(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
+    found = await collect_answer(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, job))
     assert found.choices[0].text == expected()
     assert [len(standin.requests) for standin in made.standins.values()] == [0, 1]
     assert [(row.status, row.output_tokens) for row in booked] == [("finished", 50)]
@@ -266,7 +266,9 @@ async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: O
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=ServerScript(status=500))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
-        await gather(made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append)))
+        await collect_answer(
+            made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("b", booked.append))
+        )
     assert made.standins["a"].requests == []
     assert [row.status for row in booked] == ["failed"]
     assert await made.idle()

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from emberline.protocol.errors import EmberlineError
-from emberline.service.answer import gather
+from emberline.service.answer import collect_answer
 from emberline.testing.openai_script import ServerScript
 from tests.upstream.conftest import PRINCIPAL, Bench, Opener, request
 from tests.upstream.test_failover import expected
@@ -27,7 +27,7 @@ FAULTS = (
 async def client(bench: Bench, number: int, draw: random.Random) -> str:
     text = f"request {number}: " + "what is it all about? " * draw.randrange(4, 60)
     task = asyncio.create_task(
-        gather(bench.service.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
+        collect_answer(bench.service.generate(request(text, f"r{number}", session=f"s{number % 5}"), PRINCIPAL))
     )
     if draw.random() < 0.25:
         await asyncio.sleep(draw.random() * 0.05)
@@ -86,5 +86,5 @@ async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> No
     for server in made.clients.values():
         assert not any(connection.busy for connection in server.pool._all)
     async with asyncio.timeout(60):  # and all is well again
-        after = await gather(made.service.generate(request(request_id="after"), PRINCIPAL))
+        after = await collect_answer(made.service.generate(request(request_id="after"), PRINCIPAL))
     assert after.choices[0].text == expected()

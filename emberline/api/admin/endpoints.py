@@ -1,4 +1,4 @@
-"""For whoever runs the server: health, metrics, what runs, the page at /."""
+"""Endpoints for operators: health, metrics, loaded models, the queue, and the status page at /."""
 
 import hashlib
 from base64 import b64encode
@@ -10,18 +10,20 @@ import msgspec
 from jinja2 import Environment, Template
 
 from emberline import __version__
-from emberline.api.admin.events import whole_number
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, HeaderList, Reply, json_reply
+from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.errors import HeaderList
 from emberline.jobs.queue.job import Job
 from emberline.protocol.errors import NotFound
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 NO_STORE: HeaderList = [(b"cache-control", b"no-store")]
+MAX_DEAD_LETTERS = 1000
+QUEUE_QUERY = {"dead": {"type": "integer", "minimum": 0, "maximum": MAX_DEAD_LETTERS}}
 
 
 async def health(call: Call) -> Reply:
-    """Whether tokens can move. What exactly is wrong is for those who hold the key, where there is one."""
+    """Whether the server can generate. Details are only for callers with a key, where keys are used."""
     found = await call.service.health()
     body: dict[str, Any] = {"status": "ok" if found.ok else "unavailable", "version": __version__}
     if call.trusted:
@@ -35,7 +37,7 @@ async def metrics(call: Call) -> Reply:
 
 
 async def ps(call: Call) -> Reply:
-    return json_reply(await _running(call), headers=NO_STORE)
+    return json_reply(await _status(call), headers=NO_STORE)
 
 
 async def favicon(call: Call) -> Reply:
@@ -44,14 +46,13 @@ async def favicon(call: Call) -> Reply:
 
 async def page(call: Call) -> Reply:
     template, policy = _page()
-    running = await _running(call) if call.trusted else None
     models = call.service.models() if call.trusted else []
     html = template.render(
         version=__version__,
-        running=running,
+        running=await _status(call) if call.trusted else None,
         model=models[0].id if models else "MODEL",
         base=f"{call.scope.get('scheme', 'http')}://{call.headers['host']}",
-        needs_key=call.auth.needs_key,
+        needs_key=call.needs_key,
     )
     headers: HeaderList = [
         *NO_STORE,
@@ -62,7 +63,7 @@ async def page(call: Call) -> Reply:
     return Reply(200, html.encode(), b"text/html; charset=utf-8", headers)
 
 
-async def _running(call: Call) -> dict[str, Any]:
+async def _status(call: Call) -> dict[str, Any]:
     found = await call.service.health()
     models = [
         {
@@ -79,7 +80,7 @@ async def _running(call: Call) -> dict[str, Any]:
 
 @cache
 def _page() -> tuple[Template, bytes]:
-    """The page, and the policy that lets its own script and style run and nothing else."""
+    """The page's template, and a content security policy that allows only its own script and style."""
     source = files("emberline.api.admin").joinpath("page.html").read_text(encoding="utf-8")
     script = source.partition("<script>")[2].partition("</script>")[0]
     digest = b64encode(hashlib.sha256(script.encode()).digest())
@@ -90,21 +91,17 @@ def _page() -> tuple[Template, bytes]:
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source), policy
 
 
-MOST = 1000
-PAGE = {"dead": {"type": "integer", "minimum": 0, "maximum": MOST}}
-
-
-class Replay(msgspec.Struct, kw_only=True):
+class QueueReplay(msgspec.Struct, kw_only=True):
     batch: str
-    line: int | None = None  # without one: all that are dead
+    line: int | None = None  # the job's number; None: all dead letters of the batch
 
 
-_decoder = msgspec.json.Decoder(Replay)
+_replay_decoder = msgspec.json.Decoder(QueueReplay)
 
 
-async def show(call: Call) -> Reply:
-    """What waits and what runs, by model and account; the first of the dead letters."""
-    queue = call.batches.queue
+async def show_queue(call: Call) -> Reply:
+    """Queued and running jobs by model and account; the first of the dead letters."""
+    queue = call.queue
     now_us = queue.now_us()
     waiting = [
         {
@@ -118,27 +115,27 @@ async def show(call: Call) -> Reply:
         for depth in await queue.depths()
     ]
     n_dead = await queue.count_dead_letters()
-    most = whole_number(call.query(), "dead", 20, 0, MOST)
-    dead = [_letter(line) for line in await queue.dead_letters(limit=most)] if n_dead and most else []
+    limit = call.int_param("dead", 20, 0, MAX_DEAD_LETTERS)
+    dead = [_dead_letter(job) for job in await queue.dead_letters(limit=limit)] if n_dead and limit else []
     return json_reply({"waiting": waiting, "n_dead": n_dead, "dead": dead}, headers=NO_STORE)
 
 
-async def replay(call: Call) -> Reply:
-    asked = await read_json(call, _decoder)
-    n_lines = await call.batches.queue.replay(asked.batch, asked.line)
-    if not n_lines:
-        which = f"line {asked.line}" if asked.line is not None else "no line"
-        raise NotFound(f"{which} of {asked.batch[:100]} is among the dead letters", param="line")
-    return json_reply({"replayed": n_lines})
+async def replay_dead_letters(call: Call) -> Reply:
+    body = await read_json(call, _replay_decoder)
+    n_jobs = await call.queue.replay(body.batch, body.line)
+    if not n_jobs:
+        which = f"line {body.line}" if body.line is not None else "no line"
+        raise NotFound(f"{which} of {body.batch[:100]} is among the dead letters", param="line")
+    return json_reply({"replayed": n_jobs})
 
 
-def _letter(line: Job) -> dict[str, Any]:
+def _dead_letter(job: Job) -> dict[str, Any]:
     return {
-        "batch": line.batch_id,
-        "line": line.number,
-        "custom_id": line.custom_id,
-        "model": line.model,
-        "kills": line.kills,
-        "ended_at": None if line.ended_us is None else line.ended_us // 1_000_000,
-        "error": None if line.error is None else line.error.message,
+        "batch": job.batch_id,
+        "line": job.number,
+        "custom_id": job.custom_id,
+        "model": job.model,
+        "kills": job.kills,
+        "ended_at": None if job.ended_us is None else job.ended_us // 1_000_000,
+        "error": None if job.error is None else job.error.message,
     }

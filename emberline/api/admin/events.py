@@ -1,18 +1,17 @@
-"""Events for those without a public address: a list to page through, a long poll, a stream to resume."""
+"""Events for clients that cannot receive webhooks: a paged list, a long poll, and a resumable stream."""
 
 import asyncio
 import logging
-from typing import Any
 
-from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
+from emberline.api.http.call import Call, Reply, encode, list_reply, while_connected
 from emberline.jobs.webhooks.events import MAX_PAGE, Event, cursor_number, event_object
-from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.errors import EmberlineError
 
 HEARTBEAT_S = 15.0
 MAX_WAIT_S = 60
 _RETRY_MS = 1000
-_PAUSE_S = 1.0  # between two looks at a store in trouble
-_STREAM = "text/event-stream"
+_STORE_RETRY_S = 1.0
+_EVENT_STREAM = "text/event-stream"
 
 log = logging.getLogger(__name__)
 
@@ -25,56 +24,39 @@ QUERY = {
 
 
 async def events(call: Call) -> Reply | None:
-    """What happened after an event, oldest first. `wait`: seconds to wait for something; `stream`: as it happens."""
-    query = call.query()
-    after = query.get("after") or call.headers.get("last-event-id")
-    limit = whole_number(query, "limit", MAX_PAGE, 1, MAX_PAGE)
-    wait_s = whole_number(query, "wait", 0, 0, MAX_WAIT_S)
-    streams = query.get("stream", "true" if _STREAM in call.headers.get("accept", "") else "false")
-    if streams not in ("true", "false"):
-        raise BadInput("`stream` may be true or false", param="stream")
-    account, feed = call.principal.account, call.events.feed
-    if streams == "true" and call.scope["method"] != "HEAD":
+    """Events after a given one, oldest first. `wait`: seconds to wait for the first; `stream`: send them as SSE."""
+    after = call.query.get("after") or call.headers.get("last-event-id")
+    limit = call.int_param("limit", MAX_PAGE, 1, MAX_PAGE)
+    wait_s = call.int_param("wait", 0, 0, MAX_WAIT_S)
+    streams = call.bool_param("stream", default=_EVENT_STREAM in call.headers.get("accept", ""))
+    account, feed = call.principal.account, call.webhooks.feed
+    if streams and call.scope["method"] != "HEAD":
         number = cursor_number(after) if after else await feed.last_number(account)
         await while_connected(call.receive, _stream(call, number))
         return None
     number = cursor_number(after) if after else 0
     found = await while_connected(call.receive, feed.wait(account, number, wait_s, limit + 1))
-    return json_reply(list_of([event_object(event) for event in found[:limit]], has_more=len(found) > limit))
+    return list_reply([event_object(event) for event in found[:limit]], has_more=len(found) > limit)
 
 
 async def _stream(call: Call, after: int) -> None:
-    """Until the client leaves or the server stops. A client that comes back says with which event it goes on."""
-    account, feed, send = call.principal.account, call.events.feed, call.send
-    await feed.last_number(account)  # a store in trouble is told as a status
+    """Until the client disconnects or the server stops. A client resumes with the id of the last event it got."""
+    account, feed, send = call.principal.account, call.webhooks.feed, call.send
+    await feed.last_number(account)  # so that an unavailable store becomes an HTTP status
     await call.start_stream([])
     await send({"type": "http.response.body", "body": b"retry: %d\n\n" % _RETRY_MS, "more_body": True})
     while not feed.ended:
         try:
             found = await feed.wait(account, after, HEARTBEAT_S)
-        except EmberlineError as error:  # the store is away for a while: nothing is lost, it comes later
-            log.warning("a stream of events waits: %s", error.message)
+        except EmberlineError as error:  # the store is unavailable; its events are sent later
+            log.warning("an event stream waits for the store: %s", error.message)
             found = []
-            await asyncio.sleep(_PAUSE_S)
-        piece = b"".join(_encoded(event) for event in found) or b": nothing new\n\n"
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(_STORE_RETRY_S)
+        chunk = b"".join(_encoded(event) for event in found) or b": heartbeat\n\n"
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
         after = found[-1].number if found else after
     await send({"type": "http.response.body", "body": b""})
 
 
 def _encoded(event: Event) -> bytes:
     return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.type.encode(), encode(event_object(event)))
-
-
-def list_of(rows: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    ends = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None}
-    return {"object": "list", "data": rows, **ends, "has_more": has_more}
-
-
-def whole_number(query: dict[str, str], name: str, default: int, least: int, most: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and least <= int(text) <= most):
-        raise BadInput(f"`{name}` must be a whole number from {least} to {most}", param=name)
-    return int(text)

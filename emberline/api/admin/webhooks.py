@@ -1,18 +1,16 @@
-"""Webhook endpoints: create, change, delete; what was delivered to them, sending it again, a new secret."""
+"""Webhook endpoints: create, update, delete; their delivery log, redelivery, rotation of the signing secret."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from emberline.api.admin.events import list_of, whole_number
 from emberline.api.http.body import read_json
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.errors import NoBody
 from emberline.jobs.webhooks.deliveries import DeliveryAttempt, DeliveryRecord
 from emberline.jobs.webhooks.endpoints import OVERLAP_S, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import cursor_number
-from emberline.protocol.errors import BadInput
 
 MAX_LISTED = 100
 STATES = ("pending", "delivered", "failed")
@@ -38,13 +36,13 @@ class NewEndpoint(EndpointChange, kw_only=True):
 
 
 class ReplayRequest(msgspec.Struct, kw_only=True):
-    """Without a delivery's id: all that failed."""
+    """Without a delivery id: all failed deliveries."""
 
     delivery_id: str | None = None
 
 
 class RotateRequest(msgspec.Struct, kw_only=True):
-    """For so many seconds deliveries are signed with the old secret too."""
+    """For `overlap_s` seconds, deliveries are signed with the old secret too."""
 
     overlap_s: Annotated[int, Meta(ge=0, le=30 * 86_400)] = OVERLAP_S
 
@@ -56,31 +54,31 @@ _rotate = msgspec.json.Decoder(RotateRequest)
 
 
 async def create(call: Call) -> Reply:
-    """The answer alone holds the secret to verify deliveries with."""
+    """Only this response contains the secret that verifies deliveries."""
     body = await read_json(call, _new)
-    endpoints = call.events.endpoints
-    endpoint = await endpoints.create(call.principal.account, "standard", _changes(call, body))
-    return json_reply(_shown(endpoint) | {"secret": endpoints.secret_of(endpoint)})
+    endpoints = call.webhooks.endpoints
+    endpoint = await endpoints.create(call.principal.account, "standard", _update(call, body))
+    return json_reply(_endpoint_body(endpoint) | {"secret": endpoints.secret_of(endpoint)})
 
 
 async def list_all(call: Call) -> Reply:
-    found = await call.events.endpoints.of_account(call.principal.account)
-    return json_reply(list_of([_shown(endpoint) for endpoint in found], has_more=False))
+    found = await call.webhooks.endpoints.of_account(call.principal.account)
+    return list_reply([_endpoint_body(endpoint) for endpoint in found], has_more=False)
 
 
 async def retrieve(call: Call) -> Reply:
-    return json_reply(_shown(await _endpoint(call)))
+    return json_reply(_endpoint_body(await _endpoint(call)))
 
 
 async def update(call: Call) -> Reply:
     body = await read_json(call, _change)
-    endpoint = await call.events.endpoints.update(call.principal.account, call.tail, _changes(call, body))
-    return json_reply(_shown(endpoint))
+    endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, _update(call, body))
+    return json_reply(_endpoint_body(endpoint))
 
 
 async def delete(call: Call) -> Reply:
-    await call.events.endpoints.delete(call.principal.account, call.tail)
-    return json_reply({"id": call.tail, "object": "webhook_endpoint", "deleted": True})
+    await call.webhooks.endpoints.delete(call.principal.account, call.path_param)
+    return json_reply({"id": call.path_param, "object": "webhook_endpoint", "deleted": True})
 
 
 async def rotate(call: Call) -> Reply:
@@ -88,22 +86,19 @@ async def rotate(call: Call) -> Reply:
         body = await read_json(call, _rotate)
     except NoBody:
         body = RotateRequest()
-    endpoints = call.events.endpoints
-    endpoint = await endpoints.rotate(call.principal.account, call.tail, body.overlap_s)
-    return json_reply(_shown(endpoint) | {"secret": endpoints.secret_of(endpoint)})
+    endpoints = call.webhooks.endpoints
+    endpoint = await endpoints.rotate(call.principal.account, call.path_param, body.overlap_s)
+    return json_reply(_endpoint_body(endpoint) | {"secret": endpoints.secret_of(endpoint)})
 
 
 async def deliveries(call: Call) -> Reply:
-    """The latest events first; `before` an event's id."""
-    query = call.query()
-    limit = whole_number(query, "limit", 20, 1, MAX_LISTED)
-    state: Any = query.get("state")
-    if state not in (None, *STATES):
-        raise BadInput(f"`state` may be {', '.join(STATES)}", param="state")
-    before = cursor_number(query["before"]) if "before" in query else None
+    """Latest events first; `before` is the id of an event."""
+    limit = call.int_param("limit", 20, 1, MAX_LISTED)
+    state: Any = call.enum_param("state", STATES, "pending") if "state" in call.query else None
+    before = cursor_number(call.query["before"]) if "before" in call.query else None
     endpoint = await _endpoint(call)
-    found = await call.events.deliveries.records(endpoint, state, before, limit + 1)
-    return json_reply(list_of([_logged(item) for item in found[:limit]], has_more=len(found) > limit))
+    found = await call.webhooks.deliveries.records(endpoint, state, before, limit + 1)
+    return list_reply([_delivery_body(item) for item in found[:limit]], has_more=len(found) > limit)
 
 
 async def replay(call: Call) -> Reply:
@@ -111,20 +106,20 @@ async def replay(call: Call) -> Reply:
         body = await read_json(call, _replay)
     except NoBody:
         body = ReplayRequest()
-    n = await call.events.deliveries.replay(await _endpoint(call), body.delivery_id)
+    n = await call.webhooks.deliveries.replay(await _endpoint(call), body.delivery_id)
     return json_reply({"object": "webhook_endpoint.replay", "replayed": n})
 
 
 async def _endpoint(call: Call) -> WebhookEndpoint:
-    return await call.events.endpoints.get(call.principal.account, call.tail)
+    return await call.webhooks.endpoints.get(call.principal.account, call.path_param)
 
 
-def _changes(call: Call, body: EndpointChange) -> EndpointUpdate:
+def _update(call: Call, body: EndpointChange) -> EndpointUpdate:
     model = call.service.resolve(body.model).id if body.model else body.model
     return EndpointUpdate(name=body.name, url=body.url, model=model, types=body.events, enabled=body.enabled)
 
 
-def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
+def _endpoint_body(endpoint: WebhookEndpoint) -> dict[str, Any]:
     since_us = endpoint.failing_since_us
     return {
         "id": endpoint.id,
@@ -140,28 +135,26 @@ def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
     }
 
 
-def _logged(item: DeliveryRecord) -> dict[str, Any]:
+def _delivery_body(item: DeliveryRecord) -> dict[str, Any]:
     delivery, event = item.delivery, item.event
-    waits = delivery.state == "pending"
     return {
         "id": delivery.id,
         "object": "webhook_delivery",
         "event": {"id": event.id, "type": event.type} if event else None,
         "state": delivery.state,
         "created_at": delivery.created_us / 1e6,
-        "next_attempt_at": delivery.ready_us / 1e6 if waits else None,
+        "next_attempt_at": delivery.ready_us / 1e6 if delivery.state == "pending" else None,
         "finished_at": None if delivery.finished_us is None else delivery.finished_us / 1e6,
-        "attempts": [_attempt(attempt) for attempt in item.attempts],
+        "attempts": [_attempt_body(attempt) for attempt in item.attempts],
     }
 
 
-def _attempt(attempt: DeliveryAttempt) -> dict[str, Any]:
-    outcome: Literal["succeeded", "failed", "unknown"] = "succeeded" if attempt.succeeded else "failed"
-    if attempt.status is None and not attempt.problem:  # it runs now, or its process ended under it
+def _attempt_body(attempt: DeliveryAttempt) -> dict[str, Any]:
+    if attempt.status is None and not attempt.problem:  # it is running, or its process died
         return {"number": attempt.number, "outcome": "unknown"}
     return {
         "number": attempt.number,
-        "outcome": outcome,
+        "outcome": "succeeded" if attempt.succeeded else "failed",
         "status": attempt.status,
         "problem": attempt.problem or None,
         "started_at": attempt.started_us / 1e6,

@@ -1,4 +1,4 @@
-"""Anthropic's message batches: made from a list, watched, listed, cancelled, read as lines, deleted."""
+"""Anthropic's message batches: created from a list, retrieved, listed, cancelled, deleted; results as JSON lines."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -6,88 +6,33 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from emberline.api.admin.events import whole_number
 from emberline.api.anthropic.message_request import MessagesRequest
 from emberline.api.anthropic.messages import message_body
-from emberline.api.batches.job_format import FileLine, LineCall, Result, Steps, results_of, runnable
-from emberline.api.batches.submission import batch_of, once, standing, stop, submit_lines
+from emberline.api.batches.job_format import (
+    CooperativeYield,
+    FileLine,
+    Result,
+    batch_request,
+    batch_results,
+    job_error,
+)
+from emberline.api.batches.submission import (
+    cancel_batch,
+    find_batch,
+    queue_position,
+    submit_once,
+    submit_requests,
+)
 from emberline.api.http.body import decode, read_body
 from emberline.api.http.call import Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, error_body
-from emberline.api.http.sse import JSONL, gathered, send_bytes
-from emberline.api.openai.batch_jobs import failure_of
+from emberline.api.http.sse import JSONL, send_bytes
 from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp
-from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
+from emberline.protocol.errors import BadInput, EmberlineError
 
-Json = dict[str, Any]
-
-
-class BatchRequest(msgspec.Struct, kw_only=True):
-    custom_id: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-    params: msgspec.Raw
-
-
-_request_decoder = msgspec.json.Decoder(BatchRequest)
-_params_decoder = msgspec.json.Decoder(MessagesRequest)
-
-
-class AnthropicLines:
-    """The door has seen to it that ids are there and differ."""
-
-    def __init__(self, service: Backend) -> None:
-        self._service = service
-        self._call = LineCall("", Dialect.ANTHROPIC)
-
-    def read(self, line: FileLine) -> NewJob:
-        custom_id = ""
-        try:
-            if line.data is None:
-                raise TooLarge("the request is larger than one of a batch may be")
-            given = decode(line.data, _request_decoder)
-            custom_id = given.custom_id
-            params = decode(bytes(given.params), _params_decoder)
-            if params.stream:
-                raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
-            return NewJob(custom_id, runnable(params.to_request(self._call), self._service))
-        except EmberlineError as error:
-            return NewJob(custom_id, None, error.info())
-
-    def skip(self, line: FileLine) -> None:
-        """Nothing to remember."""
-
-
-def result_line(result: Result) -> bytes:
-    line = result.line
-    return encode({"custom_id": line.custom_id, "result": _result(result)}) + b"\n"
-
-
-def _result(result: Result) -> Json:
-    line = result.line
-    if line.state == "expired":
-        return {"type": "expired"}
-    if line.state == "cancelled":
-        return {"type": "canceled"}
-    call = LineCall(line.request_id, Dialect.ANTHROPIC)
-    if line.state != "succeeded" or line.answer is None:
-        return {"type": "errored", "error": error_body(_retold(result, call), Dialect.ANTHROPIC, line.request_id)}
-    params = decode(bytes(decode(result.given, _request_decoder).params), _params_decoder)
-    return {"type": "succeeded", "message": message_body(call, params.model, line.answer, params.hides_thinking)}
-
-
-def _retold(result: Result, call: LineCall) -> EmberlineError:
-    error = failure_of(result.line)
-    if result.line.started_us is None:
-        return error
-    try:
-        decode(bytes(decode(result.given, _request_decoder).params), _params_decoder).to_request(call)
-    except EmberlineError:
-        return error
-    return call.names.retell(error)
-
-
-MAX_BYTES = 128 << 20  # in memory until it is stored
+MAX_BYTES = 128 << 20  # held in memory until stored
 MAX_REQUESTS = 100_000
 ENDPOINT = "/v1/messages"
 
@@ -97,25 +42,72 @@ PAGE = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
 }
 
+Json = dict[str, Any]
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    custom_id: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    params: msgspec.Raw
+
 
 class NewMessageBatch(msgspec.Struct):
     requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_REQUESTS)]
 
 
-class _Named(msgspec.Struct):
-    custom_id: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-    params: msgspec.Raw
+_batch_decoder = msgspec.json.Decoder(NewMessageBatch)
+_request_decoder = msgspec.json.Decoder(BatchRequest)
+_params_decoder = msgspec.json.Decoder(MessagesRequest)
 
 
-_decoder = msgspec.json.Decoder(NewMessageBatch)
-_named_decoder = msgspec.json.Decoder(_Named)
+class AnthropicJobReader:
+    """Custom ids were checked when the batch was created."""
+
+    def __init__(self, service: Backend) -> None:
+        self._service = service
+
+    def read(self, line: FileLine) -> NewJob:
+        custom_id = ""
+        try:
+            given = decode(line.content(), _request_decoder)
+            custom_id = given.custom_id
+            params = decode(bytes(given.params), _params_decoder)
+            if params.stream:
+                raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
+            return NewJob(custom_id, batch_request(params.to_request("")[0], self._service))
+        except EmberlineError as error:
+            return NewJob(custom_id, None, error.info())
+
+    def skip(self, line: FileLine) -> None:
+        """There is no state to keep."""
+
+
+def _result_line(result: Result) -> bytes:
+    return encode({"custom_id": result.job.custom_id, "result": _result_body(result)}) + b"\n"
+
+
+def _result_body(result: Result) -> Json:
+    job = result.job
+    if job.state == "expired":
+        return {"type": "expired"}
+    if job.state == "cancelled":
+        return {"type": "canceled"}
+    if job.state != "succeeded" or job.answer is None:
+        error = result.renamed(job_error(job), lambda: _params(result).to_request(job.request_id)[1])
+        return {"type": "errored", "error": error_body(error, Dialect.ANTHROPIC, job.request_id)}
+    params = _params(result)
+    message = message_body(job.request_id, params.model, job.answer, params.hides_thinking)
+    return {"type": "succeeded", "message": message}
+
+
+def _params(result: Result) -> MessagesRequest:
+    return decode(bytes(decode(result.line, _request_decoder).params), _params_decoder)
 
 
 async def create(call: Call) -> Reply:
-    """What each request asks for is looked at afterwards; a bad one ends `errored`, the others run."""
+    """Requests are parsed afterwards: an invalid one ends as `errored`, the others run."""
     raw = await read_body(call, MAX_BYTES)
-    requests = decode(raw, _decoder).requests
-    await _check_names(requests)
+    requests = decode(raw, _batch_decoder).requests
+    await _check_ids(requests)
 
     async def submit(batch_id: str) -> bytes:
         new = NewBatch(
@@ -126,76 +118,76 @@ async def create(call: Call) -> Reply:
             endpoint=ENDPOINT,
             attributes={"n_requests": len(requests)},
         )
-        return encode(await _shown_alone(call, await submit_lines(call, new, requests)))
+        return encode(await _batch_with_position(call, await submit_requests(call, new, requests)))
 
-    return await once(call, raw, new_batch_id("anthropic"), submit)
+    return await submit_once(call, raw, new_batch_id("anthropic"), submit)
 
 
 async def retrieve(call: Call) -> Reply:
-    return json_reply(await _shown_alone(call, await batch_of(call, call.tail, "anthropic")))
+    return json_reply(await _batch_with_position(call, await find_batch(call, call.path_param, "anthropic")))
 
 
 async def list_all(call: Call) -> Reply:
-    query = call.query()
-    limit = whole_number(query, "limit", 20, 1, 1000)
-    after, before = query.get("after_id"), query.get("before_id")
+    limit = call.int_param("limit", 20, 1, 1000)
+    after, before = call.query.get("after_id"), call.query.get("before_id")
     for cursor in (after, before):
         if cursor:
-            await batch_of(call, cursor, "anthropic")
-    found, has_more = await call.batches.queue.batches(
+            await find_batch(call, cursor, "anthropic")
+    found, has_more = await call.queue.batches(
         call.principal.account, "anthropic", after=after, before=before, limit=limit
     )
-    rows = [_shown(call, batch) for batch in found]
+    rows = [_batch_body(call, batch) for batch in found]
     ends = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None}
     return json_reply({"data": rows, "has_more": has_more, **ends})
 
 
 async def cancel(call: Call) -> Reply:
-    batch = await stop(call, await batch_of(call, call.tail, "anthropic"))
-    return json_reply(await _shown_alone(call, batch))
+    batch = await cancel_batch(call, await find_batch(call, call.path_param, "anthropic"))
+    return json_reply(await _batch_with_position(call, batch))
 
 
 async def delete(call: Call) -> Reply:
-    await batch_of(call, call.tail, "anthropic")
-    await call.batches.queue.delete(call.principal.account, call.tail)
-    return json_reply({"id": call.tail, "type": "message_batch_deleted"})
+    await find_batch(call, call.path_param, "anthropic")
+    await call.queue.delete(call.principal.account, call.path_param)
+    return json_reply({"id": call.path_param, "type": "message_batch_deleted"})
 
 
 async def results(call: Call) -> None:
-    batch = await batch_of(call, call.tail, "anthropic")
+    batch = await find_batch(call, call.path_param, "anthropic")
     if not batch.ended:
         raise BadInput("the batch has not ended: its results can be read when `processing_status` is `ended`")
-    await send_bytes(call, gathered(_result_lines(call, batch)), JSONL)
+    await send_bytes(call, _result_lines(call, batch), JSONL)
 
 
 async def _result_lines(call: Call, batch: Batch) -> AsyncIterator[bytes]:
-    if not batch.counts.total:  # it was cancelled before its requests were read
+    if not batch.counts.total:  # cancelled before its requests were read
         return
-    async for result in results_of(call.batches.queue, batch):
-        yield result_line(result)
+    async for result in batch_results(call.queue, batch):
+        yield _result_line(result)
 
 
-async def _check_names(requests: list[msgspec.Raw]) -> None:
+async def _check_ids(requests: list[msgspec.Raw]) -> None:
+    """Every request has a custom id, and no two have the same."""
     first: dict[str, int] = {}
-    steps = Steps()
+    yielding = CooperativeYield()
     for number, request in enumerate(requests):
         try:
-            name = decode(bytes(request), _named_decoder).custom_id
+            custom_id = decode(bytes(request), _request_decoder).custom_id
         except BadInput as error:
             error.param = f"requests.{number}" + (f".{error.param}" if error.param else "")
             error.message = f"{error.param}: {error.message}"
             raise
-        if (other := first.setdefault(name, number)) != number:
-            where = f"requests.{number}.custom_id"
-            raise BadInput(f"{where}: {name!r} is that of requests.{other} too", param=where)
-        await steps.took(len(bytes(request)) // 4)
+        if (other := first.setdefault(custom_id, number)) != number:
+            field = f"requests.{number}.custom_id"
+            raise BadInput(f"{field}: {custom_id!r} is that of requests.{other} too", param=field)
+        await yielding.after(len(bytes(request)) // 4)
 
 
-async def _shown_alone(call: Call, batch: Batch) -> Json:
-    return _shown(call, batch) | {"queue": await standing(call, batch)}
+async def _batch_with_position(call: Call, batch: Batch) -> Json:
+    return _batch_body(call, batch) | {"queue": await queue_position(call, batch)}
 
 
-def _shown(call: Call, batch: Batch) -> Json:
+def _batch_body(call: Call, batch: Batch) -> Json:
     status = "ended" if batch.ended else "canceling" if batch.status == "cancelling" else "in_progress"
     return {
         "id": batch.id,
@@ -212,19 +204,11 @@ def _shown(call: Call, batch: Batch) -> Json:
 
 
 def _counts(batch: Batch) -> Json:
-    """They add up to the number of requests at any time, also before these were read."""
+    """They always add up to the number of submitted requests, also of those that have not been read yet."""
     counts, total = batch.counts, max(batch.counts.total, int(batch.attributes.get("n_requests", 0)))
-    if not batch.ended:
-        return {
-            "processing": total - counts.ended,
-            "succeeded": counts.completed,
-            "errored": counts.failed,
-            "canceled": counts.cancelled,
-            "expired": counts.expired,
-        }
-    unread = total - counts.total  # it ended while they were read
+    unread = total - counts.total if batch.ended else 0  # the batch ended while they were read
     return {
-        "processing": 0,
+        "processing": 0 if batch.ended else total - counts.ended,
         "succeeded": counts.completed,
         "errored": counts.failed + (unread if batch.status == "failed" else 0),
         "canceled": counts.cancelled + (unread if batch.status == "cancelled" else 0),
@@ -233,7 +217,7 @@ def _counts(batch: Batch) -> Json:
 
 
 def _results_url(call: Call, batch: Batch) -> str:
-    """Where this client reads the results: under the address and the prefix that it uses itself."""
+    """Under the host and path prefix that this client uses."""
     path = call.scope["path"]
     prefix = path[: path.index("/messages/batches")]
     return f"{call.scope.get('scheme', 'http')}://{call.headers['host']}{prefix}/messages/batches/{batch.id}/results"

@@ -1,4 +1,4 @@
-"""A submission with an Idempotency-Key: done once, answered as often as it is sent."""
+"""Submitting, finding and cancelling batches, as every API needs it; idempotent submission."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from hashlib import blake2b
@@ -6,38 +6,41 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.admin.events import whole_number
-from emberline.api.batches.job_format import Steps
-from emberline.api.http.call import Call, HeaderList, Reply
-from emberline.api.http.errors import NoSuchBatch
-from emberline.api.http.sse import gathered
+from emberline.api.batches.job_format import CooperativeYield
+from emberline.api.http.call import Call, Reply
+from emberline.api.http.errors import HeaderList, NoSuchBatch
+from emberline.api.http.sse import coalesce
 from emberline.jobs.batches.batch import Batch, BatchKind, NewBatch
 from emberline.jobs.batches.files import File
 from emberline.jobs.batches.idempotency_keys import StoredAnswer
 from emberline.jobs.queue.reader import QueuePosition
 from emberline.protocol.errors import NotFound
 
-HEADER = "idempotency-key"
-_REPLAYED: HeaderList = [(b"idempotent-replayed", b"true")]
+IDEMPOTENCY_KEY = "idempotency-key"
+REPLAYED: HeaderList = [(b"idempotent-replayed", b"true")]
+JOB_QUERY = {"line": {"type": "integer", "minimum": 0}}
+_PURPOSE = "queue"
+_FILE_EXPIRES_S = 3600.0  # should this process die before the batch has taken over the file's content
+_LINE_ENDS = bytes.maketrans(b"\r\n", b"  ")  # JSON has line ends only between its tokens
 
 
-def digest_of(call: Call, *parts: bytes) -> bytes:
-    """Of all that makes a submission what it is: where it goes, and what it says."""
+def request_digest(call: Call, *parts: bytes) -> bytes:
+    """Identifies a submission: its URL and its content."""
     digest = blake2b(call.scope.get("raw_path", b"") + b"?" + call.scope["query_string"], digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 
 
-async def once(call: Call, body: bytes, fresh_id: str, submit: Callable[[str], Awaitable[bytes]]) -> Reply:
-    """The answer of `submit`, which is given the id to submit under; of an earlier one, where the key is known."""
-    key = call.headers.get(HEADER)
+async def submit_once(call: Call, body: bytes, new_id: str, submit: Callable[[str], Awaitable[bytes]]) -> Reply:
+    """The body that `submit` returns for the id to submit under. A repeated Idempotency-Key gets the stored body."""
+    key = call.headers.get(IDEMPOTENCY_KEY)
     if key is None:
-        return Reply(200, await submit(fresh_id))
-    keys, account = call.batches.queue.idempotency_keys, call.principal.account
-    begun = await keys.begin(account, key, digest_of(call, body), fresh_id)
+        return Reply(200, await submit(new_id))
+    keys, account = call.queue.idempotency_keys, call.principal.account
+    begun = await keys.begin(account, key, request_digest(call, body), new_id)
     if isinstance(begun, StoredAnswer):
-        return Reply(200, begun.answer, headers=_REPLAYED)
+        return Reply(200, begun.answer, headers=REPLAYED)
     try:
         answer = await submit(begun.id)
     except BaseException:
@@ -47,66 +50,58 @@ async def once(call: Call, body: bytes, fresh_id: str, submit: Callable[[str], A
     return Reply(200, answer)
 
 
-LINE = {"line": {"type": "integer", "minimum": 0}}
-
-
-async def batch_of(call: Call, batch_id: str, kind: BatchKind) -> Batch:
-    """The account's batch of that kind."""
-    try:
-        batch = await call.batches.queue.batch(call.principal.account, batch_id)
-    except NotFound:
-        batch = None
-    if batch is None or batch.kind != kind:
-        raise NoSuchBatch(f"there is no batch {batch_id[:100]!r}: it was deleted or has expired, or never was")
-    return batch
-
-
-async def stop(call: Call, batch: Batch) -> Batch:
-    """Cancel the batch; or, with `line` in the query, the one request whose id ends in that number."""
-    queue, account, query = call.batches.queue, call.principal.account, call.query()
-    if "line" not in query:
-        return await queue.cancel(account, batch.id)
-    number = whole_number(query, "line", 0, 0, max(0, batch.counts.total - 1))
-    await queue.cancel_job(account, batch.id, number)
-    return await queue.batch(account, batch.id)
-
-
-async def standing(call: Call, batch: Batch) -> dict[str, Any]:
-    """How many lines go before its next one, and when it should be done; None: nobody can tell yet."""
-    return told(await call.batches.queue.position(batch))
-
-
-def told(place: QueuePosition) -> dict[str, Any]:
-    eta_s = None if place.eta_s is None else round(place.eta_s, 1)
-    return {"position": place.position, "estimated_wait_s": eta_s}
-
-
-_PURPOSE = "queue"
-_FORGET_S = 3600.0  # the file's row, should we die before the batch has taken what is in it
-_ONE_LINE = bytes.maketrans(b"\r\n", b"  ")  # JSON has line ends only between its tokens
-
-
-async def submit_lines(call: Call, new: NewBatch, requests: Iterable[msgspec.Raw]) -> Batch:
-    """Durable when it returns."""
-    file = await store_lines(call, new.id, requests)
+async def submit_requests(call: Call, new: NewBatch, requests: Iterable[msgspec.Raw]) -> Batch:
+    """Submit a batch whose requests came in the body: they are stored as a file of lines. Durable on return."""
+    file = await store_requests(call, new.id, requests)
     new.input_file_id = file.id
     try:
-        batch = await call.batches.queue.create(new)
+        batch = await call.queue.create(new)
     finally:
-        await call.batches.queue.files.delete(new.account, file.id)
-    call.batches.loader.wake()
+        await call.queue.files.delete(new.account, file.id)
+    call.batches.wake()
     return batch
 
 
-async def store_lines(call: Call, name: str, requests: Iterable[msgspec.Raw]) -> File:
-    """For a moment it is a file of the account; whoever needs it for longer refers to what is in it."""
-    files = call.batches.queue.files
-    return await files.add(call.principal.account, name, _PURPOSE, gathered(_lines(requests)), _FORGET_S)
+async def store_requests(call: Call, name: str, requests: Iterable[msgspec.Raw]) -> File:
+    """A temporary file of the account, one request per line; a batch created from it keeps its content."""
+    lines = coalesce(_lines(requests))
+    return await call.queue.files.add(call.principal.account, name, _PURPOSE, lines, _FILE_EXPIRES_S)
 
 
 async def _lines(requests: Iterable[msgspec.Raw]) -> AsyncIterator[bytes]:
-    steps = Steps()
+    yielding = CooperativeYield()
     for request in requests:
-        line = bytes(request).translate(_ONE_LINE) + b"\n"
+        line = bytes(request).translate(_LINE_ENDS) + b"\n"
         yield line
-        await steps.took(len(line) // 8)  # copying is quicker than reading
+        await yielding.after(len(line) // 8)  # copying is cheaper than parsing
+
+
+async def find_batch(call: Call, batch_id: str, kind: BatchKind) -> Batch:
+    """The account's batch of that kind."""
+    try:
+        batch = await call.queue.batch(call.principal.account, batch_id)
+    except NotFound:
+        batch = None
+    if batch is None or batch.kind != kind:
+        raise NoSuchBatch(f"there is no batch {batch_id[:100]!r}: it never existed, was deleted or has expired")
+    return batch
+
+
+async def cancel_batch(call: Call, batch: Batch) -> Batch:
+    """Cancel the batch; with `line` in the query, only the job of that number."""
+    account = call.principal.account
+    if "line" not in call.query:
+        return await call.queue.cancel(account, batch.id)
+    number = call.int_param("line", 0, 0, max(0, batch.counts.total - 1))
+    await call.queue.cancel_job(account, batch.id, number)
+    return await call.queue.batch(account, batch.id)
+
+
+async def queue_position(call: Call, batch: Batch) -> dict[str, Any]:
+    return position_body(await call.queue.position(batch))
+
+
+def position_body(position: QueuePosition) -> dict[str, Any]:
+    """How many jobs run before the batch's next one, and when it should be done; None if not known yet."""
+    eta_s = None if position.eta_s is None else round(position.eta_s, 1)
+    return {"position": position.position, "estimated_wait_s": eta_s}

@@ -1,4 +1,4 @@
-"""Model cards as rows: Cloudflare's, OpenAI's, OpenRouter's."""
+"""Model cards in the model lists of the Workers AI, OpenAI and OpenRouter APIs."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -7,7 +7,7 @@ from emberline.catalog.model_card import TASKS, ModelCard, task
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
-_EVERY = {"async_queue": "true"}  # what every model has
+_COMMON_PROPERTIES = {"async_queue": "true"}
 
 
 def source(card: ModelCard) -> int:
@@ -15,6 +15,7 @@ def source(card: ModelCard) -> int:
 
 
 def cloudflare_model(card: ModelCard) -> dict[str, Any]:
+    properties = card.properties | _COMMON_PROPERTIES
     return {
         "id": card.uuid,
         "source": source(card),
@@ -23,7 +24,7 @@ def cloudflare_model(card: ModelCard) -> dict[str, Any]:
         "task": (task(card.task) or TASKS[0])._asdict(),
         "created_at": card.created_at,
         "tags": [],
-        "properties": [{"property_id": name, "value": value} for name, value in (card.properties | _EVERY).items()],
+        "properties": [{"property_id": name, "value": value} for name, value in properties.items()],
     }
 
 
@@ -57,5 +58,5 @@ def openrouter_model(card: ModelCard) -> dict[str, Any]:
 
 
 def _unix(card: ModelCard) -> int:
-    """`created_at` is UTC, with or without a fraction."""
+    """Unix time of `created_at`, which is UTC."""
     return int(datetime.fromisoformat(card.created_at).replace(tzinfo=UTC).timestamp())

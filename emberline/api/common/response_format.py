@@ -1,4 +1,4 @@
-"""What the reply's text must be: OpenAI's `response_format`, and the extras that vLLM's clients send."""
+"""Structured output: OpenAI's `response_format`, and the equivalents that vLLM clients send."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ Choices = Annotated[list[str], Meta(min_length=1)]
 class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None  # the schema itself, or OpenAI's {name, schema, strict} around it
-    schema: Schema | None = None  # where others put it
+    schema: Schema | None = None  # where some clients put it
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -34,15 +34,13 @@ class StructuredOutputs(msgspec.Struct):
     disable_additional_properties: UnsupportedField = None
 
 
-class Asked(NamedTuple):
-    """An output format, and the field that asked for it."""
-
+class RequestedFormat(NamedTuple):
     format: OutputFormat | None
-    field: str
+    field: str  # where the client asked for it
 
 
-class Constrained(msgspec.Struct, kw_only=True):
-    """The fields that say what the text must be. At most one of them may."""
+class OutputFields(msgspec.Struct, kw_only=True):
+    """The fields that constrain the output. At most one of them may be set."""
 
     response_format: ResponseFormat | None = None
     guided_json: Schema | str | None = None
@@ -52,70 +50,74 @@ class Constrained(msgspec.Struct, kw_only=True):
     guided_whitespace_pattern: UnsupportedField = None
     structured_outputs: StructuredOutputs | None = None
 
-    def output(self) -> Asked:
-        asked = _asked("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        if self.response_format is not None and (found := of_response_format(self.response_format)).format:
-            asked.append(found)
+    def output(self) -> RequestedFormat:
+        requested = _guided("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if self.response_format is not None and (found := _response_format(self.response_format)).format:
+            requested.append(found)
         if (extra := self.structured_outputs) is not None:
-            where = "structured_outputs."
-            refuse_unsupported(extra, where)
-            asked += _asked(where, extra.json, extra.regex, extra.choice, extra.grammar)
+            prefix = "structured_outputs."
+            refuse_unsupported(extra, prefix)
+            requested += _guided(prefix, extra.json, extra.regex, extra.choice, extra.grammar)
             if extra.json_object:
-                asked.append(Asked(OutputFormat("json_object"), where + "json_object"))
-        if len(asked) > 1:
-            first, second = asked[0].field, asked[1].field
-            raise BadInput(f"`{first}` and `{second}` both say what the text must be; send one", param=second)
-        return asked[0] if asked else Asked(None, "response_format")
+                requested.append(RequestedFormat(OutputFormat("json_object"), prefix + "json_object"))
+        if len(requested) > 1:
+            first, second = requested[0].field, requested[1].field
+            raise BadInput(f"`{first}` and `{second}` both constrain the output; send one", param=second)
+        return requested[0] if requested else RequestedFormat(None, "response_format")
 
 
-def of_response_format(given: ResponseFormat, where: str = "response_format") -> Asked:
+def _response_format(given: ResponseFormat) -> RequestedFormat:
     if given.type == "text":
-        return Asked(None, where)
-    schema, field = given.schema, f"{where}.schema"
+        return RequestedFormat(None, "response_format")
+    schema, field = given.schema, "response_format.schema"
     if schema is None and given.json_schema is not None:
-        schema, field = bare(given.json_schema, f"{where}.json_schema"), f"{where}.json_schema"
+        schema, field = _without_envelope(given.json_schema), "response_format.json_schema"
         if schema is not given.json_schema:
             field += ".schema"
     if schema is not None:
-        return Asked(OutputFormat("json_schema", schema), field)
+        return RequestedFormat(OutputFormat("json_schema", schema), field)
     if given.type == "json_schema" and given.json_schema is None:
-        raise BadInput(f"`{where}` has no schema; send one as `{where}.json_schema`", param=f"{where}.json_schema")
-    return Asked(OutputFormat("json_object"), where)
+        raise BadInput(
+            "`response_format` has no schema; send one as `response_format.json_schema`",
+            param="response_format.json_schema",
+        )
+    return RequestedFormat(OutputFormat("json_object"), "response_format")
 
 
-def bare(given: Schema, where: str) -> Schema | None:
-    """A schema without OpenAI's envelope; None: the envelope holds none, which leaves any object."""
+def _without_envelope(given: Schema) -> Schema | None:
+    """The schema inside OpenAI's envelope; None if the envelope has none, which allows any object."""
     if not isinstance(given, dict) or not given.keys() <= _ENVELOPE:
         return given
     schema: Schema | None = given.get("schema")
     if not isinstance(schema, dict | bool | None):
-        raise BadInput(f"`{where}.schema` is a schema: an object or a boolean", param=f"{where}.schema")
+        field = "response_format.json_schema.schema"
+        raise BadInput(f"`{field}` must be a schema: an object or a boolean", param=field)
     if schema is not None:
         return schema
     return None if isinstance(given.get("name"), str) else given
 
 
-def _asked(
-    where: str, json: Schema | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[Asked]:
-    asked: list[Asked] = []
+def _guided(
+    prefix: str, json: Schema | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[RequestedFormat]:
+    requested: list[RequestedFormat] = []
     if json is not None:
-        asked.append(Asked(OutputFormat("json_schema", _schema(json, where + "json")), where + "json"))
+        requested.append(RequestedFormat(OutputFormat("json_schema", _schema(json, prefix + "json")), prefix + "json"))
     if regex is not None:
-        asked.append(Asked(OutputFormat("regex", regex), where + "regex"))
+        requested.append(RequestedFormat(OutputFormat("regex", regex), prefix + "regex"))
     if choice is not None:
-        asked.append(Asked(OutputFormat("choice", choice), where + "choice"))
+        requested.append(RequestedFormat(OutputFormat("choice", choice), prefix + "choice"))
     if grammar is not None:
-        asked.append(Asked(OutputFormat("grammar", grammar), where + "grammar"))
-    return asked
+        requested.append(RequestedFormat(OutputFormat("grammar", grammar), prefix + "grammar"))
+    return requested
 
 
-def _schema(given: Schema | str, where: str) -> Schema:
-    """A schema that may have been sent as its JSON text."""
+def _schema(given: Schema | str, field: str) -> Schema:
+    """A schema, which may have been sent as JSON text."""
     if not isinstance(given, str):
         return given
     try:
         schema: Schema = msgspec.json.decode(given, type=dict[str, Any] | bool)
     except (msgspec.DecodeError, RecursionError) as bad:
-        raise BadInput(f"`{where}` is not the JSON text of a schema: {bad}", param=where) from None
+        raise BadInput(f"`{field}` is not the JSON text of a schema: {bad}", param=field) from None
     return schema

@@ -1,6 +1,6 @@
-"""The fields that OpenAI's and Cloudflare's bodies share, their ranges, and their way into SamplingParams.
+"""Sampling fields that the OpenAI and Workers AI request bodies share, and their conversion to SamplingParams.
 
-Unknown fields are tolerated; one that exists in a dialect and is not built yet is not (`unbuilt.py`).
+`service.validation` holds the bounds of the canonical request; an API may only narrow them.
 """
 
 from hashlib import blake2b
@@ -8,25 +8,45 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from emberline.api.common.response_format import Constrained
+from emberline.api.common.response_format import OutputFields
 from emberline.api.http.body import UnsupportedField
-from emberline.api.http.call import Call
 from emberline.protocol.request import Priority, SamplingParams
+from emberline.service.validation import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+)
 
-MAX_CHOICES = 16
-LEAST_TOP_P = 1e-6  # clients write 0 and mean the likeliest token alone
-_SESSION_CHARS = 256
+MAX_STOP_IDS = 64
+MIN_TOP_P = 1e-6  # clients send 0 for greedy sampling
+_MAX_SESSION_CHARS = 256
 
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]  # the OpenAI API's range; the Workers AI API takes more
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
-TokenCount = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenCountOrZero = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 LogitBias = Annotated[
-    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
+    Meta(max_length=MAX_BIASES),
 ]
 ServiceTier = Literal["auto", "default", "flex", "priority"]
+Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 PRIORITY = {
     None: Priority.DEFAULT,
@@ -37,26 +57,26 @@ PRIORITY = {
 }
 
 
-class Generation(Constrained, kw_only=True):
-    """A body that asks for text. Doors inherit from it and narrow what their dialect narrows."""
+class GenerationFields(OutputFields, kw_only=True):
+    """A request body that asks for generated text."""
 
     stream: bool | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    min_tokens: TokenCountOrZero | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: NumChoices | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
@@ -68,7 +88,7 @@ class Generation(Constrained, kw_only=True):
             min_tokens=self.min_tokens or 0,
             temperature=default_temperature if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
+            top_p=clamp_top_p(self.top_p),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -86,19 +106,23 @@ class Generation(Constrained, kw_only=True):
         return PRIORITY[self.service_tier]
 
     @property
-    def rejects_waiting(self) -> bool:
-        """Flex has what is free now, and is told at once when nothing is."""
+    def reject_if_busy(self) -> bool:
+        """Flex requests take capacity that is free now and are refused instead of waiting."""
         return self.priority is Priority.FLEX
 
     @property
     def tier_echo(self) -> dict[str, str]:
-        """The tier as OpenAI says it back to those who asked for one."""
+        """The response's `service_tier`, present only if the request named one."""
         return {"service_tier": self.priority.name.lower()} if self.service_tier else {}
 
 
-def session_name(call: Call, *from_body: str | None) -> str | None:
-    """The client's own name for the conversation: a header's, else the first the body has. Bounded in length."""
-    name = call.session or next((name for name in from_body if name), None)
-    if name and len(name) > _SESSION_CHARS:
+def clamp_top_p(top_p: float | None) -> float:
+    return 1.0 if top_p is None else max(top_p, MIN_TOP_P)
+
+
+def session_name(header: str | None, *from_body: str | None) -> str | None:
+    """The client's session id: the header's, else the first that the body has. A long one is hashed."""
+    name = header or next((name for name in from_body if name), None)
+    if name and len(name) > _MAX_SESSION_CHARS:
         return blake2b(name.encode(), digest_size=16).hexdigest()
     return name

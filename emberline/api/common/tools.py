@@ -1,16 +1,16 @@
-"""Functions that the model may call, and the choice among them: OpenAI's and Cloudflare's forms into the canonical."""
+"""Tools and the choice among them: the OpenAI and Workers AI formats converted to the canonical one."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Tool, ToolChoice
+from emberline.service.validation import MAX_TOOLS
 
-MAX_TOOLS = 128
 NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -26,7 +26,7 @@ class DeclaredFunction(msgspec.Struct):
 
 
 class DeclaredTool(msgspec.Struct, kw_only=True):
-    """A function, nested as OpenAI's chat has it, or flat as Cloudflare's older models and the Responses API do."""
+    """A function, nested as in OpenAI's chat, or flat as in older Workers AI models and the Responses API."""
 
     type: OnlyFunction = "function"
     function: DeclaredFunction | None = None
@@ -37,6 +37,7 @@ class DeclaredTool(msgspec.Struct, kw_only=True):
 
 
 DeclaredTools = Annotated[list[DeclaredTool], Meta(max_length=MAX_TOOLS)]
+DeclaredFunctions = Annotated[list[DeclaredFunction], Meta(max_length=MAX_TOOLS)]
 
 
 class FunctionName(msgspec.Struct):
@@ -54,7 +55,7 @@ class AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"] = "auto"
 
 
-class PickedTool(msgspec.Struct, kw_only=True):
+class NamedToolChoice(msgspec.Struct, kw_only=True):
     """One function, or a list of those that may be called; nested or flat."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})] = "function"
@@ -65,110 +66,98 @@ class PickedTool(msgspec.Struct, kw_only=True):
     mode: Literal["auto", "required"] | None = None
 
 
-Picked = Literal["auto", "none", "required", "any"] | PickedTool
+ToolChoiceField = Literal["auto", "none", "required", "any"] | NamedToolChoice
+FunctionCallField = Literal["auto", "none"] | FunctionName
 
 
-class Toolset(msgspec.Struct, frozen=True):
-    """What a request may call, and where its caller wrote each of the tools."""
+class Toolset(NamedTuple):
+    """The canonical tools, the choice among them, and the field in which the client declared each tool."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
-    where: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, declared: Iterable[tuple[Tool, str]]) -> "Toolset":
+        """Tools with the fields that declare them; two of one name are refused."""
+        found: dict[str, tuple[Tool, str]] = {}
+        for tool, field in declared:
+            if tool.name in found:
+                raise BadInput(f"`{field}.name`: there are two tools named {tool.name!r}", param=f"{field}.name")
+            found[tool.name] = tool, field
+        return cls(tuple(tool for tool, _ in found.values()), fields=tuple(field for _, field in found.values()))
+
+    def optional(self, allowed: bool) -> "Toolset":
+        """The model decides whether to call one, if calls are allowed at all."""
+        return self._replace(choice=ToolChoice("auto" if allowed else "none"))
+
+    def required(self, name: str | None, field: str = "tool_choice") -> "Toolset":
+        """A call is required: of the named function, or of any (None)."""
+        if not self.tools:
+            raise BadInput(f"`{field}` requires a call, and there are no tools to call", param=field)
+        if name is not None and name not in {tool.name for tool in self.tools}:
+            raise BadInput(f"`{field}` names {name!r}, which is not among the tools", param=field)
+        return self._replace(choice=ToolChoice("required", name))
 
 
-def toolset(tools: Sequence[DeclaredTool] | None, choice: Picked | None) -> Toolset:
-    found: list[Tool] = []
-    where: list[str] = []
-    for i, tool in enumerate(tools or ()):
-        function, here = _function(tool, f"tools[{i}]")
-        found.append(declare(function.name, function.description, function.parameters, function.strict, here))
-        where.append(here)
-    whole = Toolset(tuple(found), where=tuple(where))
-    check_unique(whole)
-    return choose(whole, choice)
+def toolset(tools: Sequence[DeclaredTool] | None, choice: ToolChoiceField | None) -> Toolset:
+    functions = (_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
+    return choose(Toolset.of((declare(function, field), field) for function, field in functions), choice)
 
 
-def choose(given: Toolset, choice: Picked | None) -> Toolset:
-    """The toolset as the caller's `tool_choice` wants it used."""
-    if isinstance(choice, PickedTool):
+def functions_toolset(functions: list[DeclaredFunction], choice: FunctionCallField | None) -> Toolset:
+    """OpenAI's deprecated `functions` and `function_call`."""
+    fields = ((function, f"functions[{i}]") for i, function in enumerate(functions))
+    declared = Toolset.of((declare(function, field), field) for function, field in fields)
+    if isinstance(choice, FunctionName):
+        return declared.required(choice.name, "function_call")
+    return declared.optional(choice != "none")
+
+
+def choose(declared: Toolset, choice: ToolChoiceField | None) -> Toolset:
+    """Apply the client's `tool_choice`."""
+    if isinstance(choice, NamedToolChoice):
         if choice.type == "allowed_tools":
-            return _allow(given, choice)
+            return _allow(declared, choice)
         if choice.type != "function":
             raise Unsupported(f"`tool_choice` of type {choice.type!r} is not supported", param="tool_choice.type")
         name = choice.function.name if choice.function else choice.name
         if name is None:
             raise BadInput("`tool_choice` names no function", param="tool_choice")
-        return require(given, name)
-    if choice in ("required", "any"):
-        return require(given, None)
-    return msgspec.structs.replace(given, choice=ToolChoice("none" if choice == "none" else "auto"))
+        return declared.required(name)
+    return declared.required(None) if choice in ("required", "any") else declared.optional(choice != "none")
 
 
-def require(given: Toolset, name: str | None, field: str = "tool_choice") -> Toolset:
-    """A call there must be: of that function, or of any (None)."""
-    if not given.tools:
-        raise BadInput(f"`{field}` asks for a call, and there are no tools to call", param=field)
-    if name is not None and name not in {tool.name for tool in given.tools}:
-        raise BadInput(f"`{field}` names {name!r}, which is not among the tools", param=field)
-    return msgspec.structs.replace(given, choice=ToolChoice("required", name))
+def declare(function: DeclaredFunction, field: str) -> Tool:
+    """The canonical tool. Without a schema it is a function without arguments."""
+    if not NAME.fullmatch(function.name):
+        field += ".name"
+        raise BadInput(f"`{field}` may have letters, digits, `_`, `-` and `.`, not {function.name!r}", param=field)
+    parameters = NO_ARGUMENTS if function.parameters is None else function.parameters
+    return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
-def declare(
-    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None, where: str
-) -> Tool:
-    """One canonical tool. Without a schema it is a function that takes nothing."""
-    if not NAME.fullmatch(name):
-        where += ".name"
-        raise BadInput(f"`{where}` may have letters, digits, `_`, `-` and `.`, not {name!r}", param=where)
-    return Tool(name, description or "", NO_ARGUMENTS if parameters is None else parameters, bool(strict))
-
-
-def check_unique(given: Toolset) -> None:
-    names: set[str] = set()
-    for tool, where in zip(given.tools, given.where, strict=True):
-        if tool.name in names:
-            raise BadInput(f"`{where}.name`: there are two tools named {tool.name!r}", param=f"{where}.name")
-        names.add(tool.name)
-
-
-def _function(tool: DeclaredTool, where: str) -> tuple[DeclaredFunction, str]:
-    """The function that a tool declares, and where it stands."""
+def _function(tool: DeclaredTool, field: str) -> tuple[DeclaredFunction, str]:
+    """The function that a tool declares, and its field."""
     if tool.type != "function":
         raise Unsupported(
-            f"`{where}`: tools of type {tool.type!r} are not supported; declare a function", param=f"{where}.type"
+            f"`{field}`: tools of type {tool.type!r} are not supported; declare a function", param=f"{field}.type"
         )
     if tool.function is not None:
-        return tool.function, f"{where}.function"
+        return tool.function, f"{field}.function"
     if tool.name is None:
-        raise BadInput(f"`{where}` declares no function", param=where)
-    return DeclaredFunction(tool.name, tool.description, tool.parameters, tool.strict), where
+        raise BadInput(f"`{field}` declares no function", param=field)
+    return DeclaredFunction(tool.name, tool.description, tool.parameters, tool.strict), field
 
 
-def _allow(given: Toolset, choice: PickedTool) -> Toolset:
-    """Only the listed tools remain, so that the others are neither shown nor called."""
+def _allow(declared: Toolset, choice: NamedToolChoice) -> Toolset:
+    """Keep only the listed tools, so that the model neither sees nor calls the others."""
     listed = choice.allowed_tools or AllowedTools(choice.tools or [], choice.mode or "auto")
     names = {reference.function.name if reference.function else reference.name for reference in listed.tools}
-    kept = [i for i, tool in enumerate(given.tools) if tool.name in names]
-    missing = names - {given.tools[i].name for i in kept}
+    missing = names - {tool.name for tool in declared.tools}
     if missing or not names:
         shown = ", ".join(sorted(map(repr, missing))) or "nothing"
         raise BadInput(f"`tool_choice` allows {shown}, which is not among the tools", param="tool_choice")
-    fewer = Toolset(tuple(given.tools[i] for i in kept), where=tuple(given.where[i] for i in kept))
-    return require(fewer, None) if listed.mode == "required" else fewer
-
-
-Functions = Annotated[list[DeclaredFunction], Meta(max_length=MAX_TOOLS)]
-FunctionPick = Literal["auto", "none"] | FunctionName
-
-
-def functions_as_tools(functions: list[DeclaredFunction], pick: FunctionPick | None) -> Toolset:
-    where = tuple(f"functions[{i}]" for i in range(len(functions)))
-    tools = tuple(
-        declare(function.name, function.description, function.parameters, function.strict, here)
-        for function, here in zip(functions, where, strict=True)
-    )
-    given = Toolset(tools, where=where)
-    check_unique(given)
-    if isinstance(pick, FunctionName):
-        return require(given, pick.name, "function_call")
-    return msgspec.structs.replace(given, choice=ToolChoice("none" if pick == "none" else "auto"))
+    pairs = zip(declared.tools, declared.fields, strict=True)
+    kept = Toolset.of((tool, field) for tool, field in pairs if tool.name in names)
+    return kept.required(None) if listed.mode == "required" else kept

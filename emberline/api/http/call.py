@@ -1,94 +1,59 @@
-"""The ASGI types, as this room uses them."""
+"""One HTTP exchange: the request as an endpoint receives it, and the response it returns."""
 
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
-from emberline.api.http.errors import Names
+from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest, Principal
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.auth import Authenticator
-    from emberline.api.batch_loader import BatchService
-    from emberline.api.http.errors import Dialect
     from emberline.catalog.model_card import ModelCard
+    from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.service.health import Health
     from emberline.service.responses import ResponseStore
     from emberline.upstream.models import UpstreamModels
     from emberline.upstream.request import UpstreamRequest
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Events = AsyncGenerator[TextEvent, None]
 
-
-HeaderList = list[tuple[bytes, bytes]]
 JSON = b"application/json"
 encode = msgspec.json.Encoder().encode
-
-
-class Reply(NamedTuple):
-    status: int
-    body: bytes
-    content_type: bytes = JSON  # exactly this for JSON: some clients compare
-    headers: HeaderList = []  # beside content-type, content-length and x-request-id; never mutated
-
-
-def json_reply(body: Any, status: int = 200, headers: HeaderList | None = None) -> Reply:
-    return Reply(status, encode(body), headers=headers or [])
-
-
-T = TypeVar("T")
-
-
-class ClientLeft(Exception):
-    """The client closed its connection; there is nobody to answer."""
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or ClientLeft with `work` cancelled and cleaned up. The body must have been read."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_departure(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientLeft
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-            if not task.cancelled():
-                task.exception()  # retrieved: nobody is left to hear it
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-Events = AsyncGenerator[TextEvent, None]
+_SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+_SSE_HEADERS: HeaderList = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Backend(Protocol):
+    """The inference service as the API uses it; tests replace it with a fake."""
+
     @property
     def upstream(self) -> "UpstreamModels":
         """The models on upstream servers."""
 
     def upstream_card(self, model_id: str) -> "ModelCard | None":
-        """The card of such a model."""
+        """The card of a model on upstream servers; None for every other model."""
 
-    def forward(self, request: "UpstreamRequest") -> "AsyncGenerator[tuple[bytes, bool], None]": ...
+    def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
+        """The upstream response as SSE lines, each with whether it is the last."""
 
     @property
     def responses(self) -> "ResponseStore": ...
@@ -106,83 +71,133 @@ class Backend(Protocol):
     async def metrics(self) -> bytes: ...
 
 
-_SESSION_HEADERS = ("x-session-affinity", "x-claude-code-session-id", "session-id", "session_id", "x-session-id")
-_SSE_HEADERS: HeaderList = [
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+class BatchQueue(Protocol):
+    """The durable queue of this process, and the loader that reads submitted batches into it."""
+
+    queue: "Queue"
+    closing: asyncio.Event  # set at shutdown: streams that wait for a job end
+    result_sizes: dict[tuple[str, int], int]  # bytes of a result file, by its id and the number of finished jobs
+
+    def wake(self) -> None:
+        """Tell the loader that a batch was submitted."""
+
+
+class Reply(NamedTuple):
+    """A response that is complete before it is sent."""
+
+    status: int
+    body: bytes
+    content_type: bytes = JSON  # exactly this for JSON: some clients compare
+    headers: HeaderList = []  # besides content-type, content-length and x-request-id; never mutated
+
+
+def json_reply(body: Any, status: int = 200, headers: HeaderList | None = None) -> Reply:
+    return Reply(status, encode(body), headers=headers or [])
+
+
+def list_reply(rows: Sequence[dict[str, Any]], has_more: bool) -> Reply:
+    """One page of an OpenAI list."""
+    ends = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None}
+    return json_reply({"object": "list", "data": rows, **ends, "has_more": has_more})
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response was complete."""
 
 
 class Call:
-    """What an endpoint is given. `id` is ours alone: a client's X-Request-Id is logged and goes no further."""
+    """The request. `id` is generated here; a client's X-Request-Id is logged and not used otherwise."""
 
     def __init__(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        service: "Backend",
+        service: Backend,
         auth: "Authenticator",
-        events: "WebhookService | None" = None,
-        batches: "BatchService | None" = None,
+        webhooks: "WebhookService | None" = None,
+        batches: BatchQueue | None = None,
     ) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
         self.service = service
-        self.auth = auth
-        self._events = events
+        self._auth = auth
+        self._webhooks = webhooks
         self._batches = batches
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
-        self.status = 0  # 0 until the answer has begun
-        self.tail = ""  # what the route's {model} stands for
-        self.names = Names()  # what the caller calls what the service may complain about
+        self.status = 0  # of the response; 0 until its headers are sent
+        self.path_param = ""  # the value of the route's {id} or {model}
+        self.field_names = FieldNames()
         self.dialect: Dialect
-        self.principal: Principal  # set where the route's policy asks for a key
+        self.principal: Principal  # set on routes that need a key
+
+    @property
+    def needs_key(self) -> bool:
+        return self._auth.needs_key
 
     @property
     def trusted(self) -> bool:
         """Whether the caller of an open route could have called one that needs a key."""
         try:
-            self.auth.authenticate(self.headers)
+            self._auth.authenticate(self.headers)
         except EmberlineError:
             return False
         return True
 
     @property
-    def events(self) -> "WebhookService":
-        if self._events is None:
-            raise Unavailable("this server was started without its store: it keeps no events")
-        return self._events
+    def webhooks(self) -> "WebhookService":
+        if self._webhooks is None:
+            raise Unavailable("this server was started without a store: it keeps no events")
+        return self._webhooks
 
     @property
     def has_queue(self) -> bool:
         return self._batches is not None
 
     @property
-    def batches(self) -> "BatchService":
+    def batches(self) -> BatchQueue:
         if self._batches is None:
-            raise Unavailable("this server was started without its store: it has no queue")
+            raise Unavailable("this server was started without a store: it has no queue")
         return self._batches
 
     @property
-    def session(self) -> str | None:
-        """The conversation's name from the headers, first wins."""
-        for name in _SESSION_HEADERS:
-            if value := self.headers.get(name):
-                return value
-        return None
+    def queue(self) -> "Queue":
+        return self.batches.queue
 
+    @property
+    def session(self) -> str | None:
+        """The session id that the client sent in a header."""
+        return next((value for name in _SESSION_HEADERS if (value := self.headers.get(name))), None)
+
+    @property
+    def id_headers(self) -> HeaderList:
+        """The request id as Cloudflare's clients read it from a generation's response."""
+        return [(b"cf-ai-req-id", self.id.encode())]
+
+    @cached_property
     def query(self) -> dict[str, str]:
         try:
             pairs = parse_qsl(self.scope["query_string"].decode("ascii"), errors="strict", max_num_fields=64)
         except ValueError as bad:
-            raise BadInput(f"the query string cannot be read: {bad}") from None
+            raise BadInput(f"the query string cannot be parsed: {bad}") from None
         return dict(pairs)
+
+    def int_param(self, name: str, default: int, least: int, most: int) -> int:
+        text = self.query.get(name)
+        return default if text is None else parse_int(text, name, least, most)
+
+    def enum_param(self, name: str, allowed: Sequence[str], default: str) -> str:
+        text = self.query.get(name, default)
+        if text not in allowed:
+            raise BadInput(f"`{name}` must be one of {', '.join(allowed)}", param=name)
+        return text
+
+    def bool_param(self, name: str, default: bool = False) -> bool:
+        return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
     async def reply(self, reply: Reply) -> None:
         headers = [
@@ -195,8 +210,41 @@ class Call:
         await self.send({"type": "http.response.body", "body": reply.body})
 
     async def start_stream(self, headers: HeaderList) -> None:
+        """Send the headers of an event stream."""
         await self.start(200, [*_SSE_HEADERS, (b"x-request-id", self.id.encode()), *headers])
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def parse_int(text: str, name: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and least <= int(text) <= most):
+        raise BadInput(f"`{name}` must be an integer from {least} to {most}", param=name)
+    return int(text)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; if the client disconnects first, cancel it and raise ClientDisconnected.
+
+    The request body must have been read, so that `receive` has nothing but the disconnect to report.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,63 +1,23 @@
-"""What the caller calls the parts of its request, for errors that come from behind the door.
-
-The service speaks of the canonical request (`output`, `tools[2].parameters`, `messages[3]`). A door that names these
-otherwise leaves a `Names` on the call, and an error on its way out is told in the caller's words.
-"""
+"""Errors as each API reports them: one table from an error's kind to HTTP statuses, codes and types."""
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from emberline.protocol.errors import BadInput, EmberlineError, NotFound
 
+HeaderList = list[tuple[bytes, bytes]]
+
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _OUTPUT = re.compile(r"output\b(.*)")
-_CHOICE = "tool_choice"
-
-
-class Names:
-    def __init__(
-        self,
-        *,
-        output: str | None = None,
-        tools: Sequence[str] = (),  # of each canonical tool
-        schema: str = "parameters",  # what a tool calls its schema
-        messages: Sequence[str] = (),  # of each canonical message; none: as they are
-        choice: str = _CHOICE,
-    ) -> None:
-        self._output = output
-        self._tools = tools
-        self._schema = schema
-        self._messages = messages
-        self._choice = choice
-
-    def of(self, param: str) -> str:
-        """The caller's name of a canonical parameter; one that has no other name is returned as it is."""
-        if param == _CHOICE:
-            return self._choice
-        if param == "tools" and self._tools:
-            return self._tools[0].partition("[")[0]
-        if self._output and (found := _OUTPUT.fullmatch(param)):
-            return self._output + found[1]
-        if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self._tools):
-            return self._tools[int(found[1])] + re.sub(r"^\.parameters\b", f".{self._schema}", found[2])
-        if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self._messages):
-            return self._messages[int(found[1])]  # what is inside has no twin there
-        return param
-
-    def retell(self, error: EmberlineError) -> EmberlineError:
-        """The error, naming the field as the caller does, in its message too."""
-        if error.param is not None and (name := self.of(error.param)) != error.param:
-            error.message = error.message.replace(f"`{error.param}`", f"`{name}`")
-            error.param = name
-        return error
 
 
 class Dialect(Enum):
-    """How a route's caller wants its errors. The enveloped forms carry Cloudflare's `errors` beside their own."""
+    """The error format of a route. The enveloped forms add Cloudflare's `errors` to the API's own body."""
 
     NATIVE = "native"
     OPENAI = "openai"
@@ -79,7 +39,7 @@ class NoBody(BadInput):
 
 
 class JsonModeFailed(EmberlineError):
-    """The reply should have been JSON, and the token limit came first."""
+    """The output had to be JSON and reached its token limit before the JSON was complete."""
 
     kind = "json_mode_failed"
 
@@ -100,8 +60,40 @@ class NoSuchFile(NotFound):
     kind = "file_not_found"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldNames:
+    """Under which names a client sent the fields of the canonical request.
+
+    The service reports errors about `output`, `tools[2].parameters` or `messages[3]`; APIs call them differently.
+    """
+
+    output: str | None = None
+    tools: Sequence[str] = ()  # of each canonical tool
+    schema: str = "parameters"  # a tool's field for its schema
+    messages: Sequence[str] = ()  # of each canonical message; empty: the names are the same
+
+    def of(self, param: str) -> str:
+        """The client's name of a canonical field; one without another name is returned unchanged."""
+        if param == "tools" and self.tools:
+            return self.tools[0].partition("[")[0]
+        if self.output and (found := _OUTPUT.fullmatch(param)):
+            return self.output + found[1]
+        if (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self.tools):
+            return self.tools[int(found[1])] + re.sub(r"^\.parameters\b", f".{self.schema}", found[2])
+        if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self.messages):
+            return self.messages[int(found[1])]  # fields inside a message have no counterpart
+        return param
+
+    def rename(self, error: EmberlineError) -> EmberlineError:
+        """`error` with the client's field name in `param` and in the message."""
+        if error.param is not None and (name := self.of(error.param)) != error.param:
+            error.message = error.message.replace(f"`{error.param}`", f"`{name}`")
+            error.param = name
+        return error
+
+
 class Codes(NamedTuple):
-    """One kind of error: its HTTP status (and where the native dialect differs, that one), and its names."""
+    """HTTP status, codes and types of one kind of error. The native (Workers AI) status may differ."""
 
     status: int
     native_status: int
@@ -148,53 +140,11 @@ def codes(error: EmberlineError) -> Codes:
     return CODES.get(error.kind, CODES["internal"])
 
 
-def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> tuple[int, list[tuple[bytes, bytes]]]:
+def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> tuple[int, HeaderList]:
     """The HTTP status and the headers of an error response."""
     row = codes(error)
     status = row.native_status if dialect is Dialect.NATIVE else row.status
-    headers = _headers(error, status)
-    if error.kind not in _ROUTING:
-        headers.append((b"cf-ai-req-id", request_id.encode()))
-    if dialect in (Dialect.ANTHROPIC, Dialect.ANTHROPIC_ENVELOPED):
-        headers.append((b"request-id", request_id.encode()))
-    return status, headers
-
-
-def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict[str, Any]:
-    """The JSON object of an error; also what a stream that has begun ends with."""
-    if dialect is Dialect.NATIVE:
-        return _envelope(error, request_id)
-    body: dict[str, Any]
-    if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
-        body = {"error": _openai(error)}
-    else:
-        kind = codes(error).anthropic_type
-        body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
-    if dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED):
-        body |= _envelope(error, request_id)
-    return body
-
-
-def _openai(error: EmberlineError) -> dict[str, Any]:
-    row = codes(error)
-    return {"message": error.message, "type": row.openai_type, "param": error.param, "code": row.openai_code}
-
-
-def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
-    code = codes(error).native_code
-    message = error.message
-    if error.kind == "unauthorized":
-        message = "Authentication error"
-    elif isinstance(error, BadInput):
-        message = f"AiError: Bad input: {message} ({request_id})"
-    elif error.kind not in _ROUTING:
-        message = f"AiError: {message} ({request_id})"
-    result: dict[str, Any] | None = None if error.kind in _ROUTING else {}
-    return {"errors": [{"message": message, "code": code}], "success": False, "result": result, "messages": []}
-
-
-def _headers(error: EmberlineError, status: int) -> list[tuple[bytes, bytes]]:
-    headers: list[tuple[bytes, bytes]] = []
+    headers: HeaderList = []
     if status in (429, 503):
         wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
@@ -203,4 +153,37 @@ def _headers(error: EmberlineError, status: int) -> list[tuple[bytes, bytes]]:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, MethodNotAllowed):
         headers.append((b"allow", error.allowed.encode()))
-    return headers
+    if error.kind not in _ROUTING:
+        headers.append((b"cf-ai-req-id", request_id.encode()))
+    if dialect in (Dialect.ANTHROPIC, Dialect.ANTHROPIC_ENVELOPED):
+        headers.append((b"request-id", request_id.encode()))
+    return status, headers
+
+
+def error_body(error: EmberlineError, dialect: Dialect, request_id: str) -> dict[str, Any]:
+    """The JSON object of an error response, and of the error event that ends a started stream."""
+    if dialect is Dialect.NATIVE:
+        return _envelope(error, request_id)
+    row = codes(error)
+    body: dict[str, Any]
+    if dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
+        fields = {"message": error.message, "type": row.openai_type, "param": error.param, "code": row.openai_code}
+        body = {"error": fields}
+    else:
+        fields = {"type": row.anthropic_type, "message": error.message}
+        body = {"type": "error", "error": fields, "request_id": request_id}
+    if dialect in (Dialect.OPENAI_ENVELOPED, Dialect.ANTHROPIC_ENVELOPED):
+        body |= _envelope(error, request_id)
+    return body
+
+
+def _envelope(error: EmberlineError, request_id: str) -> dict[str, Any]:
+    message = error.message
+    if error.kind == "unauthorized":
+        message = "Authentication error"
+    elif isinstance(error, BadInput):
+        message = f"AiError: Bad input: {message} ({request_id})"
+    elif error.kind not in _ROUTING:
+        message = f"AiError: {message} ({request_id})"
+    errors = [{"message": message, "code": codes(error).native_code}]
+    return {"errors": errors, "success": False, "result": None if error.kind in _ROUTING else {}, "messages": []}

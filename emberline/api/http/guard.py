@@ -1,14 +1,15 @@
-"""The guard at the gate: against web pages that reach for a server on this machine.
+"""Host and Origin checks: protection of a local server against web pages (CORS, DNS rebinding).
 
-A page's script can send requests to loopback, and with DNS rebinding even under its own name. So the Host must be a
-name we answer to, and an Origin, where a browser sends one, must be our own or on the list.
+A page's script can send requests to loopback, and with DNS rebinding even under its own name. So the Host header must
+be an allowed name, and the Origin header, where a browser sends one, must be our own or an allowed one.
 """
 
 import ipaddress
 import re
 from collections.abc import Iterable
 
-from emberline.api.http.call import HeaderList, Message, Reply, Scope, Send
+from emberline.api.http.call import Message, Reply, Scope, Send
+from emberline.api.http.errors import HeaderList
 from emberline.protocol.errors import Forbidden
 
 ANY = "*"
@@ -23,20 +24,20 @@ class Guard:
         self._origins = {origin.rstrip("/").lower() for origin in origins}
 
     def check(self, scope: Scope) -> str | None:
-        """Raise Forbidden, or return the origin to answer to (None: not a browser's cross-origin request)."""
+        """Raise Forbidden, or return the Origin for the CORS headers (None: not a cross-origin request)."""
         hosts = _values(scope, b"host")
-        if len(hosts) != 1 or not self._answers_to(hosts[0], scope):
+        if len(hosts) != 1 or not self._host_allowed(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
             raise Forbidden(f"this server does not answer to the host {shown!r}; --allowed-host makes it")
         origins = _values(scope, b"origin")
         if not origins:
             return None
-        if len(origins) > 1 or not self._allows(origins[0], hosts[0]):
+        if len(origins) > 1 or not self._origin_allowed(origins[0], hosts[0]):
             shown = origins[0][:100]
             raise Forbidden(f"web pages of {shown!r} may not call this server; --cors-origin lets them")
         return origins[0]
 
-    def _answers_to(self, host: str, scope: Scope) -> bool:
+    def _host_allowed(self, host: str, scope: Scope) -> bool:
         name = _name(host)
         if name is None:
             return False
@@ -46,17 +47,17 @@ class Guard:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        # A rebound name is never an address: the one this connection was dialled at is ours.
+        # DNS rebinding needs a name: an address is safe if it is the one this connection arrived at.
         return address.is_loopback or name == (scope.get("server") or ("",))[0]
 
-    def _allows(self, origin: str, host: str) -> bool:
+    def _origin_allowed(self, origin: str, host: str) -> bool:
         origin = origin.lower()
         own = origin.partition("://")[2] == host.lower()
         return own or origin in self._origins or ANY in self._origins
 
 
 def preflight(scope: Scope) -> Reply | None:
-    """The answer to a browser that asks whether it may ask; None where it does not."""
+    """The response to a CORS preflight request; None for any other request."""
     headers = dict(scope["headers"])
     if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
         return None
@@ -70,8 +71,8 @@ def preflight(scope: Scope) -> Reply | None:
     return Reply(204, b"", headers=allowed)
 
 
-def answering(send: Send, origin: str) -> Send:
-    """`send` with the headers that let the page at `origin` read the answer."""
+def with_cors_headers(send: Send, origin: str) -> Send:
+    """`send` with the headers that let a page of `origin` read the response."""
     cors: HeaderList = [
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (b"access-control-expose-headers", _EXPOSED),
@@ -91,6 +92,6 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _name(host: str) -> str | None:
-    """The name or address in a Host header, without port, brackets, case and final dot."""
+    """The name or address in a Host header, lower case, without port, brackets and final dot."""
     match = _HOST.fullmatch(host)
     return match.group(1).strip("[]").rstrip(".").lower() if match else None

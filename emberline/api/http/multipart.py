@@ -1,7 +1,7 @@
-"""multipart/form-data as it arrives: small fields whole, the file in pieces, nothing held beyond a bound.
+"""Streaming parser of multipart/form-data: small fields whole, the file in chunks, bounded memory.
 
-Strict where a lenient reader could be made to see other parts than its neighbour: lines end in CRLF, a part's headers
-are few and short, and the boundary is as the header says.
+Strict where lenient parsers disagree about the parts of one form: lines end in CRLF, the headers of a part are short,
+and the boundary is exactly the one in the request's header.
 """
 
 import re
@@ -18,9 +18,9 @@ _DISPOSITION = re.compile(r"^form-data\s*(?:;|$)", re.IGNORECASE)
 _PARAM = re.compile(r';\s*([a-z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))', re.IGNORECASE)
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     name: str
-    filename: str | None  # None: a field
+    filename: str | None  # None for a field
 
 
 def boundary_of(content_type: str) -> bytes:
@@ -34,25 +34,26 @@ def boundary_of(content_type: str) -> bytes:
     return (found[1] or found[2]).encode("latin-1")
 
 
-class Multipart:
-    """Parts one after another: `async for part in form`, each to be read by `field` or `content` before the next."""
+class MultipartForm:
+    """Iterates over the parts: `async for part in form`; read each with `field` or `content` before the next."""
 
     def __init__(self, chunks: AsyncIterator[bytes], boundary: bytes) -> None:
         self._chunks = chunks
         self._stop = b"\r\n--" + boundary
-        self._buffer = b"\r\n"  # so that the first boundary looks like the others
+        self._buffer = b"\r\n"  # so that the first boundary matches like the others
         self._in_part = False
         self._n_parts = 0
 
-    def __aiter__(self) -> "Multipart":
+    def __aiter__(self) -> "MultipartForm":
         return self
 
-    async def __anext__(self) -> Part:
-        async for _ in self.content():  # what nobody read, and what comes before the first boundary
+    async def __anext__(self) -> FormPart:
+        async for _ in self.content():  # skip unread content, and what precedes the first boundary
             pass
-        await self._need(2)
+        while len(self._buffer) < 2:
+            await self._more()
         if self._buffer.startswith(b"--"):
-            await self._rest()
+            await self._drain()
             raise StopAsyncIteration
         self._n_parts += 1
         if self._n_parts > MAX_PARTS:
@@ -62,35 +63,35 @@ class Multipart:
         return _part(head)
 
     async def content(self) -> AsyncIterator[bytes]:
-        """What the part holds, in pieces."""
+        """The content of the current part, in chunks."""
         if self._n_parts and not self._in_part:
             return
         while True:
             at = self._buffer.find(self._stop)
             if at >= 0:
-                piece, self._buffer = self._buffer[:at], self._buffer[at + len(self._stop) :]
+                chunk, self._buffer = self._buffer[:at], self._buffer[at + len(self._stop) :]
                 self._in_part = False
-                if piece and self._n_parts:
-                    yield piece
+                if chunk and self._n_parts:
+                    yield chunk
                 return
             keep = len(self._stop) - 1
             if len(self._buffer) > keep:
-                piece, self._buffer = self._buffer[:-keep], self._buffer[-keep:]
+                chunk, self._buffer = self._buffer[:-keep], self._buffer[-keep:]
                 if self._n_parts:
-                    yield piece
+                    yield chunk
             await self._more()
 
-    async def field(self, part: Part) -> str:
+    async def field(self, part: FormPart) -> str:
         """The value of a field."""
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         n_bytes = 0
-        async for piece in self.content():
-            n_bytes += len(piece)
+        async for chunk in self.content():
+            n_bytes += len(chunk)
             if n_bytes > MAX_FIELD_BYTES:
                 raise TooLarge(f"the field {part.name!r} is larger than {MAX_FIELD_BYTES >> 10} KiB", param=part.name)
-            pieces.append(piece)
+            chunks.append(chunk)
         try:
-            return b"".join(pieces).decode()
+            return b"".join(chunks).decode()
         except UnicodeDecodeError:
             raise BadInput(f"the field {part.name!r} is not valid UTF-8", param=part.name) from None
 
@@ -107,33 +108,29 @@ class Multipart:
         except UnicodeDecodeError:
             raise BadInput("the headers of a part are not valid UTF-8") from None
 
-    async def _need(self, n_bytes: int) -> None:
-        while len(self._buffer) < n_bytes:
-            await self._more()
-
     async def _more(self) -> None:
         chunk = await anext(self._chunks, None)
         if chunk is None:
             raise BadInput("the form ends in the middle: its last boundary is missing")
         self._buffer += chunk
 
-    async def _rest(self) -> None:
-        """What follows the last boundary is no part; it is read, so that the connection can go on."""
+    async def _drain(self) -> None:
+        """Read and drop what follows the last boundary, so that the connection stays usable."""
         self._buffer = b""
         n_bytes = 0
         async for chunk in self._chunks:
             n_bytes += len(chunk)
             if n_bytes > MAX_FIELD_BYTES:
-                raise TooLarge("there is more after the end of the form")
+                raise TooLarge("there is too much data after the end of the form")
 
 
-def _part(head: str) -> Part:
+def _part(head: str) -> FormPart:
     for line in head.split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition" and _DISPOSITION.match(value.strip()):
             found = {key.lower(): _unquoted(quoted) or plain for key, quoted, plain in _PARAM.findall(value)}
             if found.get("name"):
-                return Part(found["name"], found.get("filename"))
+                return FormPart(found["name"], found.get("filename"))
     raise BadInput("a part of the form has no name: it needs `Content-Disposition: form-data; name=…`")
 
 

@@ -1,4 +1,4 @@
-"""The server described by its own routes and structs, for people and for fuzzers."""
+"""The OpenAPI document, generated from the routes and their structs."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,13 +1,13 @@
-"""Routes: what the server answers, who may ask, and in which dialect it says no.
+"""Routing: which endpoint serves a path, who may call it, and the format of its errors.
 
-Matching works on the path's raw bytes as the client sent them, so that a model id may hold slashes plain or as %2F, and
-nothing but the path line decides which policy applies.
+Matching works on the raw bytes of the path as the client sent them, so that a model id may hold slashes plain or as
+%2F, and nothing but the path decides which policy applies.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from emberline.api.http.call import Call, Reply
@@ -18,19 +18,19 @@ Endpoint = Callable[[Call], Awaitable[Reply | None]]
 
 ACCOUNTS = "/client/v4/accounts/"
 _ACCOUNT = "{account}"
-_TAIL = "{model}"
+_MODEL = "{model}"
 _ID = "{id}"
 
 
 class Policy(Enum):
-    OPEN = "open"  # anyone who passes the guard
-    KEY = "key"  # whoever the authenticator lets in
+    OPEN = "open"  # no key needed
+    KEY = "key"  # the authenticator must accept the request
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path may name its {account} after the accounts prefix, have one segment that is an {id}, or end in {model},
-    which takes the whole rest."""
+    """A path may have an {account} after the accounts prefix, one segment {id}, or end in {model}, which matches the
+    whole rest of the path."""
 
     method: str
     path: str
@@ -38,14 +38,26 @@ class Route:
     dialect: Dialect
     endpoint: Endpoint
     summary: str
-    body: type[Any] | None = None  # what the request's JSON must be; documentation, the endpoint decodes it
+    body: type[Any] | None = None  # the struct of the JSON body, for the OpenAPI document; the endpoint decodes it
     query: Mapping[str, Any] | None = None  # JSON schemas of query parameters, all optional
 
 
-class Match(NamedTuple):
-    route: Route
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The routes of a path by method, and the values of its placeholders."""
+
+    methods: Mapping[str, Route]
     account: str | None
-    tail: str
+    path_param: str
+    dialect: Dialect  # also of paths without a route
+
+    def route(self, method: str) -> Route:
+        if not self.methods:
+            raise NotFound("No route for that URI")
+        route = self.methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise MethodNotAllowed(method, ", ".join(sorted(self.methods)))
+        return route
 
 
 class Router:
@@ -55,53 +67,40 @@ class Router:
         self._prefixes: dict[str, dict[str, Route]] = {}
         self._collections = {route.path.partition(_ID)[0] for route in self.routes if _ID in route.path}
         for route in self.routes:
-            table = self._prefixes if route.path.endswith(_TAIL) else self._exact
-            methods = table.setdefault(route.path.removesuffix(_TAIL), {})
+            table = self._prefixes if route.path.endswith(_MODEL) else self._exact
+            methods = table.setdefault(route.path.removesuffix(_MODEL), {})
             assert route.method not in methods, f"two routes for {route.method} {route.path}"
             methods[route.method] = route
 
-    def dialect(self, raw_path: bytes) -> Dialect:
-        """In whose words to answer that path, whatever becomes of the request."""
-        methods, _, _ = self._find(raw_path)
-        if methods is not None:
-            return next(iter(methods.values())).dialect
-        return Dialect.NATIVE if raw_path.startswith(b"/client/") else Dialect.OPENAI
-
-    def match(self, method: str, raw_path: bytes) -> Match:
-        methods, account, tail = self._find(raw_path)
+    def find(self, raw_path: bytes) -> Match:
+        path, account = _split_account(raw_path.decode("latin-1"))
+        methods, path_param = self._exact.get(path), ""
         if methods is None:
-            raise NotFound("No route for that URI")
-        route = methods.get("GET" if method == "HEAD" else method)
-        if route is None:
-            raise MethodNotAllowed(method, ", ".join(sorted(methods)))
-        return Match(route, unquote(account) if account is not None else None, unquote(tail))
-
-    def _find(self, raw_path: bytes) -> tuple[dict[str, Route] | None, str | None, str]:
-        """The routes of a path by method, and what its {account} and its {id} or {model} stand for, still quoted."""
-        shape, account = _without_account(raw_path.decode("latin-1"))
-        methods, tail = self._exact.get(shape), ""
+            methods, path_param = self._by_id(path)
         if methods is None:
-            methods, tail = self._by_id(shape)
-        if methods is None:
-            methods, tail = self._by_prefix(shape)
-        return methods, account, tail
+            methods, path_param = self._by_prefix(path)
+        if methods:
+            dialect = next(iter(methods.values())).dialect
+        else:
+            dialect = Dialect.NATIVE if raw_path.startswith(b"/client/") else Dialect.OPENAI
+        return Match(methods or {}, unquote(account) if account is not None else None, unquote(path_param), dialect)
 
-    def _by_id(self, shape: str) -> tuple[dict[str, Route] | None, str]:
+    def _by_id(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for collection in self._collections:
-            if shape.startswith(collection):
-                found, slash, rest = shape[len(collection) :].partition("/")
+            if path.startswith(collection):
+                found, slash, rest = path[len(collection) :].partition("/")
                 return self._exact.get(f"{collection}{_ID}{slash}{rest}") if found else None, found
         return None, ""
 
-    def _by_prefix(self, shape: str) -> tuple[dict[str, Route] | None, str]:
+    def _by_prefix(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for prefix, methods in self._prefixes.items():
-            if shape.startswith(prefix) and len(shape) > len(prefix):
-                return methods, shape[len(prefix) :]
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return methods, path[len(prefix) :]
         return None, ""
 
 
-def _without_account(path: str) -> tuple[str, str | None]:
-    """The path with its account's place taken by the placeholder, and the account."""
+def _split_account(path: str) -> tuple[str, str | None]:
+    """The path with its account replaced by the placeholder, and the account."""
     if not path.startswith(ACCOUNTS):
         return path, None
     account, slash, rest = path[len(ACCOUNTS) :].partition("/")

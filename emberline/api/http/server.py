@@ -1,4 +1,4 @@
-"""The HTTP server under the app: uvicorn on uvloop and httptools, with a drain, and bounds on what clients hold."""
+"""The HTTP server: uvicorn on uvloop and httptools, with graceful shutdown and limits on slow clients."""
 
 import asyncio
 import contextlib
@@ -16,25 +16,26 @@ from emberline.api.http.call import ASGIApp
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may carry it a little beyond
-HEAD_S = 30.0  # for a request's head to arrive once the connection, or the head, has begun
-STALL_S = 120.0  # for a client to take something of an answer that has filled the buffers
-MAX_PIPELINED = 16  # requests sent ahead of the answers before them
+MAX_HEAD_BYTES = 64 << 10  # request line and headers, checked after each read
+HEAD_TIMEOUT_S = 30.0  # from the start of the connection, or of the head, to its end
+WRITE_TIMEOUT_S = 120.0  # for a client to read anything once the send buffers are full
+MAX_PIPELINED = 16  # requests sent before the responses to earlier ones
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close first
-SETTLE_S = 5.0  # for requests cut off at the end of the drain to say so and give back what they hold
+CANCEL_TIMEOUT_S = 5.0  # for requests cancelled after the drain to send their error and release resources
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, stop: asyncio.Event | None = None) -> None:
     """Serve on a bound socket until SIGTERM, SIGINT or `stop`.
 
-    Then: no new connections, running requests finish within `drain_s`, the rest are told that the server stops.
+    Then no new connections are accepted, running requests may finish within `drain_s`, and the rest are cancelled with
+    an error.
     """
     config = uvicorn.Config(
         app,
         http=_BoundedProtocol,
         ws="none",
-        loop="none",  # the caller's
+        loop="none",  # uses the caller's
         lifespan="off",
         interface="asgi3",
         log_config=None,
@@ -43,7 +44,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, sto
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # seconds; handed to asyncio as it is
+        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # seconds, passed to asyncio unchanged
     )
     stop = stop or asyncio.Event()
     with _signals(stop):
@@ -51,7 +52,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, sto
 
 
 class _Server(uvicorn.Server):
-    """uvicorn whose end is an event rather than a signal handler of its own, and which is still while nobody calls."""
+    """uvicorn that stops on an event instead of a signal, and wakes once a second instead of ten times."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
         super().__init__(config)
@@ -63,19 +64,19 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         while not self._stop.is_set():
-            await self.on_tick(0)  # renews the Date header
+            await self.on_tick(0)  # updates the Date header
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if cut_off := set(self.server_state.tasks):
-            log.warning("requests cut off at the end of the drain", extra={"requests": len(cut_off)})
-            await asyncio.wait(cut_off, timeout=SETTLE_S)
+        if cancelled := set(self.server_state.tasks):
+            log.warning("requests cancelled at the end of the drain", extra={"requests": len(cancelled)})
+            await asyncio.wait(cancelled, timeout=CANCEL_TIMEOUT_S)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn itself would wait for ever: for a head to end, for a client to read, for one that left to say so."""
+    """Adds the timeouts that uvicorn lacks: for a request head to end, and for a client to read its response."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,12 +88,12 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
-        if self._running is not None:  # uvicorn tells only the request that arrived last
+        if self._running is not None:  # uvicorn notifies only the last request of a pipeline
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -104,7 +105,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if not self._in_head:
             return
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_HEAD_TOO_LARGE)
             self.transport.close()
@@ -122,11 +123,11 @@ class _BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.close()
         elif self.pipeline:
-            self.flow.resume_reading()  # or we would not see the client leave
+            self.flow.resume_reading()  # to notice a disconnect
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
+        self._stall_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -136,11 +137,11 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _head_is_late(self) -> None:
+    def _head_timed_out(self) -> None:
         if self._running is None or self._running.response_complete:
             self.transport.close()
-        else:  # its next request can wait for the answer to the one before
-            self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        else:  # the next request of the pipeline may wait for the running one
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
@@ -150,7 +151,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`, in the main thread; in another, only its owner can."""
+    """SIGTERM and SIGINT set `stop`; only in the main thread, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,13 +1,14 @@
-"""Server-sent events: one pump for every dialect, one send per event."""
+"""Responses sent as they are produced: server-sent events, one send per event, and plain byte streams."""
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any
 
-from emberline.api.http.call import Call, Events, HeaderList, while_connected
+from emberline.api.http.call import Call, Events, encode, while_connected
+from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 from emberline.protocol.events import (
     ChoiceDone,
@@ -20,39 +21,63 @@ from emberline.protocol.events import (
     Usage,
 )
 
+JSONL = b"application/x-jsonl"
+_CHUNK_BYTES = 64 << 10
+_PADDING = [b"abcdefghijklmnopqrstuvwxyz0123456789"[:length] for length in range(1, 33)]
+
 log = logging.getLogger(__name__)
 
 
-class Encoder(Protocol):
-    """One stream in one dialect. Each method gives the bytes to send for its event, which may be none."""
+class EventEncoder:
+    """Encodes the events of one request for one API. Each method returns the bytes to send, which may be none."""
 
-    def started(self, usage: Usage) -> bytes: ...
+    def __init__(self, request_id: str, dialect: Dialect) -> None:
+        self._request_id = request_id
+        self._dialect = dialect
 
-    def delta(self, event: TextDelta) -> bytes: ...
+    def started(self, usage: Usage) -> bytes:
+        return b""
 
-    def reasoning(self, event: ReasoningDelta) -> bytes: ...
+    def text_delta(self, event: TextDelta) -> bytes:
+        raise NotImplementedError
 
-    def call_started(self, event: ToolCallStarted) -> bytes: ...
+    def reasoning_delta(self, event: ReasoningDelta) -> bytes:
+        return b""
 
-    def call_delta(self, event: ToolCallDelta) -> bytes: ...
+    def tool_call_started(self, event: ToolCallStarted) -> bytes:
+        return b""
 
-    def done(self, event: ChoiceDone) -> bytes: ...
+    def tool_call_delta(self, event: ToolCallDelta) -> bytes:
+        return b""
 
-    def completed(self, usage: Usage) -> bytes: ...
+    def choice_done(self, event: ChoiceDone) -> bytes:
+        raise NotImplementedError
 
-    def failed(self, error: EmberlineError) -> bytes: ...
+    def completed(self, usage: Usage) -> bytes:
+        raise NotImplementedError
+
+    def failed(self, error: EmberlineError) -> bytes:
+        return data_event(error_body(error, self._dialect, self._request_id))
 
 
-async def stream(call: Call, events: Events, encoder: Encoder, headers: HeaderList) -> None:
+def data_event(body: Any) -> bytes:
+    return b"data: " + encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(body))
+
+
+async def stream(call: Call, events: Events, encoder: EventEncoder, headers: HeaderList) -> None:
     """Send `events` to the client as they come.
 
-    What is refused before the first event is raised, so that it becomes an HTTP status; what fails later ends the
-    stream with the dialect's error event. A client that leaves ends `events`.
+    An error before the first event is raised and becomes an HTTP status; a later one ends the stream with the API's
+    error event. A client that disconnects closes `events`.
     """
-    await while_connected(call.receive, _pump(call, events, encoder, headers))
+    await while_connected(call.receive, _stream(call, events, encoder, headers))
 
 
-async def _pump(call: Call, events: Events, encoder: Encoder, headers: HeaderList) -> None:
+async def _stream(call: Call, events: Events, encoder: EventEncoder, headers: HeaderList) -> None:
     send = call.send
     async with aclosing(events):
         first = await anext(events)
@@ -60,96 +85,83 @@ async def _pump(call: Call, events: Events, encoder: Encoder, headers: HeaderLis
         await call.start_stream(headers)
         if opening := encoder.started(first.usage):
             await send({"type": "http.response.body", "body": opening, "more_body": True})
-        last = await _relay(call, events, encoder)
+        last = await _send_events(call, events, encoder)
     await send({"type": "http.response.body", "body": last})
 
 
-async def _relay(call: Call, events: Events, encoder: Encoder) -> bytes:
-    """Send everything after Started but the last piece, which is returned: it closes the stream."""
-    send, delta = call.send, encoder.delta
+async def _send_events(call: Call, events: Events, encoder: EventEncoder) -> bytes:
+    """Send every event after Started; the bytes of the last one are returned, because they end the response."""
+    send, text_delta = call.send, encoder.text_delta
     try:
         async for event in events:
             if type(event) is TextDelta:
-                piece = delta(event)
+                chunk = text_delta(event)
             elif type(event) is ToolCallDelta:
-                piece = encoder.call_delta(event)
+                chunk = encoder.tool_call_delta(event)
             elif type(event) is ReasoningDelta:
-                piece = encoder.reasoning(event)
+                chunk = encoder.reasoning_delta(event)
             elif type(event) is ToolCallStarted:
-                piece = encoder.call_started(event)
+                chunk = encoder.tool_call_started(event)
             elif type(event) is ChoiceDone:
-                piece = encoder.done(event)
+                chunk = encoder.choice_done(event)
             elif type(event) is Completed:
                 return encoder.completed(event.usage)
-            if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        raise Internal("the answer ended before it was complete")
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        raise Internal("the events ended before the answer was complete")
     except EmberlineError as error:
         return encoder.failed(error)
     except asyncio.CancelledError:
-        # The client left, or the server stops: the second still has somebody to tell.
+        # Either the client disconnected or the server stops; in the second case the client can still be told.
         await send({"type": "http.response.body", "body": encoder.failed(Unavailable("the server is stopping"))})
         raise
     except Exception:
         log.exception("a stream failed")
-        return encoder.failed(Internal("the request failed; the log has it under its id"))
+        return encoder.failed(Internal("the request failed; the server's log has the reason under this request's id"))
 
 
-_LETTERS = b"abcdefghijklmnopqrstuvwxyz0123456789"
-_PADS = [_LETTERS[:length] for length in range(1, 33)]
-
-
-def pads() -> Iterator[bytes]:
-    """An endless supply of pads for one stream."""
+def random_padding() -> Iterator[bytes]:
+    """Padding of random length for each event of a stream, so that packet sizes do not reveal token lengths."""
     while True:
         for byte in os.urandom(128):
-            yield _PADS[byte & 31]
+            yield _PADDING[byte & 31]
 
 
-JSONL = b"application/x-jsonl"
-_PIECE_BYTES = 64 << 10
-
-
-class BrokenOff(Exception):
-    """The body cannot be finished: the connection ends without its end, so that nobody takes it for whole."""
+class IncompleteBody(Exception):
+    """The body cannot be finished: the connection is closed without its end, so that no client takes it for whole."""
 
 
 async def send_bytes(
-    call: Call, chunks: AsyncGenerator[bytes, None], content_type: bytes, headers: HeaderList | None = None
+    call: Call, chunks: AsyncIterable[bytes], content_type: bytes, headers: HeaderList | None = None
 ) -> None:
-    """What fails before the first byte is raised, so that it becomes an HTTP status."""
-    await while_connected(call.receive, _send(call, chunks, [(b"content-type", content_type), *(headers or [])]))
+    """An error before the first byte is raised and becomes an HTTP status."""
+    await while_connected(call.receive, _send_bytes(call, chunks, [(b"content-type", content_type), *(headers or [])]))
 
 
-async def _send(call: Call, chunks: AsyncGenerator[bytes, None], headers: HeaderList) -> None:
+async def _send_bytes(call: Call, chunks: AsyncIterable[bytes], headers: HeaderList) -> None:
     send = call.send
-    async with aclosing(chunks):
-        piece = await anext(chunks, b"")
+    async with aclosing(coalesce(chunks)) as body:
+        chunk = await anext(body, b"")
         await call.start(200, [(b"x-request-id", call.id.encode()), *headers])
         try:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            async for piece in chunks:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            async for chunk in body:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except EmberlineError as error:
-            log.warning("a body broke off: %s", error.message)
-            raise BrokenOff(error.message) from error
+            log.warning("a response body could not be completed: %s", error.message)
+            raise IncompleteBody(error.message) from error
     await send({"type": "http.response.body", "body": b""})
 
 
-async def gathered(lines: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Small pieces put together to larger ones."""
-    pieces: list[bytes] = []
+async def coalesce(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """Small chunks joined into larger ones."""
+    pending: list[bytes] = []
     n_bytes = 0
-    async for line in lines:
-        pieces.append(line)
-        n_bytes += len(line)
-        if n_bytes >= _PIECE_BYTES:
-            yield b"".join(pieces)
-            pieces, n_bytes = [], 0
-    if pieces:
-        yield b"".join(pieces)
-
-
-async def pieces_of(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     async for chunk in chunks:
-        yield chunk
+        pending.append(chunk)
+        n_bytes += len(chunk)
+        if n_bytes >= _CHUNK_BYTES:
+            yield b"".join(pending)
+            pending, n_bytes = [], 0
+    if pending:
+        yield b"".join(pending)

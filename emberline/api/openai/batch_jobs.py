@@ -1,58 +1,32 @@
-"""A line of OpenAI's batches: `{custom_id, method, url, body}` in, `{id, custom_id, response, error}` out."""
+"""The jobs of OpenAI batches: `{custom_id, method, url, body}` in, `{id, custom_id, response, error}` out."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.batches.job_format import FileLine, LineCall, Result, runnable
-from emberline.api.http.body import decode
+from emberline.api.batches.job_format import FileLine, Result, batch_request
+from emberline.api.http.body import decode, refuse_unsupported
 from emberline.api.http.call import Backend, encode
-from emberline.api.http.errors import Dialect, codes, error_body
+from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
 from emberline.api.openai.chat import ChatRequest, chat_body
 from emberline.api.openai.completions import CompletionRequest, completion_body
-from emberline.api.openai.responses.output import LineResponse
-from emberline.jobs.queue.job import Job, NewJob
+from emberline.api.openai.responses.items import Item, ItemReference, parse_input, with_ids
+from emberline.api.openai.responses.output import response_body
+from emberline.api.openai.responses.request import ResponsesRequest, response_id
+from emberline.jobs.queue.job import NewJob
 from emberline.protocol.answer import Answer
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, TooLarge, from_info
+from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.request import GenerateRequest
 
 MAX_ID_CHARS = 512
-_NO_RESPONSE = {"expired": "batch_expired", "cancelled": "batch_cancelled"}
-_SAID = {
-    "expired": "This request could not be executed before the completion window expired.",
-    "cancelled": "This request was not executed: the batch was cancelled.",
+_NOT_RUN = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
 }
 
 Json = dict[str, Any]
-
-
-class Body(Protocol):
-    """What a line asks for, at one endpoint."""
-
-    stream: bool | None
-
-    def ask(self, call: LineCall) -> GenerateRequest: ...
-
-    def show(self, call: LineCall, created: int, answer: Answer) -> Json: ...
-
-
-class ChatLine(ChatRequest, kw_only=True):
-    def ask(self, call: LineCall) -> GenerateRequest:
-        return self.to_request(call)
-
-    def show(self, call: LineCall, created: int, answer: Answer) -> Json:
-        return chat_body(call, self, created, answer)
-
-
-class CompletionLine(CompletionRequest, kw_only=True):
-    def ask(self, call: LineCall) -> GenerateRequest:
-        requests = self.to_requests(call)
-        if len(requests) > 1:
-            raise BadInput("a line of a batch has one `prompt`: write a line for each", param="prompt")
-        return requests[0]
-
-    def show(self, call: LineCall, created: int, answer: Answer) -> Json:
-        return completion_body(call, self, created, answer)
+Parsed = tuple[GenerateRequest, FieldNames]
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
@@ -62,50 +36,88 @@ class BatchLine(msgspec.Struct, kw_only=True):
     body: msgspec.Raw = msgspec.Raw(b"")
 
 
-_line_decoder = msgspec.json.Decoder(BatchLine)
-_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
-    "/v1/chat/completions": msgspec.json.Decoder(ChatLine),
-    "/v1/completions": msgspec.json.Decoder(CompletionLine),
-    "/v1/responses": msgspec.json.Decoder(LineResponse),
+def _completion_request(body: CompletionRequest, request_id: str) -> Parsed:
+    requests, names = body.to_requests(request_id)
+    if len(requests) > 1:
+        raise BadInput("a line of a batch has one `prompt`: write a line for each", param="prompt")
+    return requests[0], names
+
+
+def _response_request(body: ResponsesRequest, request_id: str) -> Parsed:
+    """Lines are independent of each other and of stored responses: each must hold its whole conversation."""
+    refuse_unsupported(body)
+    if body.background:
+        raise BadInput("`background` has no meaning in a batch: leave it out", param="background")
+    if body.previous_response_id is not None:
+        raise BadInput("a line of a batch continues no response: send its items", param="previous_response_id")
+    items: list[Item] = []
+    for item in parse_input(body.input):
+        if isinstance(item, ItemReference):
+            raise BadInput("a line of a batch refers to no stored item: send the item itself", param="input")
+        items.append(item)
+    items = with_ids(items, request_id)
+    request, names = body.to_request(request_id, items, [f"input[{i}]" for i in range(len(items))], body.parse_tools())
+    if request.session == response_id(request_id):  # nothing continues the session of a batch line
+        request = msgspec.structs.replace(request, session=None)
+    return request, names
+
+
+def _response_body(request_id: str, body: ResponsesRequest, created: int, answer: Answer) -> Json:
+    return response_body(body, response_id(request_id), created, answer) | {"store": False}
+
+
+class EndpointFormat(NamedTuple):
+    """How the body of a line is parsed and its result formatted, for one endpoint."""
+
+    decoder: msgspec.json.Decoder[Any]
+    to_request: Callable[[Any, str], Parsed]  # body and request id
+    to_body: Callable[[str, Any, int, Answer], Json]  # request id, body, Unix time and answer
+
+
+FORMATS = {
+    "/v1/chat/completions": EndpointFormat(msgspec.json.Decoder(ChatRequest), ChatRequest.to_request, chat_body),
+    "/v1/completions": EndpointFormat(msgspec.json.Decoder(CompletionRequest), _completion_request, completion_body),
+    "/v1/responses": EndpointFormat(msgspec.json.Decoder(ResponsesRequest), _response_request, _response_body),
 }
-ENDPOINTS = tuple(_DECODERS)
+
+_line_decoder = msgspec.json.Decoder(BatchLine)
 
 
-class OpenAILines:
+class OpenAIJobReader:
     def __init__(self, service: Backend, endpoint: str) -> None:
         self._service = service
         self._endpoint = endpoint
-        self._first: dict[str, int] = {}  # by custom id, the line that has it
-        self._call = LineCall("", Dialect.OPENAI)
+        self._line_of: dict[str, int] = {}  # by custom id, the line that has it
 
     def read(self, line: FileLine) -> NewJob:
         custom_id = ""
         try:
-            given = _decoded(line)
+            given = decode(line.content(), _line_decoder)
             custom_id = (given.custom_id or "")[:MAX_ID_CHARS]
-            self._check(given, line.at)
+            self._check(given, line.number)
             body = _body(self._endpoint, given)
             if body.stream:
                 raise BadInput("`stream` has no meaning in a batch: leave it out", param="body.stream")
-            return NewJob(custom_id, runnable(body.ask(self._call), self._service))
+            request, _ = FORMATS[self._endpoint].to_request(body, "")
+            return NewJob(custom_id, batch_request(request, self._service))
         except EmberlineError as error:
-            error.message = f"line {line.at}: {error.message}"
+            error.message = f"line {line.number}: {error.message}"
             return NewJob(custom_id, None, error.info())
 
     def skip(self, line: FileLine) -> None:
         try:
-            self._check(_decoded(line), line.at)
+            self._check(decode(line.content(), _line_decoder), line.number)
         except EmberlineError:
             return
 
-    def _check(self, given: BatchLine, at: int) -> None:
-        name = given.custom_id
-        if not name:
-            raise BadInput("`custom_id` is missing: it tells which result is whose", param="custom_id")
-        if len(name) > MAX_ID_CHARS:
+    def _check(self, given: BatchLine, number: int) -> None:
+        custom_id = given.custom_id
+        if not custom_id:
+            raise BadInput("`custom_id` is missing: it identifies the line's result", param="custom_id")
+        if len(custom_id) > MAX_ID_CHARS:
             raise BadInput(f"`custom_id` is longer than {MAX_ID_CHARS} characters", param="custom_id")
-        if (first := self._first.setdefault(name, at)) != at:
-            raise BadInput(f"`custom_id` {name[:80]!r} is that of line {first} too", param="custom_id")
+        if (first := self._line_of.setdefault(custom_id, number)) != number:
+            raise BadInput(f"`custom_id` {custom_id[:80]!r} is that of line {first} too", param="custom_id")
         if given.method.upper() != "POST":
             raise BadInput(f"`method` must be POST, not {given.method[:20]!r}", param="method")
         if given.url != self._endpoint:
@@ -113,60 +125,38 @@ class OpenAILines:
             raise BadInput(f"`url` is {shown}, and the batch is for {self._endpoint}", param="url")
 
 
-def output_line(result: Result, endpoint: str) -> bytes:
-    """A result, for the output file if it succeeded, else for the error file."""
-    line = result.line
-    call = LineCall(line.request_id, Dialect.OPENAI)
+def result_line(result: Result, endpoint: str) -> bytes:
+    """A line of the output file if the job succeeded, else of the error file."""
+    job, form = result.job, FORMATS[endpoint]
     response: Json | None = None
     error: Json | None = None
     try:
-        response = {"status_code": 200, "request_id": line.request_id, "body": _shown(result, endpoint, call)}
+        answer = result.answer()
+        body = _body(endpoint, decode(result.line, _line_decoder))
+        shown = form.to_body(job.request_id, body, (job.ended_us or 0) // 1_000_000, answer)
+        response = {"status_code": 200, "request_id": job.request_id, "body": shown}
     except EmberlineError as failure:
-        if line.state in _NO_RESPONSE:
-            error = {"code": _NO_RESPONSE[line.state], "message": _SAID[line.state]}
+        if job.state in _NOT_RUN:
+            code, message = _NOT_RUN[job.state]
+            error = {"code": code, "message": message}
         else:
-            body = error_body(_retold(failure, result, endpoint, call), Dialect.OPENAI, line.request_id)
-            response = {"status_code": codes(failure).status, "request_id": line.request_id, "body": body}
-    whole = {"id": f"batch_req_{line.request_id}", "custom_id": line.custom_id or None}
-    return encode(whole | {"response": response, "error": error}) + b"\n"
+            renamed = result.renamed(failure, lambda: _field_names(result, endpoint))
+            shown = error_body(renamed, Dialect.OPENAI, job.request_id)
+            response = {"status_code": codes(failure).status, "request_id": job.request_id, "body": shown}
+    head = {"id": f"batch_req_{job.request_id}", "custom_id": job.custom_id or None}
+    return encode(head | {"response": response, "error": error}) + b"\n"
 
 
-def failure_of(line: Job) -> EmberlineError:
-    """Why it did not succeed."""
-    return from_info(line.error) if line.error else Internal(f"the request ended as {line.state}")
+def _field_names(result: Result, endpoint: str) -> FieldNames:
+    body = _body(endpoint, decode(result.line, _line_decoder))
+    return FORMATS[endpoint].to_request(body, result.job.request_id)[1]
 
 
-def _shown(result: Result, endpoint: str, call: LineCall) -> Json:
-    line = result.line
-    if line.state != "succeeded" or line.answer is None:
-        raise failure_of(line)
-    body = _body(endpoint, decode(result.given, _line_decoder))
-    return body.show(call, (line.ended_us or 0) // 1_000_000, line.answer)
-
-
-def _retold(error: EmberlineError, result: Result, endpoint: str, call: LineCall) -> EmberlineError:
-    """The error with the caller's names of things; a line that never ran was told in them already."""
-    if result.line.started_us is None:
-        return error
-    try:
-        _body(endpoint, decode(result.given, _line_decoder)).ask(call)
-    except EmberlineError:
-        return error
-    return call.names.retell(error)
-
-
-def _decoded(line: FileLine) -> BatchLine:
-    if line.data is None:
-        raise TooLarge("the line is longer than a line of a batch may be")
-    return decode(line.data, _line_decoder)
-
-
-def _body(endpoint: str, given: BatchLine) -> Body:
+def _body(endpoint: str, given: BatchLine) -> Any:
     if not bytes(given.body):
         raise BadInput("`body` is missing: it is the request itself", param="body")
     try:
-        body: Body = decode(bytes(given.body), _DECODERS[endpoint])
+        return decode(bytes(given.body), FORMATS[endpoint].decoder)
     except EmberlineError as error:
         error.param = f"body.{error.param}" if error.param else "body"
         raise
-    return body

@@ -1,39 +1,43 @@
-"""OpenAI's chat completions: the body and the answer."""
+"""OpenAI's chat completions: the request body, the response body and the stream."""
 
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from emberline.api.common.answer import usage_body
-from emberline.api.common.chat_fields import Conversation
-from emberline.api.common.messages import ChatMessage, canonical
-from emberline.api.common.sampling_fields import session_name
-from emberline.api.common.tools import FunctionName, FunctionPick, Functions, Toolset, functions_as_tools
+from emberline.api.common.answer import logprobs_body, usage_body
+from emberline.api.common.chat_fields import ChatFields
+from emberline.api.common.messages import ChatMessage, canonical_messages
+from emberline.api.common.sampling_fields import TopLogprobs, session_name
+from emberline.api.common.tools import (
+    DeclaredFunctions,
+    FunctionCallField,
+    FunctionName,
+    Toolset,
+    functions_toolset,
+)
 from emberline.api.http.body import UnsupportedField
-from emberline.api.http.call import Call
+from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.openai.chunk_stream import ChunkStream, StreamOptions
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, ToolCallDelta, ToolCallStarted
 from emberline.protocol.request import GenerateRequest
 
-LEAST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 
-
-class ChatRequest(Conversation, kw_only=True):
+class ChatRequest(ChatFields, kw_only=True):
     model: str
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    functions: Functions | None = None
-    function_call: FunctionPick | None = None
+    top_logprobs: TopLogprobs | None = None
+    functions: DeclaredFunctions | None = None
+    function_call: FunctionCallField | None = None
     audio: UnsupportedField = None
     web_search_options: UnsupportedField = None
 
     @property
-    def legacy(self) -> bool:
-        """Whether the caller knows functions, and not yet tools."""
+    def uses_functions(self) -> bool:
+        """Whether the client uses the deprecated `functions` instead of `tools`."""
         return bool(self.functions)
 
     def toolset(self) -> Toolset:
@@ -43,37 +47,38 @@ class ChatRequest(Conversation, kw_only=True):
             return super().toolset()
         if self.tools:
             raise BadInput("`functions` is the older name of `tools`; send one of them", param="functions")
-        return functions_as_tools(self.functions, self.function_call)
+        return functions_toolset(self.functions, self.function_call)
 
-    def to_request(self, call: Call) -> GenerateRequest:
+    def to_request(self, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
+        """The canonical request; `session` is the session id from the headers."""
         if self.top_logprobs and not self.logprobs:
             raise BadInput("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
-        agency = self.agency(call)
-        if self.legacy:
-            agency["parallel_tool_calls"] = False
-        return GenerateRequest(
-            id=call.id,
+        fields, names = self.chat_request_fields()
+        if self.uses_functions:
+            fields["parallel_tool_calls"] = False
+        request = GenerateRequest(
+            id=request_id,
             model=self.model,
-            messages=canonical(self.messages),
+            messages=canonical_messages(self.messages),
             sampling=self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None),
             n=self.n or 1,
-            session=session_name(call, self.prompt_cache_key, self.user),
+            session=session_name(session, self.prompt_cache_key, self.user),
             priority=self.priority,
-            reject_if_busy=self.rejects_waiting,
-            **agency,
+            reject_if_busy=self.reject_if_busy,
+            **fields,
         )
+        return request, names
 
 
-def chat_body(call: Call, body: ChatRequest, created: int, answer: Answer) -> dict[str, Any]:
-    whole = {
-        "id": f"chatcmpl-{call.id}",
-        "object": "chat.completion",
-        "created": created,
-        "model": body.model,
-        "choices": [_choice(index, choice, body) for index, choice in enumerate(answer.choices)],
-        "usage": usage_body(answer.usage),
-    }
-    return whole | body.tier_echo
+def chat_body(request_id: str, body: ChatRequest, created: int, answer: Answer) -> dict[str, Any]:
+    head = _head(request_id, "chat.completion", created, body)
+    choices = [_choice(index, choice, body) for index, choice in enumerate(answer.choices)]
+    return head | {"choices": choices, "usage": usage_body(answer.usage)}
+
+
+def _head(request_id: str, kind: str, created: int, body: ChatRequest) -> dict[str, Any]:
+    head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": body.model}
+    return head | body.tier_echo
 
 
 def _choice(index: int, choice: AnswerChoice, body: ChatRequest) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def _choice(index: int, choice: AnswerChoice, body: ChatRequest) -> dict[str, An
         "index": index,
         "message": _message(choice, body),
         "logprobs": logprobs_body(choice.logprobs) if body.logprobs else None,
-        "finish_reason": "function_call" if body.legacy and choice.finish == "tool_calls" else choice.finish,
+        "finish_reason": "function_call" if body.uses_functions and choice.finish == "tool_calls" else choice.finish,
     }
 
 
@@ -91,77 +96,63 @@ def _message(choice: AnswerChoice, body: ChatRequest) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
-    functions = [{"name": call.name, "arguments": call.arguments} for call in choice.tool_calls]
-    if functions and body.legacy:
-        message["function_call"] = functions[0]
-    elif functions:
-        ids = [call.id for call in choice.tool_calls]
-        calls = zip(ids, functions, strict=True)
+    calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in choice.tool_calls]
+    if calls and body.uses_functions:
+        message["function_call"] = calls[0][1]
+    elif calls:
         message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in calls]
     return message
 
 
-def logprobs_body(tokens: list[TextLogprob]) -> dict[str, Any]:
-    content = [{**_token(token), "top_logprobs": [_token(other) for other in token.top]} for token in tokens]
-    return {"content": content, "refusal": None}
-
-
-def _token(token: TextLogprob) -> dict[str, Any]:
-    return {"token": token.token, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": token.bytes}
-
-
 class ChatStream(ChunkStream):
-    """A choice's first chunk says its role, its last why it ended. Content is null until there is text."""
+    """A choice's first chunk has its role, its last one the finish reason. Content is null until there is text."""
 
     before_text = b'"delta":{"content":'
     after_text = b"}"
     last = b'"delta":{}'
 
-    def __init__(self, call: Call, body: ChatRequest, created: int) -> None:
-        head = {"id": f"chatcmpl-{call.id}", "object": "chat.completion.chunk", "created": created, "model": body.model}
-        super().__init__(call, head | body.tier_echo, body.n or 1, body.stream_options)
-        self._begun = [False] * (body.n or 1)
+    def __init__(self, request_id: str, dialect: Dialect, body: ChatRequest, created: int) -> None:
+        head = _head(request_id, "chat.completion.chunk", created, body)
+        super().__init__(request_id, dialect, head, body.n or 1, body.stream_options)
+        self._opened = [False] * (body.n or 1)
         self._hides_reasoning = body.hides_reasoning
-        self._legacy = body.legacy
+        self._uses_functions = body.uses_functions
 
     def logprobs(self, index: int, tokens: list[TextLogprob]) -> dict[str, Any]:
         return logprobs_body(tokens)
 
     def finish_reason(self, event: ChoiceDone) -> str:
-        return "function_call" if self._legacy and event.finish == "tool_calls" else event.finish
+        return "function_call" if self._uses_functions and event.finish == "tool_calls" else event.finish
 
-    def delta(self, event: TextDelta) -> bytes:
-        if self._begun[event.index]:
-            return super().delta(event)
-        return self._begin(event.index, "" if event.text else None) + super().delta(event)
+    def text_delta(self, event: TextDelta) -> bytes:
+        if self._opened[event.index]:
+            return super().text_delta(event)
+        return self._open(event.index, "" if event.text else None) + super().text_delta(event)
 
-    def reasoning(self, event: ReasoningDelta) -> bytes:
+    def reasoning_delta(self, event: ReasoningDelta) -> bytes:
         if self._hides_reasoning:
             return b""
-        return self._begin(event.index) + self._chunk(event.index, {"reasoning_content": event.text})
+        return self._open(event.index) + self._delta_chunk(event.index, {"reasoning_content": event.text})
 
-    def call_started(self, event: ToolCallStarted) -> bytes:
+    def tool_call_started(self, event: ToolCallStarted) -> bytes:
         function = {"name": event.name, "arguments": ""}
-        if self._legacy:
-            return self._begin(event.index) + self._function(event.index, event.call, function)
-        called = {"index": event.call, "id": event.id, "type": "function", "function": function}
-        return self._begin(event.index) + self._chunk(event.index, {"tool_calls": [called]})
+        call = {"index": event.call, "id": event.id, "type": "function", "function": function}
+        return self._open(event.index) + self._call_chunk(event, call)
 
-    def call_delta(self, event: ToolCallDelta) -> bytes:
-        function = {"arguments": event.arguments}
-        if self._legacy:
-            return self._function(event.index, event.call, function)
-        return self._chunk(event.index, {"tool_calls": [{"index": event.call, "function": function}]})
+    def tool_call_delta(self, event: ToolCallDelta) -> bytes:
+        return self._call_chunk(event, {"index": event.call, "function": {"arguments": event.arguments}})
 
-    def done(self, event: ChoiceDone) -> bytes:
-        return self._begin(event.index, "") + super().done(event)
+    def choice_done(self, event: ChoiceDone) -> bytes:
+        return self._open(event.index, "") + super().choice_done(event)
 
-    def _begin(self, index: int, content: str | None = None) -> bytes:
-        if self._begun[index]:
+    def _open(self, index: int, content: str | None = None) -> bytes:
+        if self._opened[index]:
             return b""
-        self._begun[index] = True
-        return self._chunk(index, {"role": "assistant", "content": content})
+        self._opened[index] = True
+        return self._delta_chunk(index, {"role": "assistant", "content": content})
 
-    def _function(self, index: int, call: int, function: dict[str, str]) -> bytes:
-        """The older form has room for one call."""
-        return b"" if call else self._chunk(index, {"function_call": function})
+    def _call_chunk(self, event: ToolCallStarted | ToolCallDelta, call: dict[str, Any]) -> bytes:
+        if not self._uses_functions:
+            return self._delta_chunk(event.index, {"tool_calls": [call]})
+        # `function_call` holds one call.
+        return b"" if event.call else self._delta_chunk(event.index, {"function_call": call["function"]})

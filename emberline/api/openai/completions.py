@@ -1,28 +1,32 @@
-"""OpenAI's text completions: the body, the answer, the chunks."""
+"""OpenAI's text completions: the request body with one or more prompts, the response body and the stream."""
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
-from emberline.api.common.answer import usage_body
-from emberline.api.common.sampling_fields import Generation, TokenId, session_name
+from emberline.api.common.answer import MIN_LOGPROB, usage_body
+from emberline.api.common.sampling_fields import GenerationFields, TokenId, session_name
 from emberline.api.http.body import UnsupportedField, refuse_unsupported, unsupported
-from emberline.api.http.call import Call
-from emberline.api.http.errors import Names
-from emberline.api.openai.chat import LEAST_LOGPROB
+from emberline.api.http.call import Backend, Events
+from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.openai.chunk_stream import ChunkStream, StreamOptions
-from emberline.protocol import token_ids as tokens
+from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
-from emberline.protocol.events import TextLogprob
-from emberline.protocol.request import GenerateRequest
+from emberline.protocol.events import Completed, Started, TextEvent, TextLogprob, Usage
+from emberline.protocol.request import GenerateRequest, Principal
 
 MAX_PROMPTS = 128
+CONCURRENT_PROMPTS = 8  # requests of one call at once, so that one long list does not fill the admission queue
 
 Prompts = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
-class CompletionRequest(Generation, kw_only=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     model: str
     prompt: str | Prompts
     stream_options: StreamOptions | None = None
@@ -33,17 +37,16 @@ class CompletionRequest(Generation, kw_only=True):
     tools: UnsupportedField = None
     functions: UnsupportedField = None
 
-    def to_requests(self, call: Call) -> list[GenerateRequest]:
-        """One request per prompt; the first carries the call's own id, the others ids of their own."""
+    def to_requests(self, request_id: str, session: str | None = None) -> tuple[list[GenerateRequest], FieldNames]:
+        """One canonical request per prompt; the first has the call's own id. `session` comes from the headers."""
         refuse_unsupported(self)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of")
         output, field = self.output()
-        call.names = Names(output=field)
-        sampling, session = self.sampling(1.0, self.logprobs), session_name(call, self.prompt_cache_key, self.user)
-        return [
+        sampling, session = self.sampling(1.0, self.logprobs), session_name(session, self.prompt_cache_key, self.user)
+        requests = [
             GenerateRequest(
-                id=call.id if number == 0 else f"{call.id}-{number}",
+                id=request_id if number == 0 else f"{request_id}-{number}",
                 model=self.model,
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_ids=None if isinstance(prompt, str) else prompt,
@@ -51,36 +54,35 @@ class CompletionRequest(Generation, kw_only=True):
                 n=self.n or 1,
                 session=session,
                 priority=self.priority,
-                reject_if_busy=self.rejects_waiting,
+                reject_if_busy=self.reject_if_busy,
                 output=output,
             )
             for number, prompt in enumerate(self._prompts())
         ]
+        return requests, FieldNames(output=field)
 
     def _prompts(self) -> list[str | bytes]:
-        """A text, a list of texts, one prompt's token ids, or a list of those."""
+        """`prompt` is a text, a list of texts, one prompt's token ids, or a list of those."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
         if all(isinstance(item, int) for item in given):
-            return [tokens.pack(item for item in given if isinstance(item, int))]
+            return [token_ids.pack(item for item in given if isinstance(item, int))]
         if len(given) > MAX_PROMPTS:
             raise BadInput(f"`prompt` may have {MAX_PROMPTS} entries, not {len(given)}", param="prompt")
         if any(isinstance(item, int) for item in given):
             raise BadInput("`prompt` mixes token ids with texts or lists", param="prompt")
-        return [item if isinstance(item, str) else tokens.pack(item) for item in given if not isinstance(item, int)]
+        return [item if isinstance(item, str) else token_ids.pack(item) for item in given if not isinstance(item, int)]
 
 
-def completion_body(call: Call, body: CompletionRequest, created: int, answer: Answer) -> dict[str, Any]:
-    whole = {
-        "id": f"cmpl-{call.id}",
-        "object": "text_completion",
-        "created": created,
-        "model": body.model,
-        "choices": [_choice(index, choice, body.logprobs is not None) for index, choice in enumerate(answer.choices)],
-        "usage": usage_body(answer.usage),
-    }
-    return whole | body.tier_echo
+def completion_body(request_id: str, body: CompletionRequest, created: int, answer: Answer) -> dict[str, Any]:
+    choices = [_choice(index, choice, body.logprobs is not None) for index, choice in enumerate(answer.choices)]
+    return _head(request_id, created, body) | {"choices": choices, "usage": usage_body(answer.usage)}
+
+
+def _head(request_id: str, created: int, body: CompletionRequest) -> dict[str, Any]:
+    head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": body.model}
+    return head | body.tier_echo
 
 
 def _choice(index: int, choice: AnswerChoice, with_logprobs: bool) -> dict[str, Any]:
@@ -88,16 +90,16 @@ def _choice(index: int, choice: AnswerChoice, with_logprobs: bool) -> dict[str, 
     return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
 
 
-def _logprobs(chosen: list[TextLogprob], offset: int) -> dict[str, Any]:
-    """Parallel lists, one entry a token; `offset` is where the first token's text begins, in characters."""
+def _logprobs(tokens: list[TextLogprob], offset: int) -> dict[str, Any]:
+    """Parallel lists with one entry per token; `offset` is where the first token's text begins, in characters."""
     offsets: list[int] = []
-    for token in chosen:
+    for token in tokens:
         offsets.append(offset)
         offset += len(token.token)
     return {
-        "tokens": [token.token for token in chosen],
-        "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for token in chosen],
-        "top_logprobs": [{other.token: max(other.logprob, LEAST_LOGPROB) for other in token.top} for token in chosen],
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+        "top_logprobs": [{other.token: max(other.logprob, MIN_LOGPROB) for other in token.top} for token in tokens],
         "text_offset": offsets,
     }
 
@@ -107,12 +109,74 @@ class CompletionStream(ChunkStream):
     after_text = b""
     last = b'"text":""'
 
-    def __init__(self, call: Call, body: CompletionRequest, created: int, n_choices: int) -> None:
-        head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": created, "model": body.model}
-        super().__init__(call, head | body.tier_echo, n_choices, body.stream_options)
+    def __init__(
+        self, request_id: str, dialect: Dialect, body: CompletionRequest, created: int, n_choices: int
+    ) -> None:
+        super().__init__(request_id, dialect, _head(request_id, created, body), n_choices, body.stream_options)
         self._offsets = [0] * n_choices
 
     def logprobs(self, index: int, tokens: list[TextLogprob]) -> dict[str, Any]:
         offset = self._offsets[index]
         self._offsets[index] += sum(len(token.token) for token in tokens)
         return _logprobs(tokens, offset)
+
+
+_PromptEvent = tuple[int, TextEvent | BaseException]
+
+
+async def generate_all(service: Backend, requests: Sequence[GenerateRequest], principal: Principal) -> Events:
+    """Several requests as one stream: choice i of request r is choice r * n + i. The first failure ends all."""
+    if len(requests) == 1:
+        async with aclosing(service.generate(requests[0], principal)) as events:
+            async for event in events:
+                yield event
+        return
+    queue: asyncio.Queue[_PromptEvent] = asyncio.Queue(maxsize=64)
+    slots = asyncio.Semaphore(CONCURRENT_PROMPTS)
+
+    async def forward(number: int) -> None:
+        try:
+            async with slots, aclosing(service.generate(requests[number], principal)) as events:
+                async for event in events:
+                    await queue.put((number, event))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.create_task(forward(number)) for number in range(len(requests))]
+    try:
+        async for event in _merged(queue, len(requests), requests[0].n):
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(queue: "asyncio.Queue[_PromptEvent]", n_requests: int, n_choices: int) -> Events:
+    started = False
+    usages: list[Usage] = []
+    while len(usages) < n_requests:
+        number, event = await queue.get()
+        if isinstance(event, BaseException):
+            raise event
+        if isinstance(event, Completed):
+            usages.append(event.usage)
+        elif not isinstance(event, Started):
+            yield msgspec.structs.replace(event, index=number * n_choices + event.index)
+        elif not started:
+            started = True
+            yield event
+    yield Completed(_total(usages))
+
+
+def _total(usages: list[Usage]) -> Usage:
+    cached: dict[str, int] = {}
+    for usage in usages:
+        for tier, n_tokens in usage.cached_by_tier.items():
+            cached[tier] = cached.get(tier, 0) + n_tokens
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        cached_by_tier=cached,
+    )

@@ -1,22 +1,20 @@
-"""OpenAI's door: chat completions, completions, models."""
+"""The OpenAI API's chat completions, completions and models."""
 
 import time
 
 import msgspec
 
-from emberline.api.common.answer import collect, generate_all
+from emberline.api.common.answer import collect
 from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Call, HeaderList, Reply, json_reply
-from emberline.api.http.errors import Dialect
+from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
-from emberline.api.openai.chunk_stream import StreamOptions
-from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body
+from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion, upstream_card
 from emberline.protocol.errors import BadInput
 
-MAX_CHOICES_IN_ALL = 128  # of one call: prompts times n
+MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -27,15 +25,14 @@ async def chat_completions(call: Call) -> Reply | None:
     if (card := upstream_card(call, raw)) is not None:
         return await forward_chat(call, card, raw)
     body = decode(raw, _chat_decoder)
-    request = body.to_request(call)
+    request, call.field_names = body.to_request(call.id, call.session)
     created = int(time.time())
     events = call.service.generate(request, call.principal)
     if body.stream:
-        body.stream_options = _options(call, body.stream_options)
-        await stream(call, events, ChatStream(call, body, created), _headers(call))
+        await stream(call, events, ChatStream(call.id, call.dialect, body, created), call.id_headers)
         return None
     answer = await collect(call, events, request.n)
-    return json_reply(chat_body(call, body, created, answer), headers=_headers(call))
+    return json_reply(chat_body(call.id, body, created, answer), headers=call.id_headers)
 
 
 async def completions(call: Call) -> Reply | None:
@@ -43,18 +40,18 @@ async def completions(call: Call) -> Reply | None:
     if (card := upstream_card(call, raw)) is not None:
         return await forward_completion(call, card, raw)
     body = decode(raw, _completion_decoder)
-    requests = body.to_requests(call)
+    requests, call.field_names = body.to_requests(call.id, call.session)
     n_choices = len(requests) * requests[0].n
-    if n_choices > MAX_CHOICES_IN_ALL:
-        raise BadInput(f"{n_choices} choices asked for, at most {MAX_CHOICES_IN_ALL} in one call", param="n")
+    if n_choices > MAX_TOTAL_CHOICES:
+        raise BadInput(f"{n_choices} choices requested, at most {MAX_TOTAL_CHOICES} in one call", param="n")
     created = int(time.time())
     events = generate_all(call.service, requests, call.principal)
     if body.stream:
-        body.stream_options = _options(call, body.stream_options)
-        await stream(call, events, CompletionStream(call, body, created, n_choices), _headers(call))
+        encoder = CompletionStream(call.id, call.dialect, body, created, n_choices)
+        await stream(call, events, encoder, call.id_headers)
         return None
     answer = await collect(call, events, n_choices)
-    return json_reply(completion_body(call, body, created, answer), headers=_headers(call))
+    return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
 
 
 async def list_models(call: Call) -> Reply:
@@ -62,16 +59,4 @@ async def list_models(call: Call) -> Reply:
 
 
 async def get_model(call: Call) -> Reply:
-    return json_reply(openai_model(call.service.resolve(call.tail)))
-
-
-def _options(call: Call, options: StreamOptions | None) -> StreamOptions:
-    """Cloudflare's clients are told the usage of every stream, OpenAI's when they ask."""
-    options = options or StreamOptions()
-    if call.dialect is Dialect.OPENAI_ENVELOPED:
-        options.include_usage = True
-    return options
-
-
-def _headers(call: Call) -> HeaderList:
-    return [(b"cf-ai-req-id", call.id.encode())]
+    return json_reply(openai_model(call.service.resolve(call.path_param)))

@@ -1,20 +1,18 @@
-"""OpenAI's files: uploaded, listed, read back, deleted. A batch's results are files too, made when they are read."""
+"""OpenAI's files: uploaded, listed, downloaded, deleted. A batch's results are files too, generated when read."""
 
 import re
 from collections.abc import AsyncIterator
 from hashlib import blake2b
 from typing import Any
 
-from emberline.api.admin.events import list_of, whole_number
-from emberline.api.batch_loader import BatchService
-from emberline.api.batches.job_format import NOT_SUCCEEDED, SUCCEEDED, results_of
-from emberline.api.batches.submission import HEADER, digest_of
-from emberline.api.http.body import pieces
-from emberline.api.http.call import Call, Reply, encode, json_reply
+from emberline.api.batches.job_format import NOT_SUCCEEDED, SUCCEEDED, batch_results
+from emberline.api.batches.submission import IDEMPOTENCY_KEY, REPLAYED, request_digest
+from emberline.api.http.body import body_chunks
+from emberline.api.http.call import BatchQueue, Call, Reply, encode, json_reply, list_reply, parse_int
 from emberline.api.http.errors import NoSuchFile
-from emberline.api.http.multipart import Multipart, Part, boundary_of
-from emberline.api.http.sse import JSONL, gathered, pieces_of, send_bytes
-from emberline.api.openai.batch_jobs import output_line
+from emberline.api.http.multipart import FormPart, MultipartForm, boundary_of
+from emberline.api.http.sse import JSONL, send_bytes
+from emberline.api.openai.batch_jobs import result_line
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import File
 from emberline.jobs.batches.idempotency_keys import StoredAnswer
@@ -24,17 +22,17 @@ from emberline.protocol.errors import BadInput, NotFound
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_PAGE = 10_000
 MAX_NAME_CHARS = 255
-_FORM_BYTES = 1 << 20  # of a form beside the file in it
-_RESULTS = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
-_OWN = re.compile(r"file-[0-9a-f]{24}")
+_FORM_BYTES = 1 << 20  # of a form besides the file in it
+_RESULT_FILE = re.compile(r"file-(batch_[0-9a-f]{32})-(output|errors)")
+_UPLOADED_FILE = re.compile(r"file-[0-9a-f]{24}")
 _DAY_S = 86_400
-_MAX_SIZES = 4096  # remembered
-_EXPIRES = ("expires_after[anchor]", "expires_after[seconds]")
+_MAX_SIZES = 4096  # cached sizes of result files
+_ORDERS = ("asc", "desc")
 
 PAGE = {
     "after": {"type": "string"},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
-    "order": {"enum": ["asc", "desc"]},
+    "order": {"enum": list(_ORDERS)},
     "purpose": {"type": "string"},
 }
 
@@ -42,57 +40,50 @@ Json = dict[str, Any]
 
 
 async def create(call: Call) -> Reply:
-    """The file goes to disk as it arrives; the fields may come before it or after it."""
-    queue = call.batches.queue
+    """The file is written to disk as it arrives; the form's fields may come before or after it."""
     boundary = boundary_of(call.headers.get("content-type", ""))
-    form = Multipart(pieces(call, queue.limits.max_file_bytes + _FORM_BYTES), boundary)
-    uploaded = await _uploaded(call, form)
-    if HEADER not in call.headers:
-        return json_reply(_shown(uploaded))
-    return await _once(call, uploaded)
+    form = MultipartForm(body_chunks(call, call.queue.limits.max_file_bytes + _FORM_BYTES), boundary)
+    uploaded = await _upload(call, form)
+    if IDEMPOTENCY_KEY not in call.headers:
+        return json_reply(_file_body(uploaded))
+    return await _deduplicate(call, uploaded)
 
 
 async def list_all(call: Call) -> Reply:
-    query = call.query()
-    limit = whole_number(query, "limit", MAX_PAGE, 1, MAX_PAGE)
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise BadInput("`order` may be asc or desc", param="order")
-    found, has_more = await call.batches.queue.files.list(
+    found, has_more = await call.queue.files.list(
         call.principal.account,
-        purpose=query.get("purpose"),
-        after=query.get("after"),
-        limit=limit,
-        order="asc" if order == "asc" else "desc",
+        purpose=call.query.get("purpose"),
+        after=call.query.get("after"),
+        limit=call.int_param("limit", MAX_PAGE, 1, MAX_PAGE),
+        order="asc" if call.enum_param("order", _ORDERS, "desc") == "asc" else "desc",
     )
-    return json_reply(list_of([_shown(file) for file in found], has_more))
+    return list_reply([_file_body(file) for file in found], has_more)
 
 
 async def retrieve(call: Call) -> Reply:
-    if batch := await _batch_of(call):
-        return json_reply(await _shown_results(call.batches, batch, call.tail))
-    return json_reply(_shown(await _file(call)))
+    if batch := await _batch_of_results(call):
+        return json_reply(await _result_file_body(call.batches, batch, call.path_param))
+    return json_reply(_file_body(await _find_file(call)))
 
 
 async def delete(call: Call) -> Reply:
-    if batch := await _batch_of(call):
-        raise BadInput(f"the file is made of the results of {batch.id} and goes with it: DELETE /v1/batches/{batch.id}")
-    await _file(call)
-    await call.batches.queue.files.delete(call.principal.account, call.tail)
-    return json_reply({"id": call.tail, "object": "file", "deleted": True})
+    if batch := await _batch_of_results(call):
+        raise BadInput(f"the file holds the results of {batch.id}; delete them with DELETE /v1/batches/{batch.id}")
+    await _find_file(call)
+    await call.queue.files.delete(call.principal.account, call.path_param)
+    return json_reply({"id": call.path_param, "object": "file", "deleted": True})
 
 
 async def content(call: Call) -> None:
-    queue = call.batches.queue
-    if batch := await _batch_of(call):
-        await send_bytes(call, gathered(_lines(queue, batch, call.tail)), JSONL)
+    if batch := await _batch_of_results(call):
+        await send_bytes(call, _result_lines(call.queue, batch, call.path_param), JSONL)
         return
-    file = await _file(call)
-    size = (b"content-length", b"%d" % file.n_bytes)
-    await send_bytes(call, pieces_of(queue.files.content(file)), b"application/octet-stream", [size])
+    file = await _find_file(call)
+    length = (b"content-length", b"%d" % file.n_bytes)
+    await send_bytes(call, call.queue.files.content(file), b"application/octet-stream", [length])
 
 
-# --- results, as files ------------------------------------------------------------------------------------------------
+# --- result files -----------------------------------------------------------------------------------------------------
 
 
 def output_file_id(batch: Batch) -> str | None:
@@ -104,107 +95,95 @@ def error_file_id(batch: Batch) -> str | None:
     return f"file-{batch.id}-errors" if batch.ended and n_errors else None
 
 
-async def _batch_of(call: Call) -> Batch | None:
-    """The batch of which the call's file shows the results; None: it is a file that was uploaded."""
-    found = _RESULTS.fullmatch(call.tail)
+async def _batch_of_results(call: Call) -> Batch | None:
+    """The batch whose results the requested file holds; None if the file was uploaded."""
+    found = _RESULT_FILE.fullmatch(call.path_param)
     if found is None:
         return None
     try:
-        return await call.batches.queue.batch(call.principal.account, found[1])
+        return await call.queue.batch(call.principal.account, found[1])
     except NotFound:
-        raise _no_such(call.tail) from None
+        raise _no_such_file(call.path_param) from None
 
 
-async def _lines(queue: Queue, batch: Batch, file_id: str) -> AsyncIterator[bytes]:
-    """The results so far, by line."""
+async def _result_lines(queue: Queue, batch: Batch, file_id: str) -> AsyncIterator[bytes]:
+    """The results of the jobs that have ended, in the order of the batch's lines."""
     if batch.status == "validating" or batch.input_blob is None:
         return
     states = SUCCEEDED if file_id.endswith("-output") else NOT_SUCCEEDED
-    async for result in results_of(queue, batch, states):
-        yield output_line(result, batch.endpoint)
+    async for result in batch_results(queue, batch, states):
+        yield result_line(result, batch.endpoint)
 
 
-async def _shown_results(desk: BatchService, batch: Batch, file_id: str) -> Json:
-    """Its size is known once it was made, and then remembered."""
-    key = (file_id, batch.counts.ended)
-    if (size := desk.sizes.get(key)) is None:
-        size = 0
-        async for line in _lines(desk.queue, batch, file_id):
-            size += len(line)
-        if len(desk.sizes) >= _MAX_SIZES:
-            desk.sizes.clear()
-        desk.sizes[key] = size
+async def _result_file_body(batches: BatchQueue, batch: Batch, file_id: str) -> Json:
+    sizes, key = batches.result_sizes, (file_id, batch.counts.ended)
+    if (size := sizes.get(key)) is None:
+        size = sum([len(line) async for line in _result_lines(batches.queue, batch, file_id)])
+        if len(sizes) >= _MAX_SIZES:
+            sizes.clear()
+        sizes[key] = size
     kind = "output" if file_id.endswith("-output") else "error"
-    return {
-        "id": file_id,
-        "object": "file",
-        "bytes": size,
-        "created_at": (batch.ended_us or batch.created_us) // 1_000_000,
-        "expires_at": batch.expires_us and batch.expires_us // 1_000_000,
-        "filename": f"{batch.id}_{kind}.jsonl",
-        "purpose": "batch_output",
-        "status": "processed",
-        "status_details": None,
-    }
+    created_us = batch.ended_us or batch.created_us
+    return _body(file_id, size, created_us, batch.expires_us, f"{batch.id}_{kind}.jsonl", "batch_output")
 
 
 # --- uploads ----------------------------------------------------------------------------------------------------------
 
 
-async def _uploaded(call: Call, form: Multipart) -> File:
-    queue, account = call.batches.queue, call.principal.account
+async def _upload(call: Call, form: MultipartForm) -> File:
+    queue, account = call.queue, call.principal.account
     fields: dict[str, str] = {}
     name, blob = "", ""
     async for part in form:
         if part.name == "file" and not blob:
-            name = _name(part)
-            if "purpose" in fields:  # what usually comes first
-                stored = await queue.files.add(account, name, _purpose(fields), form.content(), _expiry(fields))
-                return await _finished(call, form, fields, stored)
+            name = _file_name(part)
+            if "purpose" in fields:  # the usual order
+                stored = await queue.files.add(account, name, _purpose(fields), form.content(), _expires_s(fields))
+                return await _finish_upload(call, form, fields, stored)
             blob, _ = await queue.blobs.put_stream(form.content(), queue.limits.max_file_bytes)
         else:
             fields[part.name] = await form.field(part)
     if not blob:
         raise BadInput("the form has no part `file`", param="file")
-    return await queue.files.add(account, name, _purpose(fields), queue.blobs.stream(blob), _expiry(fields))
+    return await queue.files.add(account, name, _purpose(fields), queue.blobs.stream(blob), _expires_s(fields))
 
 
-async def _finished(call: Call, form: Multipart, fields: dict[str, str], stored: File) -> File:
-    """The rest of the form, which may say more of the file."""
-    files, account = call.batches.queue.files, call.principal.account
+async def _finish_upload(call: Call, form: MultipartForm, fields: dict[str, str], stored: File) -> File:
+    """Read the rest of the form; fields after the file may change its purpose or expiry."""
+    files, account = call.queue.files, call.principal.account
     try:
-        before = dict(fields)
+        before = _purpose(fields), _expires_s(fields)
         async for part in form:
             if part.name == "file":
                 raise BadInput("the form has more than one file", param="file")
             fields[part.name] = await form.field(part)
-        if (_purpose(fields), _expiry(fields)) == (_purpose(before), _expiry(before)):
+        if (_purpose(fields), _expires_s(fields)) == before:
             return stored
-        return await files.add(account, stored.name, _purpose(fields), files.content(stored), _expiry(fields))
+        return await files.add(account, stored.name, _purpose(fields), files.content(stored), _expires_s(fields))
     except BaseException:
         await files.delete(account, stored.id)
         raise
 
 
-async def _once(call: Call, uploaded: File) -> Reply:
-    """Only now is it known what the file says: one that is there already takes its place."""
-    files, keys, account = call.batches.queue.files, call.batches.queue.idempotency_keys, call.principal.account
-    said = "\0".join((uploaded.blob, uploaded.name, uploaded.purpose))
-    key, digest = call.headers[HEADER], digest_of(call, blake2b(said.encode(), digest_size=16).digest())
+async def _deduplicate(call: Call, uploaded: File) -> Reply:
+    """The content is known only after the upload: if the key was used before, the new file is deleted again."""
+    files, keys, account = call.queue.files, call.queue.idempotency_keys, call.principal.account
+    content = "\0".join((uploaded.blob, uploaded.name, uploaded.purpose))
+    key, digest = call.headers[IDEMPOTENCY_KEY], blake2b(content.encode(), digest_size=16).digest()
     try:
-        begun = await keys.begin(account, key, digest, uploaded.id)
+        begun = await keys.begin(account, key, request_digest(call, digest), uploaded.id)
     except BaseException:
         await files.delete(account, uploaded.id)
         raise
     if isinstance(begun, StoredAnswer):
         await files.delete(account, uploaded.id)
-        return Reply(200, begun.answer, headers=[(b"idempotent-replayed", b"true")])
-    answer = encode(_shown(uploaded))
+        return Reply(200, begun.answer, headers=REPLAYED)
+    answer = encode(_file_body(uploaded))
     await keys.finish(account, key, answer)
     return Reply(200, answer)
 
 
-def _name(part: Part) -> str:
+def _file_name(part: FormPart) -> str:
     if part.filename is None:
         raise BadInput("the part `file` has no `filename`", param="file")
     return part.filename.replace("\\", "/").rpartition("/")[2].replace("\0", "")[:MAX_NAME_CHARS] or "file"
@@ -213,42 +192,46 @@ def _name(part: Part) -> str:
 def _purpose(fields: dict[str, str]) -> str:
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
-        said = "is missing" if purpose is None else f"{purpose[:80]!r} is unknown"
-        raise BadInput(f"`purpose` {said}: it may be {', '.join(PURPOSES)}", param="purpose")
+        problem = "is missing" if purpose is None else f"{purpose[:80]!r} is unknown"
+        raise BadInput(f"`purpose` {problem}: it must be one of {', '.join(PURPOSES)}", param="purpose")
     return purpose
 
 
-def _expiry(fields: dict[str, str]) -> float | None:
-    anchor, seconds = (fields.get(name) for name in _EXPIRES)
+def _expires_s(fields: dict[str, str]) -> float | None:
+    seconds = fields.get("expires_after[seconds]")
     if seconds is None:
         return None
-    if anchor not in (None, "created_at"):
+    if fields.get("expires_after[anchor]") not in (None, "created_at"):
         raise BadInput("`expires_after.anchor` must be created_at", param="expires_after.anchor")
-    return float(whole_number({"seconds": seconds}, "seconds", 0, 3600, 30 * _DAY_S))
+    return float(parse_int(seconds, "seconds", 3600, 30 * _DAY_S))
 
 
-async def _file(call: Call) -> File:
-    if not _OWN.fullmatch(call.tail):
-        raise _no_such(call.tail)
+async def _find_file(call: Call) -> File:
+    if not _UPLOADED_FILE.fullmatch(call.path_param):
+        raise _no_such_file(call.path_param)
     try:
-        return await call.batches.queue.files.get(call.principal.account, call.tail)
+        return await call.queue.files.get(call.principal.account, call.path_param)
     except NotFound:
-        raise _no_such(call.tail) from None
+        raise _no_such_file(call.path_param) from None
 
 
-def _no_such(file_id: str) -> NoSuchFile:
-    return NoSuchFile(f"there is no file {file_id[:100]!r}: it was deleted or has expired, or never was", param="id")
+def _no_such_file(file_id: str) -> NoSuchFile:
+    return NoSuchFile(f"there is no file {file_id[:100]!r}: it never existed, was deleted or has expired", param="id")
 
 
-def _shown(file: File) -> Json:
+def _file_body(file: File) -> Json:
+    return _body(file.id, file.n_bytes, file.created_us, file.expires_us, file.name, file.purpose)
+
+
+def _body(file_id: str, n_bytes: int, created_us: int, expires_us: int | None, name: str, purpose: str) -> Json:
     return {
-        "id": file.id,
+        "id": file_id,
         "object": "file",
-        "bytes": file.n_bytes,
-        "created_at": file.created_us // 1_000_000,
-        "expires_at": file.expires_us and file.expires_us // 1_000_000,
-        "filename": file.name,
-        "purpose": file.purpose,
+        "bytes": n_bytes,
+        "created_at": created_us // 1_000_000,
+        "expires_at": expires_us and expires_us // 1_000_000,
+        "filename": name,
+        "purpose": purpose,
         "status": "processed",
         "status_details": None,
     }

@@ -13,23 +13,30 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from emberline.api.common.chat_fields import Budget, Effort, TemplateKwargs
+from emberline.api.common.chat_fields import Effort, TemplateKwargs
 from emberline.api.common.sampling_fields import (
-    MAX_CHOICES,
     PRIORITY,
     LogitBias,
+    NumChoices,
     Penalty,
+    Probability,
+    RepetitionPenalty,
     Seed,
     ServiceTier,
     StopString,
     StopStrings,
+    Temperature,
     TokenCount,
+    TokenCountOrZero,
     TokenId,
+    TokenIds,
+    TopK,
+    TopLogprobs,
     session_name,
 )
 from emberline.api.http.body import decode
-from emberline.api.http.call import Call, HeaderList, Reply, encode, while_connected
-from emberline.api.http.errors import Dialect, error_body
+from emberline.api.http.call import Call, Reply, encode, while_connected
+from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.chunk_stream import StreamOptions
 from emberline.api.openai.completions import CompletionRequest
@@ -63,20 +70,20 @@ class PassthroughBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    min_tokens: TokenCountOrZero | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: NumChoices | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
@@ -113,14 +120,14 @@ class PassthroughChat(PassthroughBody, kw_only=True):
     messages: Raw
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Raw = ABSENT
     tool_choice: Raw = ABSENT
     parallel_tool_calls: bool | None = None
     functions: Raw = ABSENT
     function_call: Raw = ABSENT
     reasoning_effort: Effort | None = None
-    thinking_token_budget: Budget | None = None
+    thinking_token_budget: TokenCountOrZero | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
@@ -213,7 +220,7 @@ async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     request = _upstream_request(call, card, body, CHAT)
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
-            canonical = decode(raw, _canonical_chat).to_request(call)
+            canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
             request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
     return await _reply(call, request)
 
@@ -224,7 +231,7 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
     request = _upstream_request(call, card, body, COMPLETIONS)
     if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
-            (canonical,) = decode(raw, _canonical_completion).to_requests(call)
+            (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
             request.route = await call.service.upstream.with_token_keys(request.route, canonical, card)
     return await _reply(call, request)
 
@@ -241,7 +248,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         n=(body.n or 1) * body.n_prompts,
         max_tokens=body.max_tokens or getattr(body, "max_completion_tokens", None) or 0,
         priority=priority,
-        session=session_name(call, body.prompt_cache_key, body.user),
+        session=session_name(call.session, body.prompt_cache_key, body.user),
         reject_if_busy=priority is Priority.FLEX,
     )
     asks_usage = body.stream_options is not None and body.stream_options.include_usage

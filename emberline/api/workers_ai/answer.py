@@ -1,43 +1,44 @@
-"""What Cloudflare's older clients read: a flat result, or its pieces."""
+"""The results of the Workers AI API: the envelope, a flat result, and the stream of its chunks."""
 
 from typing import Any, NamedTuple
 
 import msgspec
 
-from emberline.api.common.answer import arguments_of, usage_body
-from emberline.api.http.call import Call, encode
-from emberline.api.http.errors import JsonModeFailed, error_body
-from emberline.api.http.sse import pads
+from emberline.api.common.answer import json_arguments, usage_body
+from emberline.api.http.call import encode
+from emberline.api.http.errors import Dialect, JsonModeFailed
+from emberline.api.http.sse import EventEncoder, data_event, random_padding
 from emberline.protocol.answer import Answer, AnswerChoice
-from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted, Usage
 
+Json = dict[str, Any]
 
-class Shape(NamedTuple):
-    """What the caller asked for that shows in the answer's form."""
 
-    json: bool = False  # `response` is what the text says, not the text
+class ResultOptions(NamedTuple):
+    """Parts of the request that shape its result."""
+
+    json: bool = False  # `response` is the parsed text
     reasoning: bool = True
 
 
-def envelope(result: Any, **beside: Any) -> dict[str, Any]:
-    return {"result": result, "success": True, "errors": [], "messages": []} | beside
+def envelope(result: Any, **fields: Any) -> Json:
+    return {"result": result, "success": True, "errors": [], "messages": []} | fields
 
 
-def result_body(answer: Answer, shape: Shape) -> dict[str, Any]:
+def result_body(answer: Answer, options: ResultOptions) -> Json:
     choice = answer.choices[0]
-    calls = [(call, arguments_of(call)) for call in choice.tool_calls]
-    whole = [
+    calls = [(call, json_arguments(call)) for call in choice.tool_calls]
+    complete = [
         {"name": call.name, "arguments": arguments, "id": call.id} for call, arguments in calls if arguments is not None
     ]
-    result: dict[str, Any] = {"response": _response(choice, shape.json), "tool_calls": whole}
-    if choice.reasoning and shape.reasoning:
+    result: Json = {"response": _response(choice, options.json), "tool_calls": complete}
+    if choice.reasoning and options.reasoning:
         result["reasoning_content"] = choice.reasoning
-    return result | _finish(choice) | {"usage": usage_body(answer.usage)}
+    return result | _finish_reason(choice) | {"usage": usage_body(answer.usage)}
 
 
-def _finish(choice: AnswerChoice | ChoiceDone) -> dict[str, str]:
-    """Why it ended, where that is not the plain way: Cloudflare says nothing, and its clients then guess `stop`."""
+def _finish_reason(choice: AnswerChoice | ChoiceDone) -> dict[str, str]:
+    """Sent unless it is `stop`: Cloudflare never sends it, and clients then assume `stop`."""
     return {} if choice.finish == "stop" else {"finish_reason": choice.finish}
 
 
@@ -45,16 +46,14 @@ def _response(choice: AnswerChoice, as_json: bool) -> msgspec.Raw | str | None:
     text = choice.text
     if not text and choice.tool_calls:
         return None
-    if not as_json:
-        return text
-    if _parses(text):
+    if as_json and _is_json(text):
         return msgspec.Raw(text)
-    if choice.finish == "length":
-        raise _cut()
+    if as_json and choice.finish == "length":
+        raise _truncated_json()
     return text
 
 
-def _parses(text: str) -> bool:
+def _is_json(text: str) -> bool:
     try:
         msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -62,57 +61,51 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _cut() -> JsonModeFailed:
+def _truncated_json() -> JsonModeFailed:
     return JsonModeFailed(
         "JSON Mode couldn't be met: the token limit came before the end of the JSON; raise `max_tokens`",
         param="max_tokens",
     )
 
 
-class RunStream:
-    """`response` pieces, each padded; the usage; [DONE]."""
+class RunStream(EventEncoder):
+    """Chunks of `response`, each padded; then the usage and [DONE]."""
 
-    def __init__(self, call: Call, shape: Shape) -> None:
-        self._call = call
-        self._shape = shape
-        self._pads = pads()
-        self._texts: list[str] = []  # in JSON mode: what was said, to know at the end whether it is JSON
-        self._cut = False
-        self._end: dict[str, Any] = {"response": ""}
+    def __init__(self, request_id: str, dialect: Dialect, options: ResultOptions) -> None:
+        super().__init__(request_id, dialect)
+        self._options = options
+        self._paddings = random_padding()
+        self._texts: list[str] = []  # in JSON mode, to check at the end whether the text is JSON
+        self._truncated = False
+        self._end: Json = {"response": ""}
 
-    def started(self, usage: Usage) -> bytes:
-        return b""
-
-    def delta(self, event: TextDelta) -> bytes:
-        if self._shape.json:
+    def text_delta(self, event: TextDelta) -> bytes:
+        if self._options.json:
             self._texts.append(event.text)
-        return b'data: {"response":' + encode(event.text) + b',"p":"' + next(self._pads) + b'"}\n\n'
+        return b'data: {"response":' + encode(event.text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
-    def reasoning(self, event: ReasoningDelta) -> bytes:
-        return self._piece({"response": "", "reasoning_content": event.text}) if self._shape.reasoning else b""
+    def reasoning_delta(self, event: ReasoningDelta) -> bytes:
+        if not self._options.reasoning:
+            return b""
+        return self._padded({"response": "", "reasoning_content": event.text})
 
-    def call_started(self, event: ToolCallStarted) -> bytes:
+    def tool_call_started(self, event: ToolCallStarted) -> bytes:
         function = {"name": event.name, "arguments": ""}
-        return self._call_piece({"id": event.id, "type": "function", "index": event.call, "function": function})
+        call = {"id": event.id, "type": "function", "index": event.call, "function": function}
+        return self._padded({"tool_calls": [call]})
 
-    def call_delta(self, event: ToolCallDelta) -> bytes:
-        return self._call_piece({"index": event.call, "function": {"arguments": event.arguments}})
+    def tool_call_delta(self, event: ToolCallDelta) -> bytes:
+        return self._padded({"tool_calls": [{"index": event.call, "function": {"arguments": event.arguments}}]})
 
-    def done(self, event: ChoiceDone) -> bytes:
-        self._cut = self._shape.json and event.finish == "length" and not _parses("".join(self._texts))
-        self._end |= _finish(event)
+    def choice_done(self, event: ChoiceDone) -> bytes:
+        self._truncated = self._options.json and event.finish == "length" and not _is_json("".join(self._texts))
+        self._end |= _finish_reason(event)
         return b""
 
     def completed(self, usage: Usage) -> bytes:
-        if self._cut:
-            return self.failed(_cut())
-        return b"data: " + encode(self._end | {"usage": usage_body(usage)}) + b"\n\ndata: [DONE]\n\n"
+        if self._truncated:
+            return self.failed(_truncated_json())
+        return data_event(self._end | {"usage": usage_body(usage)}) + b"data: [DONE]\n\n"
 
-    def failed(self, error: EmberlineError) -> bytes:
-        return b"data: " + encode(error_body(error, self._call.dialect, self._call.id)) + b"\n\n"
-
-    def _call_piece(self, called: dict[str, Any]) -> bytes:
-        return self._piece({"tool_calls": [called]})
-
-    def _piece(self, fields: dict[str, Any]) -> bytes:
-        return b"data: " + encode(fields | {"p": next(self._pads).decode()}) + b"\n\n"
+    def _padded(self, fields: Json) -> bytes:
+        return data_event(fields | {"p": next(self._paddings).decode()})

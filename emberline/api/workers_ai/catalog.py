@@ -1,6 +1,6 @@
-"""Cloudflare's catalog: models, their schemas, tasks and authors.
+"""The Workers AI catalog: models, their schemas, tasks and authors.
 
-Clients page until a page is empty (or short), so every list is paged and a page past the end is [].
+Clients request pages until one is empty or short, so every list is paged and a page past the end is [].
 """
 
 from collections.abc import Sequence
@@ -69,22 +69,18 @@ _OUTPUT = {
 
 
 async def models(call: Call) -> Reply:
-    query = call.query()
-    _number(query, "source", 1, 1000)
-    if query.get("hide_experimental", "true") not in ("true", "false"):  # nothing here is experimental
-        raise BadInput("`hide_experimental` may be true or false", param="hide_experimental")
-    found = [card for card in call.service.models() if _matches(card, query)]
-    style = query.get("format")
-    if style is None:
-        return page_of(query, [cloudflare_model(card) for card in found])
-    if style != "openrouter":
-        raise BadInput("`format` may be `openrouter`, or absent", param="format")
-    rows = _paged(query, [openrouter_model(card) for card in found])
+    call.int_param("source", 1, 1, 1000)
+    call.bool_param("hide_experimental", default=True)  # no model is experimental
+    found = [card for card in call.service.models() if _matches(card, call.query)]
+    if "format" not in call.query:
+        return paged_reply(call, [cloudflare_model(card) for card in found])
+    call.enum_param("format", ("openrouter",), "openrouter")
+    rows = _page(call, [openrouter_model(card) for card in found])
     return json_reply(envelope(rows, data=rows))
 
 
 async def schema(call: Call) -> Reply:
-    name = call.query().get("model")
+    name = call.query.get("model")
     if not name:
         raise BadInput("the query must name a `model`", param="model")
     call.service.resolve(name)
@@ -92,16 +88,16 @@ async def schema(call: Call) -> Reply:
 
 
 async def tasks(call: Call) -> Reply:
-    return page_of(call.query(), [row._asdict() for row in TASKS])
+    return paged_reply(call, [row._asdict() for row in TASKS])
 
 
 async def list_authors(call: Call) -> Reply:
-    return page_of(call.query(), [row._asdict() for row in authors(call.service.models())])
+    return paged_reply(call, [row._asdict() for row in authors(call.service.models())])
 
 
 @cache
 def _input_schema() -> dict[str, Any]:
-    """RunRequest's own definition on top, where clients look for `type` and `properties`."""
+    """RunRequest's own definition at the top level, where clients look for `type` and `properties`."""
     (reference,), definitions = msgspec.json.schema_components([RunRequest], ref_template="#/$defs/{name}")
     own = definitions.pop(reference["$ref"].rpartition("/")[2])
     return {**own, "$defs": definitions}
@@ -118,29 +114,24 @@ def _matches(card: ModelCard, query: dict[str, str]) -> bool:
     )
 
 
-def page_of(query: dict[str, str], rows: Sequence[dict[str, Any]]) -> Reply:
-    shown = _paged(query, rows)
-    per_page = _number(query, "per_page", DEFAULT_PER_PAGE, MAX_PER_PAGE)
+def paged_reply(call: Call, rows: Sequence[dict[str, Any]]) -> Reply:
+    page = _page(call, rows)
+    per_page = _per_page(call)
     info = {
-        "count": len(shown),
-        "page": _number(query, "page", 1, MAX_PAGE),
+        "count": len(page),
+        "page": call.int_param("page", 1, 1, MAX_PAGE),
         "per_page": per_page,
         "total_count": len(rows),
         "total_pages": -(-len(rows) // per_page),
     }
-    return json_reply(envelope(shown, result_info=info))
+    return json_reply(envelope(page, result_info=info))
 
 
-def _paged(query: dict[str, str], rows: Sequence[T]) -> Sequence[T]:
-    per_page = _number(query, "per_page", DEFAULT_PER_PAGE, MAX_PER_PAGE)
-    first = (_number(query, "page", 1, MAX_PAGE) - 1) * per_page
+def _page(call: Call, rows: Sequence[T]) -> Sequence[T]:
+    per_page = _per_page(call)
+    first = (call.int_param("page", 1, 1, MAX_PAGE) - 1) * per_page
     return rows[first : first + per_page]
 
 
-def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
-        raise BadInput(f"`{name}` must be a whole number from 1 to {most}", param=name)
-    return int(text)
+def _per_page(call: Call) -> int:
+    return call.int_param("per_page", DEFAULT_PER_PAGE, 1, MAX_PER_PAGE)

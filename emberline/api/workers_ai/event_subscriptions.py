@@ -1,4 +1,4 @@
-"""Cloudflare's event subscriptions, for models: their destination here is a webhook."""
+"""Cloudflare's event subscriptions for models; their destination is a webhook."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from msgspec import Meta
 from emberline.api.http.body import read_json
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.workers_ai.answer import envelope
-from emberline.api.workers_ai.catalog import page_of
+from emberline.api.workers_ai.catalog import paged_reply
 from emberline.jobs.webhooks.endpoints import EndpointForm, EndpointUpdate, WebhookEndpoint
 from emberline.jobs.webhooks.events import WORKERS_AI, WORKERS_AI_TYPES, timestamp
 from emberline.protocol.errors import BadInput
@@ -47,40 +47,39 @@ _change = msgspec.json.Decoder(SubscriptionChange)
 
 
 async def create(call: Call) -> Reply:
-    """The answer's destination alone holds the secret to verify deliveries with."""
-    body = await read_json(call, _new)
-    endpoints = call.events.endpoints
-    endpoint = await endpoints.create(call.principal.account, _FORM, _changes(call, body))
-    shown = _shown(endpoint)
-    shown["destination"]["secret"] = endpoints.secret_of(endpoint)
-    return json_reply(envelope(shown))
+    """Only this response contains the secret that verifies deliveries."""
+    new = await read_json(call, _new)
+    endpoints = call.webhooks.endpoints
+    endpoint = await endpoints.create(call.principal.account, _FORM, _update(call, new))
+    body = _subscription_body(endpoint)
+    body["destination"]["secret"] = endpoints.secret_of(endpoint)
+    return json_reply(envelope(body))
 
 
 async def list_all(call: Call) -> Reply:
-    found = await call.events.endpoints.of_account(call.principal.account, _FORM)
-    return page_of(call.query(), [_shown(endpoint) for endpoint in found])
+    found = await call.webhooks.endpoints.of_account(call.principal.account, _FORM)
+    return paged_reply(call, [_subscription_body(endpoint) for endpoint in found])
 
 
 async def retrieve(call: Call) -> Reply:
-    return json_reply(envelope(_shown(await call.events.endpoints.get(call.principal.account, call.tail, _FORM))))
+    endpoint = await call.webhooks.endpoints.get(call.principal.account, call.path_param, _FORM)
+    return json_reply(envelope(_subscription_body(endpoint)))
 
 
 async def update(call: Call) -> Reply:
-    body = await read_json(call, _change)
-    changes = _changes(call, body)
-    return json_reply(
-        envelope(_shown(await call.events.endpoints.update(call.principal.account, call.tail, changes, _FORM)))
-    )
+    update = _update(call, await read_json(call, _change))
+    endpoint = await call.webhooks.endpoints.update(call.principal.account, call.path_param, update, _FORM)
+    return json_reply(envelope(_subscription_body(endpoint)))
 
 
 async def delete(call: Call) -> Reply:
-    account, endpoints = call.principal.account, call.events.endpoints
-    endpoint = await endpoints.get(account, call.tail, _FORM)
+    account, endpoints = call.principal.account, call.webhooks.endpoints
+    endpoint = await endpoints.get(account, call.path_param, _FORM)
     await endpoints.delete(account, endpoint.id, _FORM)
-    return json_reply(envelope(_shown(endpoint)))
+    return json_reply(envelope(_subscription_body(endpoint)))
 
 
-def _changes(call: Call, body: SubscriptionChange) -> EndpointUpdate:
+def _update(call: Call, body: SubscriptionChange) -> EndpointUpdate:
     model = call.service.resolve(body.source.model_name).id if body.source else None
     return EndpointUpdate(
         name=body.name,
@@ -94,7 +93,7 @@ def _changes(call: Call, body: SubscriptionChange) -> EndpointUpdate:
 def _url(destination: Destination) -> str:
     if destination.type != "webhook":
         raise BadInput(
-            f'events go to webhooks, not to {destination.type!r}: write {{"type": "webhook", "url": …}}; '
+            f'events are delivered to webhooks, not to {destination.type!r}: send {{"type": "webhook", "url": …}}; '
             "without a public address, read them at /v1/events",
             param="destination.type",
         )
@@ -111,7 +110,7 @@ def _types(names: Sequence[str]) -> list[str]:
     return [WORKERS_AI + name for name in short]
 
 
-def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
+def _subscription_body(endpoint: WebhookEndpoint) -> dict[str, Any]:
     return {
         "id": endpoint.id,
         "name": endpoint.name,

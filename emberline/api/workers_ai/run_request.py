@@ -1,17 +1,18 @@
-"""Workers AI's input: what a model is run with."""
+"""The input of a Workers AI model, and its conversion to the canonical request."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from emberline.api.common.chat_fields import Conversation
-from emberline.api.common.messages import ChatMessage, canonical
+from emberline.api.common.chat_fields import ChatFields
+from emberline.api.common.messages import ChatMessage, canonical_messages
 from emberline.api.common.sampling_fields import session_name
 from emberline.api.http.body import UnsupportedField, unsupported
-from emberline.api.http.call import Call
+from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message
+from emberline.service.validation import MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 
 DEFAULT_TEMPERATURE = 0.6
 
@@ -21,54 +22,57 @@ class RunOptions(msgspec.Struct):
     queue_request: bool | None = msgspec.field(default=None, name="queueRequest")
 
 
-class RunRequest(Conversation, kw_only=True):
+class RunRequest(ChatFields, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     raw: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    # The ranges that Cloudflare documents.
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=1, le=50)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=MAX_REPETITION_PENALTY)] | None = None
     options: RunOptions | None = None
-    functions: UnsupportedField = None  # Cloudflare's: code to run there, not OpenAI's older tools
-    requests: Annotated[list[msgspec.Raw], Meta(min_length=1)] | None = None  # for the queue, each an input
-    request_id: str | None = None  # of what was queued: the call asks how far it is
+    functions: UnsupportedField = None  # code that Cloudflare would run, not OpenAI's older name of tools
+    requests: Annotated[list[msgspec.Raw], Meta(min_length=1)] | None = None  # inputs for the queue
+    request_id: str | None = None  # of queued inputs: asks for their status
     logprobs: UnsupportedField = None
     top_logprobs: UnsupportedField = None
     image: UnsupportedField = None
     audio: UnsupportedField = None
 
     @property
-    def queued(self) -> bool:
-        """Whether the body itself is about the queue."""
-        wanted = self.options is not None and bool(self.options.queue_request)
-        return wanted or self.requests is not None or self.request_id is not None
+    def for_queue(self) -> bool:
+        """Whether the body submits to the queue or polls it."""
+        queued = self.options is not None and bool(self.options.queue_request)
+        return queued or self.requests is not None or self.request_id is not None
 
-    def to_request(self, call: Call, model: str) -> GenerateRequest:
-        agency = self.agency(call)
+    def to_request(self, model: str, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
+        """The canonical request; `session` is the session id from the headers."""
+        fields, names = self.chat_request_fields()
         if self.n not in (None, 1):
             raise unsupported("n")
         messages, prompt = self._input()
-        return GenerateRequest(
-            id=call.id,
+        request = GenerateRequest(
+            id=request_id,
             model=model,
             messages=messages,
             prompt=prompt,
             sampling=self.sampling(DEFAULT_TEMPERATURE),
-            session=session_name(call, self.prompt_cache_key, self.user),
+            session=session_name(session, self.prompt_cache_key, self.user),
             priority=self.priority,
-            reject_if_busy=self.rejects_waiting or bool(self.options and self.options.reject_if_busy),
-            **agency,
+            reject_if_busy=self.reject_if_busy or bool(self.options and self.options.reject_if_busy),
+            **fields,
         )
+        return request, names
 
     def _input(self) -> tuple[tuple[Message, ...] | None, str | None]:
-        """A prompt is the user's first message, unless `raw` says that it has been through a template already."""
+        """A prompt becomes the first message of the user, unless `raw` says that no chat template applies to it."""
         if (self.prompt is None) == (self.messages is None):
             raise BadInput("exactly one of `prompt` and `messages` is needed", param="prompt")
         if self.messages is not None:
             if self.raw:
                 raise BadInput("`raw` needs `prompt`: messages always go through the chat template", param="raw")
-            return canonical(self.messages), None
+            return canonical_messages(self.messages), None
         if self.raw:
             if self.tools:
                 raise BadInput("`tools` need the chat template, which `raw` leaves out", param="tools")

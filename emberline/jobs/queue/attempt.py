@@ -24,7 +24,7 @@ from emberline.protocol.errors import (
 )
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest, Principal, Priority
-from emberline.service.answer import gather
+from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
@@ -97,10 +97,10 @@ class JobAttempt:
         )
         if lease.kind != "response" or request.n > 1:
             context = JobContext(engine, self._record_usage)
-            return await gather(service.generate(request, principal, context), request.n)
+            return await collect_answer(service.generate(request, principal, context), request.n)
         transcript = TranscriptWriter(self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST))
         context = JobContext(engine, self._record_usage, await transcript.load(), transcript.record)
-        return await gather(transcript.follow(service.generate(request, principal, context)), request.n)
+        return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
 
     def _record_usage(self, row: UsageRow) -> None:
         self._usage = row

@@ -1,4 +1,4 @@
-"""The items of a response's input and output, and the conversation that they make."""
+"""The items of a response's input and output, and their conversion to canonical messages."""
 
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.api.common.messages import join_text
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Message, ToolCall
 
-SEAL = "ember1."  # before reasoning that a client carries for us
-CUSTOM_ARGUMENT = "input"  # what a custom tool's text is called where the model sees it as a function
+SEAL = "ember1."  # prefix of `encrypted_content`: reasoning that the client stores and sends back
+CUSTOM_ARGUMENT = "input"  # the argument of the function that represents a custom tool
 _PATH = re.compile(r"`\$\.([^`]*)`$")
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[io][0-9]+")
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
@@ -48,7 +47,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
-Part = InputText | PlainText | OutputText | Refusal | SummaryText | ReasoningText
+ContentPart = InputText | PlainText | OutputText | Refusal | SummaryText | ReasoningText
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -56,11 +55,11 @@ class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True)
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"]
     status: Status | None = "completed"
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
     @property
     def text(self) -> str:
-        return _text(self.content, "" if self.role == "assistant" else None)
+        return _text(self.content, "" if self.role == "assistant" else "\n")
 
 
 class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True, omit_defaults=True):
@@ -71,7 +70,7 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_onl
     namespace: str | None = None
     status: Status | None = None
 
-    def called(self) -> ToolCall:
+    def tool_call(self) -> ToolCall:
         return ToolCall(self.call_id, tool_name(self.name, self.namespace), self.arguments)
 
 
@@ -83,7 +82,7 @@ class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call", k
     namespace: str | None = None
     status: Status | None = None
 
-    def called(self) -> ToolCall:
+    def tool_call(self) -> ToolCall:
         arguments = msgspec.json.encode({CUSTOM_ARGUMENT: self.input}).decode()
         return ToolCall(self.call_id, tool_name(self.name, self.namespace), arguments)
 
@@ -91,38 +90,35 @@ class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call", k
 class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True):
     id: str | None = None
     call_id: str
-    output: str | list[Part]
+    output: str | list[ContentPart]
     status: Status | None = "completed"
 
 
-class CustomToolCallOutput(msgspec.Struct, tag_field="type", tag="custom_tool_call_output", kw_only=True):
-    id: str | None = None
-    call_id: str
-    output: str | list[Part]
-    status: Status | None = "completed"
+class CustomToolCallOutput(FunctionCallOutput, tag="custom_tool_call_output", kw_only=True):
+    pass
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
     id: str | None = None
-    summary: list[Part] | None = []
-    content: list[Part] | None = None
+    summary: list[ContentPart] | None = []
+    content: list[ContentPart] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
     @property
     def text(self) -> str:
-        """What we sealed, exactly; else what is there to read. Another provider's seal says nothing to us."""
-        return unseal(self.encrypted_content or "") or _text(self.content, "") or _text(self.summary, "")
+        """The exact text we sealed, else the readable parts. Content encrypted by another provider is ignored."""
+        return unseal(self.encrypted_content or "") or _text(self.content) or _text(self.summary)
 
 
 class ItemReference(msgspec.Struct, tag_field="type", tag="item_reference"):
     id: str
 
 
-Call = FunctionCall | CustomToolCall
-Output = FunctionCallOutput | CustomToolCallOutput
-Item = MessageItem | Call | Output | ReasoningItem
-_KINDS: dict[str, str] = {  # and how their ids begin
+CallItem = FunctionCall | CustomToolCall
+CallOutput = FunctionCallOutput | CustomToolCallOutput
+Item = MessageItem | CallItem | CallOutput | ReasoningItem
+_ID_PREFIXES: dict[str, str] = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
@@ -134,8 +130,8 @@ _KINDS: dict[str, str] = {  # and how their ids begin
 items_decoder = msgspec.json.Decoder(list[Item])
 
 
-def parse(given: str | Sequence[dict[str, Any]] | None) -> list[Item | ItemReference]:
-    """A request's `input`; what cannot be read is refused by its place in it."""
+def parse_input(given: str | Sequence[dict[str, Any]] | None) -> list[Item | ItemReference]:
+    """The items of a request's `input`; BadInput names the one that is wrong."""
     if not given:
         return []
     if isinstance(given, str):
@@ -149,70 +145,70 @@ def parse(given: str | Sequence[dict[str, Any]] | None) -> list[Item | ItemRefer
         raise BadInput(text, param=where[1] if where else "input") from None
 
 
-def settle(items: Iterable[Item], key: str) -> list[Item]:
-    """The items as they are kept and listed: each with an id, a message's text in parts."""
-    settled: list[Item] = []
+def with_ids(items: Iterable[Item], key: str) -> list[Item]:
+    """The items as they are stored and listed: each with an id, the text of messages as content parts."""
+    stored: list[Item] = []
     for i, item in enumerate(items):
         if not item.id:
             item.id = item_id(str(item.__struct_config__.tag), key, f"i{i}")
         if isinstance(item, MessageItem) and not isinstance(item.content, list):
             text = item.content or ""
             item.content = [OutputText(text) if item.role == "assistant" else InputText(text)]
-        settled.append(item)
-    return settled
+        stored.append(item)
+    return stored
 
 
-def item_id(kind: str, key: str, place: str) -> str:
-    """Holds the response's key, so that a reference to the item finds it without an index."""
-    return f"{_KINDS[kind]}_{key}_{place}"
+def item_id(kind: str, key: str, position: str) -> str:
+    """An id that holds its response's key, so that a reference to the item is resolved without an index."""
+    return f"{_ID_PREFIXES[kind]}_{key}_{position}"
 
 
-def response_of(item: str) -> str | None:
-    """The id of the response that has this item of ours; None: the id is not one of ours."""
-    found = _OWN_ID.fullmatch(item)
+def response_of(item_id: str) -> str | None:
+    """The id of the response that has this item; None if the id was not made here."""
+    found = _OWN_ID.fullmatch(item_id)
     return f"resp_{found[1]}" if found else None
 
 
 def tool_name(name: str, namespace: str | None) -> str:
-    """The one name under which the model knows a tool."""
+    """The name of a tool as the model sees it."""
     return f"{namespace}__{name}" if namespace else name
 
 
-def conversation(items: Sequence[Item], where: Sequence[str]) -> tuple[list[Message], list[str]]:
-    """The canonical messages, and where the caller wrote each.
+def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Message], list[str]]:
+    """The canonical messages, and the field in which the client sent each.
 
-    All that the assistant did between two items of others (thoughts, text, calls) is one message, as it was one reply;
-    only of two messages that directly follow each other the second stands alone.
+    Consecutive items of the assistant (reasoning, text, calls) become one message, as they were one reply; but of two
+    messages that directly follow each other, the second starts a new one.
     """
     messages: list[Message] = []
-    places: list[str] = []
+    message_fields: list[str] = []
     calls: set[str] = set()
     last: Item | None = None
-    for item, place in zip(items, where, strict=True):
-        if isinstance(item, Call) and item.status == "incomplete":  # cut by the token limit: it was never made
+    for item, field in zip(items, fields, strict=True):
+        if isinstance(item, CallItem) and item.status == "incomplete":  # cut off by the token limit: it never ran
             continue
-        if isinstance(item, Output):
+        if isinstance(item, CallOutput):
             if item.call_id not in calls:
-                raise BadInput(f"`{place}` answers no call: there is none with the id {item.call_id!r}", param=place)
-            message = Message("tool", _text(item.output, None), tool_call_id=item.call_id)
+                raise BadInput(f"`{field}` answers no call: there is none with the id {item.call_id!r}", param=field)
+            message = Message("tool", _text(item.output, "\n"), tool_call_id=item.call_id)
         elif isinstance(item, MessageItem) and item.role != "assistant":
             message = Message(item.role, item.text)
         else:
-            if isinstance(item, Call):
+            if isinstance(item, CallItem):
                 calls.add(item.call_id)
-            message = _done(item)
+            message = _assistant_message(item)
             if last is not None and _same_reply(last, item):
                 messages[-1] = _joined(messages[-1], message)
                 last = item
                 continue
         messages.append(message)
-        places.append(place)
+        message_fields.append(field)
         last = item
-    return messages, places
+    return messages, message_fields
 
 
 def seal(reasoning: str) -> str:
-    """Opaque to clients, and no secret: they have been shown the text."""
+    """Opaque to clients but not secret: they have seen the text."""
     return SEAL + urlsafe_b64encode(reasoning.encode()).decode()
 
 
@@ -222,44 +218,41 @@ def unseal(sealed: str) -> str:
     try:
         return urlsafe_b64decode(sealed[len(SEAL) :]).decode()
     except ValueError:
-        raise BadInput("`encrypted_content` was altered: send it back as it came", param="input") from None
+        raise BadInput("`encrypted_content` was altered: send it back unchanged", param="input") from None
 
 
-def _typed(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def _typed(raw: dict[str, Any], field: str) -> dict[str, Any]:
     kind = raw.get("type")
     if kind is None:
         kind = "item_reference" if raw.keys() <= {"id", "type"} else "message"
-    if not isinstance(kind, str) or (kind not in _KINDS and kind != "item_reference"):
-        raise Unsupported(f"`{where}`: items of type {kind!r} are not supported", param=f"{where}.type")
-    for field in ("content", "output"):
-        parts = raw.get(field)
+    if not isinstance(kind, str) or (kind not in _ID_PREFIXES and kind != "item_reference"):
+        raise Unsupported(f"`{field}`: items of type {kind!r} are not supported", param=f"{field}.type")
+    for name in ("content", "output"):
+        parts = raw.get(name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, dict) and part.get("type") in _NOT_TEXT:
-                here = f"{where}.{field}[{i}]"
-                raise Unsupported(f"`{here}`: {part['type']} is not supported, only text is", param=f"{here}.type")
+                where = f"{field}.{name}[{i}]"
+                raise Unsupported(f"`{where}`: {part['type']} is not supported, only text is", param=f"{where}.type")
     return {**raw, "type": kind}
 
 
-def _text(content: str | Sequence[Part] | None, between: str | None) -> str:
-    """`between` None: parts are lines, as in every dialect."""
+def _text(content: str | Sequence[ContentPart] | None, separator: str = "") -> str:
     if isinstance(content, str) or content is None:
         return content or ""
-    texts = [part.text for part in content]
-    return join_text(texts) if between is None else between.join(texts)
+    return separator.join(part.text for part in content)
 
 
-def _done(item: Item) -> Message:
-    """One item of the assistant's as a message of its own."""
+def _assistant_message(item: Item) -> Message:
     if isinstance(item, ReasoningItem):
         return Message("assistant", "", reasoning=item.text or None)
-    if isinstance(item, Call):
-        return Message("assistant", "", tool_calls=(item.called(),))
+    if isinstance(item, CallItem):
+        return Message("assistant", "", tool_calls=(item.tool_call(),))
     assert isinstance(item, MessageItem)
     return Message("assistant", item.text)
 
 
 def _same_reply(last: Item, item: Item) -> bool:
-    if isinstance(last, Output) or (isinstance(last, MessageItem) and last.role != "assistant"):
+    if isinstance(last, CallOutput) or (isinstance(last, MessageItem) and last.role != "assistant"):
         return False
     return not (isinstance(last, MessageItem) and isinstance(item, MessageItem))
 

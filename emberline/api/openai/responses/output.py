@@ -1,24 +1,18 @@
-"""A response's output items, made of the service's events, and the events that tell of them as they grow.
+"""A response while it is generated: its object, its output items, and the typed events of its stream.
 
-The same object serves a stream and a whole answer, so that both end in the same items.
+One builder serves streams, whole responses and background responses, so that all end in the same object.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
-from emberline.api.batches.job_format import LineCall
-from emberline.api.common.answer import pieces_of
-from emberline.api.http.body import refuse_unsupported
-from emberline.api.http.call import Call, encode
-from emberline.api.http.errors import codes
-from emberline.api.http.sse import pads
-from emberline.api.openai.chat import logprobs_body
-from emberline.api.openai.responses.items import Item, ItemReference, Status, item_id, parse, seal, settle
-from emberline.api.openai.responses.request import SEALED, ResponsesRequest, response_id
-from emberline.api.openai.responses.tools import ArgumentText, Called, offered
+from emberline.api.common.answer import events_of, logprobs_body
+from emberline.api.http.errors import Dialect, FieldNames, codes
+from emberline.api.http.sse import EventEncoder, named_event, random_padding
+from emberline.api.openai.responses.items import Status, item_id, seal
+from emberline.api.openai.responses.request import ResponsesRequest
+from emberline.api.openai.responses.tools import ArgumentTextDecoder, ClientTool, ParsedTools
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError
 from emberline.protocol.events import (
@@ -30,86 +24,69 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import GenerateRequest
+from emberline.service.answer import ChoiceEvent
 
-Event = dict[str, Any]
 Json = dict[str, Any]
+StreamEvent = dict[str, Any]
 
 
-class Composer:
-    """Items are written one after the other; what begins the next ends the last."""
+class ResponseBuilder:
+    """Builds the response object from events. Items are written one after another: a new one closes the last.
 
-    def __init__(self, key: str, called: Mapping[str, Called], *, summarise: bool, sealed: bool) -> None:
-        self.items: list[Json] = []  # the last may still grow
-        self._key = key
-        self._called = called
-        self._summarise = summarise  # whether reasoning is told as its summary
-        self._sealed = sealed  # whether reasoning is given in a form to be sent back
-        self._open = ""  # the type of the item that grows; empty: none does
-        self._pieces: list[str] = []
+    `response` is final once `complete` or `fail` was called.
+    """
+
+    def __init__(self, body: ResponsesRequest, tools: ParsedTools, own_id: str, created: int) -> None:
+        self.response: Json = body.initial_body(own_id, created)
+        self.items: list[Json] = []  # the last one may be open
+        self._key = own_id.removeprefix("resp_")
+        self._client_tools = tools.client_tools
+        self._as_summary = body.wants_summary
+        self._encrypted = body.wants_encrypted_reasoning
+        self._open = ""  # the type of the open item; empty if there is none
+        self._pieces: list[str] = []  # of its text
         self._logprobs: list[Json] = []
-        self._text = ArgumentText()
+        self._argument_text = ArgumentTextDecoder()
+        self._truncated = False
 
-    def delta(self, event: TextDelta) -> list[Event]:
-        if not event.text and not event.logprobs:
-            return []
-        events = [] if self._open == "message" else self._begin_message()
-        self._pieces.append(event.text)
-        logprobs = _logprobs(event.logprobs)
-        self._logprobs += logprobs
-        events.append(self._event("output_text.delta", content_index=0, delta=event.text, logprobs=logprobs))
-        return events
+    def add(self, event: ChoiceEvent) -> list[StreamEvent]:
+        """The stream events for one event of the service."""
+        if type(event) is TextDelta:
+            return self._text(event)
+        if type(event) is ReasoningDelta:
+            return self._reasoning(event)
+        if type(event) is ToolCallDelta:
+            return self._arguments(event)
+        if type(event) is ToolCallStarted:
+            return self._call(event)
+        assert isinstance(event, ChoiceDone)
+        return self._finish(event)
 
-    def reasoning(self, event: ReasoningDelta) -> list[Event]:
-        if not event.text:
-            return []
-        events = [] if self._open == "reasoning" else self._begin_reasoning()
-        self._pieces.append(event.text)
-        if self._summarise:
-            events.append(self._event("reasoning_summary_text.delta", summary_index=0, delta=event.text))
+    def complete(self, usage: Usage, at: int | None = None) -> None:
+        """`at` is the Unix time of completion; None: now."""
+        self.response |= {"output": self.items, "usage": _usage_body(usage)}
+        if self._truncated:
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
-            events.append(self._event("reasoning_text.delta", content_index=0, delta=event.text))
-        return events
+            self.response |= {"status": "completed", "completed_at": int(time.time()) if at is None else at}
 
-    def call_started(self, event: ToolCallStarted) -> list[Event]:
-        tool = self._called.get(event.name, Called(event.name, None, custom=False))
-        item: Json = {"call_id": event.id, "name": tool.name}
-        if tool.namespace is not None:
-            item["namespace"] = tool.namespace
-        self._text = ArgumentText()
-        if tool.custom:
-            return self._begin("custom_tool_call", item | {"input": ""})
-        return self._begin("function_call", item | {"arguments": ""})
+    def fail(self, error: EmberlineError) -> None:
+        self.close("incomplete")
+        problem = {"code": _failure_code(error), "message": error.message}
+        self.response |= {"completed_at": None, "incomplete_details": None, "usage": None}
+        self.response |= {"status": "failed", "output": self.items, "error": problem}
 
-    def call_delta(self, event: ToolCallDelta) -> list[Event]:
-        if self._open == "custom_tool_call":
-            kind, piece = "custom_tool_call_input.delta", self._text.push(event.arguments)
-        else:
-            kind, piece = "function_call_arguments.delta", event.arguments
-        if not piece:
-            return []
-        self._pieces.append(piece)
-        return [self._event(kind, delta=piece)]
-
-    def done(self, event: ChoiceDone) -> list[Event]:
-        """The end of the last item. An answer without any says so with an empty message."""
-        cut = event.finish == "length"
-        events: list[Event] = []
-        if not cut and all(item["type"] == "reasoning" for item in self.items):
-            events += self._begin_message()
-        return events + self.end("incomplete" if cut else "completed")
-
-    def end(self, status: Status = "completed") -> list[Event]:
-        """Close the item that grows, if one does."""
+    def close(self, status: Status = "completed") -> list[StreamEvent]:
+        """Close the open item, if there is one."""
         kind, text = self._open, "".join(self._pieces)
         if not kind:
             return []
         item = self.items[-1]
         item["status"] = status
         if kind == "message":
-            events = self._end_message(item, text)
+            events = self._close_message(item, text)
         elif kind == "reasoning":
-            events = self._end_reasoning(item, text)
+            events = self._close_reasoning(item, text)
         elif kind == "function_call":
             item["arguments"] = text
             events = [self._event("function_call_arguments.done", name=item["name"], arguments=text)]
@@ -119,18 +96,67 @@ class Composer:
         self._open, self._pieces, self._logprobs = "", [], []
         return [*events, self._item_event("output_item.done")]
 
-    def _begin(self, kind: str, fields: Json) -> list[Event]:
-        events = self.end()
+    def _text(self, event: TextDelta) -> list[StreamEvent]:
+        if not event.text and not event.logprobs:
+            return []
+        events = [] if self._open == "message" else self._open_message()
+        self._pieces.append(event.text)
+        logprobs = _logprobs(event.logprobs)
+        self._logprobs += logprobs
+        events.append(self._event("output_text.delta", content_index=0, delta=event.text, logprobs=logprobs))
+        return events
+
+    def _reasoning(self, event: ReasoningDelta) -> list[StreamEvent]:
+        if not event.text:
+            return []
+        events = [] if self._open == "reasoning" else self._open_reasoning()
+        self._pieces.append(event.text)
+        if self._as_summary:
+            events.append(self._event("reasoning_summary_text.delta", summary_index=0, delta=event.text))
+        else:
+            events.append(self._event("reasoning_text.delta", content_index=0, delta=event.text))
+        return events
+
+    def _call(self, event: ToolCallStarted) -> list[StreamEvent]:
+        tool = self._client_tools.get(event.name, ClientTool(event.name, None, custom=False))
+        item: Json = {"call_id": event.id, "name": tool.name}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        self._argument_text = ArgumentTextDecoder()
+        if tool.custom:
+            return self._open_item("custom_tool_call", item | {"input": ""})
+        return self._open_item("function_call", item | {"arguments": ""})
+
+    def _arguments(self, event: ToolCallDelta) -> list[StreamEvent]:
+        if self._open == "custom_tool_call":
+            kind, piece = "custom_tool_call_input.delta", self._argument_text.push(event.arguments)
+        else:
+            kind, piece = "function_call_arguments.delta", event.arguments
+        if not piece:
+            return []
+        self._pieces.append(piece)
+        return [self._event(kind, delta=piece)]
+
+    def _finish(self, event: ChoiceDone) -> list[StreamEvent]:
+        """Close the last item. An answer with neither text nor calls gets an empty message."""
+        self._truncated = event.finish == "length"
+        events: list[StreamEvent] = []
+        if not self._truncated and all(item["type"] == "reasoning" for item in self.items):
+            events += self._open_message()
+        return events + self.close("incomplete" if self._truncated else "completed")
+
+    def _open_item(self, kind: str, fields: Json) -> list[StreamEvent]:
+        events = self.close()
         own_id = item_id(kind, self._key, f"o{len(self.items)}")
         self.items.append({"id": own_id, "type": kind, "status": "in_progress", **fields})
         self._open = kind
         return [*events, self._item_event("output_item.added")]
 
-    def _begin_message(self) -> list[Event]:
-        events = self._begin("message", {"role": "assistant", "content": []})
+    def _open_message(self) -> list[StreamEvent]:
+        events = self._open_item("message", {"role": "assistant", "content": []})
         return [*events, self._event("content_part.added", content_index=0, part=_output_text("", []))]
 
-    def _end_message(self, item: Json, text: str) -> list[Event]:
+    def _close_message(self, item: Json, text: str) -> list[StreamEvent]:
         part = _output_text(text, self._logprobs)
         item["content"] = [part]
         return [
@@ -138,147 +164,95 @@ class Composer:
             self._event("content_part.done", content_index=0, part=part),
         ]
 
-    def _begin_reasoning(self) -> list[Event]:
-        fields: Json = {"summary": []} if self._summarise else {"summary": [], "content": []}
-        events = self._begin("reasoning", fields | ({"encrypted_content": ""} if self._sealed else {}))
+    def _open_reasoning(self) -> list[StreamEvent]:
+        fields: Json = {"summary": []} if self._as_summary else {"summary": [], "content": []}
+        events = self._open_item("reasoning", fields | ({"encrypted_content": ""} if self._encrypted else {}))
         return [*events, self._reasoning_part("added", "")]
 
-    def _end_reasoning(self, item: Json, text: str) -> list[Event]:
-        if self._summarise:
+    def _close_reasoning(self, item: Json, text: str) -> list[StreamEvent]:
+        if self._as_summary:
             item["summary"] = [{"type": "summary_text", "text": text}]
             done = self._event("reasoning_summary_text.done", summary_index=0, text=text)
         else:
             item["content"] = [{"type": "reasoning_text", "text": text}]
             done = self._event("reasoning_text.done", content_index=0, text=text)
-        if self._sealed:
+        if self._encrypted:
             item["encrypted_content"] = seal(text)
         return [done, self._reasoning_part("done", text)]
 
-    def _reasoning_part(self, what: str, text: str) -> Event:
-        if self._summarise:
+    def _reasoning_part(self, change: str, text: str) -> StreamEvent:
+        if self._as_summary:
             part = {"type": "summary_text", "text": text}
-            return self._event(f"reasoning_summary_part.{what}", summary_index=0, part=part)
-        return self._event(f"content_part.{what}", content_index=0, part={"type": "reasoning_text", "text": text})
+            return self._event(f"reasoning_summary_part.{change}", summary_index=0, part=part)
+        return self._event(f"content_part.{change}", content_index=0, part={"type": "reasoning_text", "text": text})
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        place = len(self.items) - 1
-        return {"type": f"response.{kind}", "item_id": self.items[place]["id"], "output_index": place, **fields}
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
+        index = len(self.items) - 1
+        return {"type": f"response.{kind}", "item_id": self.items[index]["id"], "output_index": index, **fields}
 
-    def _item_event(self, kind: str) -> Event:
-        # A copy: the item may grow before whoever collects events reads this one.
-        place = len(self.items) - 1
-        return {"type": f"response.{kind}", "output_index": place, "item": dict(self.items[place])}
-
-
-def _output_text(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
+    def _item_event(self, kind: str) -> StreamEvent:
+        # A copy: the item may grow before the event is encoded.
+        index = len(self.items) - 1
+        return {"type": f"response.{kind}", "output_index": index, "item": dict(self.items[index])}
 
 
-def _logprobs(tokens: list[TextLogprob] | None) -> list[Json]:
-    content: list[Json] = logprobs_body(tokens)["content"] if tokens else []
-    return content
+def response_body(body: ResponsesRequest, own_id: str, created: int, answer: Answer) -> Json:
+    """The response object of a complete answer."""
+    builder = ResponseBuilder(body, body.parse_tools(), own_id, created)
+    for event in events_of(answer):
+        builder.add(event)
+    builder.complete(answer.usage, created)
+    return builder.response
 
 
-Piece = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone
+class ResponseStream(EventEncoder):
+    """Every event has a name and a sequence number. Nothing follows the last one."""
 
-
-class Draft:
-    """A response object that fills up. `whole` is final once `complete` was called."""
-
-    def __init__(self, echo: Json, composer: Composer) -> None:
-        self.composer = composer
-        self.whole = echo
-        self._cut = False
-
-    def take(self, event: Piece) -> list[Event]:
-        """What one event of the service adds, as the events that tell of it."""
-        composer = self.composer
-        if isinstance(event, TextDelta):
-            return composer.delta(event)
-        if isinstance(event, ReasoningDelta):
-            return composer.reasoning(event)
-        if isinstance(event, ToolCallDelta):
-            return composer.call_delta(event)
-        if isinstance(event, ToolCallStarted):
-            return composer.call_started(event)
-        return self.done(event)
-
-    def done(self, event: ChoiceDone) -> list[Event]:
-        self._cut = event.finish == "length"
-        return self.composer.done(event)
-
-    def complete(self, usage: Usage, at: int | None = None) -> None:
-        """`at`: when it was, in Unix seconds; None: now."""
-        self.whole |= {"output": self.composer.items, "usage": usage_body(usage)}
-        if self._cut:
-            self.whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        else:
-            self.whole |= {"status": "completed", "completed_at": int(time.time()) if at is None else at}
-
-    def fail(self, error: EmberlineError) -> None:
-        self.composer.end("incomplete")
-        problem = {"code": _failure(error), "message": error.message}
-        self.whole |= {"completed_at": None, "incomplete_details": None, "usage": None}
-        self.whole |= {"status": "failed", "output": self.composer.items, "error": problem}
-
-
-class ResponseStream:
-    """The encoder of one stream: every event has its name and its number. Nothing follows the last one."""
-
-    def __init__(self, call: Call, draft: Draft, *, padded: bool) -> None:
-        self._call = call
-        self._draft = draft
-        self._composer = draft.composer
+    def __init__(
+        self, request_id: str, dialect: Dialect, builder: ResponseBuilder, names: FieldNames, *, padded: bool
+    ) -> None:
+        super().__init__(request_id, dialect)
+        self._builder = builder
+        self._names = names
         self._n_sent = 0
-        self._pads: Iterator[bytes] | None = pads() if padded else None
+        self._paddings: Iterator[bytes] | None = random_padding() if padded else None
 
     def started(self, usage: Usage) -> bytes:
-        whole = self._draft.whole
-        return self._told(
-            [{"type": "response.created", "response": whole}, {"type": "response.in_progress", "response": whole}]
-        )
+        response = self._builder.response
+        kinds = ("response.created", "response.in_progress")
+        return self._encode([{"type": kind, "response": response} for kind in kinds])
 
-    def delta(self, event: TextDelta) -> bytes:
-        return self._told(self._composer.delta(event))
+    def _choice_event(self, event: ChoiceEvent) -> bytes:
+        return self._encode(self._builder.add(event))
 
-    def reasoning(self, event: ReasoningDelta) -> bytes:
-        return self._told(self._composer.reasoning(event))
-
-    def call_started(self, event: ToolCallStarted) -> bytes:
-        return self._told(self._composer.call_started(event))
-
-    def call_delta(self, event: ToolCallDelta) -> bytes:
-        return self._told(self._composer.call_delta(event))
-
-    def done(self, event: ChoiceDone) -> bytes:
-        return self._told(self._draft.done(event))
+    text_delta = reasoning_delta = tool_call_started = tool_call_delta = choice_done = _choice_event
 
     def completed(self, usage: Usage) -> bytes:
-        whole = self._draft.whole
-        return self._told([{"type": f"response.{whole['status']}", "response": whole}])
+        response = self._builder.response
+        return self._encode([{"type": f"response.{response['status']}", "response": response}])
 
     def failed(self, error: EmberlineError) -> bytes:
-        """Some clients read the one, some the other."""
-        self._call.names.retell(error)
-        self._draft.fail(error)
-        code = codes(error).openai_code or _failure(error)
-        said = {"code": code, "message": error.message, "param": error.param}
-        told = {"type": "error", **said, "error": {"type": codes(error).openai_type, **said}}
-        return self._told([told, {"type": "response.failed", "response": self._draft.whole}])
+        """Two events: some clients read `error`, some `response.failed`."""
+        self._names.rename(error)
+        self._builder.fail(error)
+        code = codes(error).openai_code or _failure_code(error)
+        fields = {"code": code, "message": error.message, "param": error.param}
+        event = {"type": "error", **fields, "error": {"type": codes(error).openai_type, **fields}}
+        return self._encode([event, {"type": "response.failed", "response": self._builder.response}])
 
-    def _told(self, events: list[Event]) -> bytes:
-        told = b""
+    def _encode(self, events: list[StreamEvent]) -> bytes:
+        encoded = b""
         for event in events:
             kind: str = event["type"]
             event["sequence_number"] = self._n_sent
             self._n_sent += 1
-            if self._pads is not None and kind.endswith(".delta"):
-                event["obfuscation"] = next(self._pads).decode()
-            told += b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(event))
-        return told
+            if self._paddings is not None and kind.endswith(".delta"):
+                event["obfuscation"] = next(self._paddings).decode()
+            encoded += named_event(kind, event)
+        return encoded
 
 
-def usage_body(usage: Usage) -> Json:
+def _usage_body(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -288,8 +262,8 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
-def _failure(error: EmberlineError) -> str:
-    """The few words that a failed response knows for what went wrong."""
+def _failure_code(error: EmberlineError) -> str:
+    """One of the few codes that a failed response may have."""
     if isinstance(error, ContextExceeded):
         return "context_length_exceeded"
     if isinstance(error, BadInput):
@@ -297,42 +271,10 @@ def _failure(error: EmberlineError) -> str:
     return "rate_limit_exceeded" if error.kind == "overloaded" else "server_error"
 
 
-def draft_of(body: ResponsesRequest, own_id: str, created: int) -> Draft:
-    """A response of which nothing has been said yet."""
-    called = offered(body.tools, body.tool_choice).called
-    composer = Composer(own_id.removeprefix("resp_"), called, summarise=body.summarises, sealed=body.includes(SEALED))
-    return Draft(body.echo(own_id, created), composer)
+def _output_text(text: str, logprobs: list[Json]) -> Json:
+    return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
 
 
-def fill(draft: Draft, answer: Answer, at: int) -> list[Event]:
-    """The draft is the whole response then; the events between its beginning and its last."""
-    events = [event for piece in pieces_of(answer) for event in draft.take(piece)]
-    draft.complete(answer.usage, at)
-    return events
-
-
-class LineResponse(ResponsesRequest, kw_only=True):
-    """The body of a batch's line. Lines know nothing of each other, nor of what is stored: each brings all it needs."""
-
-    def ask(self, call: LineCall) -> GenerateRequest:
-        refuse_unsupported(self)
-        if self.background:
-            raise BadInput("`background` has no meaning in a batch: leave it out", param="background")
-        if self.previous_response_id is not None:
-            raise BadInput("a line of a batch continues no response: send its items", param="previous_response_id")
-        items: list[Item] = []
-        for item in parse(self.input):
-            if isinstance(item, ItemReference):
-                raise BadInput("a line of a batch refers to no stored item: send the item itself", param="input")
-            items.append(item)
-        items = settle(items, call.id)
-        where = [f"input[{i}]" for i in range(len(items))]
-        request = self.to_request(call, items, where, offered(self.tools, self.tool_choice))
-        if request.session == response_id(call):  # the name of a conversation that nobody will continue
-            request = msgspec.structs.replace(request, session=None)
-        return request
-
-    def show(self, call: LineCall, created: int, answer: Answer) -> Json:
-        draft = draft_of(self, response_id(call), created)
-        fill(draft, answer, created)
-        return draft.whole | {"store": False}
+def _logprobs(tokens: list[TextLogprob] | None) -> list[Json]:
+    content: list[Json] = logprobs_body(tokens)["content"] if tokens else []
+    return content

@@ -1,4 +1,4 @@
-"""The body of a request to the Responses API, what the service is asked for it, and what the answer repeats of it."""
+"""The body of a Responses API request, its conversion to the canonical request, and the fields a response repeats."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,23 +6,33 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.chat_fields import Effort
-from emberline.api.common.sampling_fields import LEAST_TOP_P, ServiceTier, TokenCount, session_name
-from emberline.api.common.tools import MAX_TOOLS, Picked
+from emberline.api.common.sampling_fields import (
+    PRIORITY,
+    Metadata,
+    Probability,
+    ServiceTier,
+    Temperature,
+    TokenCount,
+    TopLogprobs,
+    clamp_top_p,
+    session_name,
+)
+from emberline.api.common.tools import ToolChoiceField
 from emberline.api.http.body import UnsupportedField
-from emberline.api.http.call import Call
-from emberline.api.http.errors import Names
-from emberline.api.openai.responses.items import Item, conversation, response_of
-from emberline.api.openai.responses.tools import Offered, needless
+from emberline.api.http.errors import FieldNames
+from emberline.api.openai.responses.items import Item, response_of, to_messages
+from emberline.api.openai.responses.tools import ParsedTools, droppable, parse_tools
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, Priority, Reasoning, SamplingParams
+from emberline.service.validation import MAX_TOOLS
 
-SEALED = "reasoning.encrypted_content"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 Json = dict[str, Any]
 
 
-class Format(msgspec.Struct, omit_defaults=True):
+class TextFormatField(msgspec.Struct, omit_defaults=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -39,18 +49,18 @@ class Format(msgspec.Struct, omit_defaults=True):
         return OutputFormat("json_schema", self.schema)
 
 
-class Text(msgspec.Struct):
-    format: Format | None = None
+class TextOptions(msgspec.Struct):
+    format: TextFormatField | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(msgspec.Struct):
+class ResponsesReasoning(msgspec.Struct):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None  # its older name
 
 
-class StreamOptions(msgspec.Struct):
+class ResponsesStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
@@ -61,21 +71,21 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     background: bool | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Picked | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # of the provider's own tools, of which there are none
-    text: Text | None = None
-    reasoning: ReasoningOptions | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # limits the provider's own tools; there are none
+    text: TextOptions | None = None
+    reasoning: ResponsesReasoning | None = None
     include: list[str] | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # nothing is ever dropped: what is too long is refused
-    metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: TopLogprobs | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # ignored: an input that is too long is refused
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -86,50 +96,63 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     moderation: UnsupportedField = None
 
     @property
-    def kept(self) -> bool:
+    def stored(self) -> bool:
         return self.store is not False
 
     @property
-    def summarises(self) -> bool:
-        """Whether reasoning is to be told as a summary. Ours is the whole text, in the place where the client looks."""
+    def wants_summary(self) -> bool:
+        """Whether reasoning is sent as a summary. Ours is the whole text, in the field where the client looks."""
         return self.reasoning is not None and bool(self.reasoning.summary or self.reasoning.generate_summary)
 
-    def includes(self, what: str) -> bool:
-        return what in (self.include or ())
+    @property
+    def wants_encrypted_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.include or ())
 
-    def to_request(self, call: Call, items: list[Item], where: list[str], offer: Offered) -> GenerateRequest:
-        """`items` are the whole conversation, each written at its `where`.
+    @property
+    def obfuscates(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
-        Leaves on the call what the client calls things, for errors that come later.
-        """
-        messages, places = conversation(items, where)
-        # A conversation that nobody named is named by the response that began it, which its items' ids tell.
-        own = response_id(call)
-        thread = next((found for item in items if (found := response_of(item.id or "")) not in (None, own)), own)
+    def parse_tools(self) -> ParsedTools:
+        return parse_tools(self.tools, self.tool_choice)
+
+    def to_request(
+        self, request_id: str, items: list[Item], fields: list[str], tools: ParsedTools, session: str | None = None
+    ) -> tuple[GenerateRequest, FieldNames]:
+        """The canonical request. `items` are the whole conversation, each sent in the field of the same index;
+        `session` is the session id from the headers."""
+        messages, message_fields = to_messages(items, fields)
+        # Without a session id of the client's, the id of the conversation's first response, which item ids contain.
+        own = response_id(request_id)
+        first = next((found for item in items if (found := response_of(item.id or "")) not in (None, own)), own)
         if self.instructions:
-            messages, places = [Message("system", self.instructions), *messages], ["instructions", *places]
+            messages, message_fields = (
+                [Message("system", self.instructions), *messages],
+                ["instructions", *message_fields],
+            )
         if not messages:
             raise BadInput("`input` is empty; send a text or at least one item", param="input")
-        call.names = Names(output="text.format.schema", tools=offer.toolset.where, messages=places)
         effort = self.reasoning.effort if self.reasoning else None
-        return GenerateRequest(
-            id=call.id,
+        priority = PRIORITY[self.service_tier]
+        request = GenerateRequest(
+            id=request_id,
             model=self.model,
             messages=tuple(messages),
             sampling=self._sampling(),
-            session=session_name(call, self.prompt_cache_key, self.safety_identifier, self.user, thread),
-            priority=self._priority,
-            reject_if_busy=self._priority is Priority.FLEX and not self.background,
-            tools=offer.toolset.tools,
-            tool_choice=offer.toolset.choice,
+            session=session_name(session, self.prompt_cache_key, self.safety_identifier, self.user, first),
+            priority=priority,
+            reject_if_busy=priority is Priority.FLEX and not self.background,
+            tools=tools.toolset.tools,
+            tool_choice=tools.toolset.choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             output=self.text.format.output() if self.text and self.text.format else None,
             reasoning=Reasoning(enabled=False if effort == "none" else None, effort=effort),
         )
+        names = FieldNames(output="text.format.schema", tools=tools.toolset.fields, messages=message_fields)
+        return request, names
 
-    def echo(self, own_id: str, created: int) -> Json:
-        """The response object as it is when nothing has been said yet."""
-        reasoning, text = self.reasoning or ReasoningOptions(), self.text or Text()
+    def initial_body(self, own_id: str, created: int) -> Json:
+        """The response object before any output."""
+        reasoning, text = self.reasoning or ResponsesReasoning(), self.text or TextOptions()
         return {
             "id": own_id,
             "object": "response",
@@ -149,12 +172,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
             "safety_identifier": self.safety_identifier,
-            "service_tier": self._priority.name.lower(),
-            "store": self.kept,
+            "service_tier": PRIORITY[self.service_tier].name.lower(),
+            "store": self.stored,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": text.format or Format("text"), "verbosity": text.verbosity or "medium"},
-            "tool_choice": "auto" if self.tool_choice is None else _said(msgspec.to_builtins(self.tool_choice)),
-            "tools": [_tool(tool) for tool in self.tools or () if not needless(tool, self.tool_choice)],
+            "text": {"format": text.format or TextFormatField("text"), "verbosity": text.verbosity or "medium"},
+            "tool_choice": "auto" if self.tool_choice is None else _without_nulls(self.tool_choice),
+            "tools": [_tool_body(tool) for tool in self.tools or () if not droppable(tool, self.tool_choice)],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": self.truncation or "disabled",
@@ -163,36 +186,31 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "metadata": self.metadata or {},
         }
 
-    @property
-    def _priority(self) -> Priority:
-        named = {"flex": Priority.FLEX, "priority": Priority.PRIORITY}
-        return named.get(self.service_tier or "", Priority.DEFAULT)
-
     def _sampling(self) -> SamplingParams:
-        wanted = self.top_logprobs is not None or self.includes(LOGPROBS)
+        with_logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         return SamplingParams(
             max_tokens=self.max_output_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
-            logprobs=(self.top_logprobs or 0) if wanted else None,
+            top_p=clamp_top_p(self.top_p),
+            logprobs=(self.top_logprobs or 0) if with_logprobs else None,
         )
 
 
-def response_id(call: Call) -> str:
-    return "resp_" + call.id.replace("-", "")
+def response_id(request_id: str) -> str:
+    return "resp_" + request_id.replace("-", "")
 
 
-def _tool(raw: Json) -> Json:
-    """A function's optional fields, which clients expect to be told."""
+def _tool_body(raw: Json) -> Json:
+    """A tool as the response repeats it: clients expect a function's optional fields."""
     if raw.get("type") != "function":
         return raw
     return {"description": None, "parameters": None, **raw, "strict": bool(raw.get("strict"))}
 
 
-def _said(value: Any) -> Any:
-    """Without what was not said."""
+def _without_nulls(value: Any) -> Any:
+    value = msgspec.to_builtins(value)
     if isinstance(value, list):
-        return [_said(one) for one in value]
+        return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {name: _said(one) for name, one in value.items() if one is not None}
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return value

@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from emberline.api.common.tools import (
+    DeclaredFunction,
     DeclaredTool,
-    Picked,
-    PickedTool,
+    NamedToolChoice,
+    ToolChoiceField,
     ToolName,
     Toolset,
-    check_unique,
     choose,
     declare,
 )
@@ -41,57 +41,59 @@ class Namespace(msgspec.Struct):
     tools: list[dict[str, Any]]
 
 
-class Called(NamedTuple):
-    """How the client knows a tool that the model calls by one name."""
+class ClientTool(NamedTuple):
+    """A tool as the client declared it; the model sees one flat name."""
 
     name: str
     namespace: str | None
     custom: bool
 
 
-class Offered(NamedTuple):
+class ParsedTools(NamedTuple):
     toolset: Toolset
-    called: dict[str, Called]  # by the model's name
+    client_tools: dict[str, ClientTool]  # by the name that the model sees
 
 
-def offered(tools: list[dict[str, Any]] | None, choice: Picked | None) -> Offered:
-    """The tools that the model is shown. One that only the provider could run is refused, unless it need not run."""
-    found: list[tuple[Tool, str, Called]] = []
+_Declaration = tuple[Tool, str, ClientTool]  # with the field that declares it
+
+
+def parse_tools(tools: list[dict[str, Any]] | None, choice: ToolChoiceField | None) -> ParsedTools:
+    """The tools that the model may call. Tools that the provider would run are refused unless `droppable`."""
+    found: list[_Declaration] = []
     for i, raw in enumerate(tools or ()):
-        if not needless(raw, choice):
-            found += _tools(raw, f"tools[{i}]", None)
-    given = Toolset(tuple(tool for tool, _, _ in found), where=tuple(where for _, where, _ in found))
-    check_unique(given)
-    if isinstance(choice, PickedTool) and choice.type == "custom":
+        if not droppable(raw, choice):
+            found += _declarations(raw, f"tools[{i}]", None)
+    declared = Toolset.of((tool, field) for tool, field, _ in found)
+    if isinstance(choice, NamedToolChoice) and choice.type == "custom":
         choice = msgspec.structs.replace(choice, type="function")
-    return Offered(choose(given, choice), {tool.name: called for tool, _, called in found})
+    return ParsedTools(choose(declared, choice), {tool.name: client_tool for tool, _, client_tool in found})
 
 
-def _tools(raw: dict[str, Any], where: str, namespace: str | None) -> list[tuple[Tool, str, Called]]:
+def _declarations(raw: dict[str, Any], field: str, namespace: str | None) -> list[_Declaration]:
     kind = raw.get("type")
     if kind == "function":
-        function = _converted(raw, DeclaredTool, where)
+        function = _converted(raw, DeclaredTool, field)
         if function.name is None:
-            raise BadInput(f"`{where}` has no name", param=f"{where}.name")
+            raise BadInput(f"`{field}` has no name", param=f"{field}.name")
         name = tool_name(function.name, namespace)
-        tool = declare(name, function.description, function.parameters, function.strict, where)
-        return [(tool, where, Called(function.name, namespace, custom=False))]
+        tool = declare(DeclaredFunction(name, function.description, function.parameters, function.strict), field)
+        return [(tool, field, ClientTool(function.name, namespace, custom=False))]
     if kind == "custom":
-        custom = _converted(raw, CustomTool, where)
-        return [(_as_function(custom, namespace), where, Called(custom.name, namespace, custom=True))]
+        custom = _converted(raw, CustomTool, field)
+        return [(_as_function(custom, namespace), field, ClientTool(custom.name, namespace, custom=True))]
     if kind == "namespace" and namespace is None:
-        space = _converted(raw, Namespace, where)
-        inner = [_tools(tool, f"{where}.tools[{i}]", space.name) for i, tool in enumerate(space.tools)]
-        return [one for several in inner for one in several]
+        space = _converted(raw, Namespace, field)
+        inner = [_declarations(tool, f"{field}.tools[{i}]", space.name) for i, tool in enumerate(space.tools)]
+        return [declaration for declarations in inner for declaration in declarations]
     raise Unsupported(
-        f"`{where}`: tools of type {kind!r} are not offered here; leave it out, or declare a function of your own",
-        param=f"{where}.type",
+        f"`{field}`: tools of type {kind!r} are not supported; leave it out, or declare a function of your own",
+        param=f"{field}.type",
     )
 
 
-def needless(raw: dict[str, Any], choice: Picked | None) -> bool:
-    """Whether a provider's own tool can be left out: no tool is called when none may be, and a search that the model
-    may make is one that it may not make. Codex sends one always, and does not run where it is refused."""
+def droppable(raw: dict[str, Any], choice: ToolChoiceField | None) -> bool:
+    """Whether a provider's own tool can be left out: when no tool may be called, and for searches, which the model is
+    never obliged to make. Codex always declares one and fails where it is refused."""
     kind = raw.get("type")
     if kind in ("function", "custom", "namespace"):
         return False
@@ -99,7 +101,7 @@ def needless(raw: dict[str, Any], choice: Picked | None) -> bool:
 
 
 def _as_function(custom: CustomTool, namespace: str | None) -> Tool:
-    """A function with one string. A regular expression is enforced; a Lark grammar is shown to the model."""
+    """A function with one string. A regular expression is enforced; a Lark grammar is only shown to the model."""
     text: dict[str, Any] = {"type": "string"}
     description = custom.description or ""
     form = custom.format
@@ -116,11 +118,11 @@ def _as_function(custom: CustomTool, namespace: str | None) -> Tool:
     return Tool(tool_name(custom.name, namespace), description.strip(), parameters, strict=True)
 
 
-def _converted(raw: dict[str, Any], kind: type[T], where: str) -> T:
+def _converted(raw: dict[str, Any], kind: type[T], field: str) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as bad:
-        raise BadInput(str(bad).replace("`$", f"`$.{where}", 1), param=where) from None
+        raise BadInput(str(bad).replace("`$", f"`$.{field}", 1), param=field) from None
 
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')
@@ -129,11 +131,11 @@ _UNIT = re.compile(r"\\u([0-9A-Fa-f]{4})")
 _SHORT = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
-class ArgumentText:
-    """Fed with the arguments' pieces, gives the string inside them piece by piece."""
+class ArgumentTextDecoder:
+    """Decodes the string inside a custom tool's JSON arguments incrementally, as the arguments arrive."""
 
     def __init__(self) -> None:
-        self._rest = ""  # not understood yet: the opening, or an escape that is cut
+        self._rest = ""  # undecoded: an incomplete opening or escape
         self._inside = False
         self._ended = False
 
@@ -163,7 +165,7 @@ class ArgumentText:
 
 
 def _escape(text: str, at: int) -> tuple[str, int] | None:
-    """The character that the escape at `at` stands for and where it ends; None: more is to come."""
+    """The character of the escape at `at`, and where the escape ends; None if it is incomplete."""
     kind = text[at + 1 : at + 2]
     if kind in _SHORT:
         return _SHORT[kind], at + 2
@@ -183,6 +185,6 @@ def _escape(text: str, at: int) -> tuple[str, int] | None:
 
 
 def _unit(text: str, at: int) -> int | None:
-    """The number of the \\uXXXX at `at`; None: it is not whole, or none."""
+    """The code unit of the \\uXXXX at `at`; None if it is incomplete or no such escape."""
     found = _UNIT.match(text, at)
     return int(found[1], 16) if found else None
