@@ -1,6 +1,6 @@
-"""A streaming HTTP client that costs next to nothing, for it shares its cores with the server it measures.
+"""A streaming HTTP client with little CPU cost, since it shares cores with the server it measures.
 
-While a reply runs, arriving bytes are only stored with their time; they are taken apart after its end.
+During a reply, arriving bytes are only stored with their times; they are parsed after its end.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _WORD_KEYS = ("content", "reasoning_content", "text")
 
 
 class RequestFailed(RuntimeError):
-    """The server refused the request, broke off, or sent something that is no stream."""
+    """The server refused the request, closed the connection, or sent no valid stream."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Reply:
 
 @dataclass(slots=True)
 class _Recorder(asyncio.Protocol):
-    """Stores what arrives, and when; `done` is set at the stream's end or the connection's."""
+    """Stores arriving bytes with their times; `done` is set at the end of the stream or connection."""
 
     done: "asyncio.Future[None]"
     transport: asyncio.Transport | None = None
@@ -104,7 +104,7 @@ def _request(port: int, path: str, body: dict[str, Any], headers: dict[str, str]
 
 
 def parse(sent_at: float, arrivals: list[tuple[float, bytes]]) -> Reply:
-    """Takes a recorded reply apart: status, chunks, events, and the time each event was whole."""
+    """Parses a recorded reply: status, chunks, events, and the time at which each event was complete."""
     raw = b"".join(data for _, data in arrivals)
     head, found, payload = raw.partition(b"\r\n\r\n")
     if not found:
@@ -118,7 +118,7 @@ def parse(sent_at: float, arrivals: list[tuple[float, bytes]]) -> Reply:
 
 
 def _chunks(payload: bytes) -> list[tuple[int, bytes]]:
-    """The chunked body's pieces, each with its place in `payload`."""
+    """The chunks of the body, each with its offset in `payload`."""
     pieces: list[tuple[int, bytes]] = []
     at = 0
     while True:
@@ -185,7 +185,7 @@ def _content(event: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _events(pieces: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The data of each server-sent event, with the place in the body where it became whole."""
+    """The data of each server-sent event, with the offset in the body at which it was complete."""
     events: list[tuple[int, bytes]] = []
     line = b""
     for place, piece in pieces:
@@ -204,7 +204,7 @@ def _events(pieces: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
 
 
 class _Clock:
-    """Tells when the byte before a place in the stream arrived. Asked in rising order only."""
+    """The arrival time of the byte before an offset; offsets must increase."""
 
     def __init__(self, arrivals: list[tuple[float, bytes]]) -> None:
         self._arrivals = iter(arrivals)

@@ -1,4 +1,4 @@
-"""One row of the table: a server, how it is started, and which build of it this is."""
+"""A server under comparison: how it is started, and which build it is."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,20 +10,20 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server that speaks OpenAI's chat completions on loopback."""
+    """A server with OpenAI's chat completions on loopback."""
 
     name: str
-    build: str  # version, and what its machine code was compiled for
-    model: str  # what a request calls the model
-    command: Callable[[int, int], list[str]]  # of a port and how many streams will run at once
+    build: str  # version and compile target
+    model: str  # the model's name in requests
+    command: Callable[[int, int], list[str]]  # from port and number of concurrent streams
     env: Mapping[str, str] = field(default_factory=dict)
-    ready_s: float = 120.0  # longest start we wait for
-    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body  # a request's body in its own dialect
+    ready_s: float = 120.0  # startup timeout
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body  # adapts a request body to this server
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a peer needs to be set up."""
+    """The inputs of a peer's setup."""
 
     gguf: Path
     cache: Path  # environments, builds and converted weights; kept between runs

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import anchors, ours, report
+from benchmarks import emberline_contender, reference_figures, report
 from benchmarks.contender import THREADS, Contender, Setup
 from benchmarks.peers import llama_cpp, torch_peers
 from benchmarks.peers.venv import SetupFailed
@@ -45,14 +45,14 @@ PEERS: dict[str, Callable[[Setup], list[Contender]]] = {
 # Servers that reserve room for a number of streams are started for one, then for many: each at its best.
 SINGLE: dict[str, Workload] = {"one stream": one_stream, "long prefill": long_prefill}
 MANY: dict[str, Workload] = {"streams at once": streams_at_once, "agent replay": agent_replay}
-QUIET = 0.05  # of the machine's CPU time may go to others before figures suffer
+QUIET = 0.05  # share of the CPU time that other processes may use without a remark
 ROOT = Path(__file__).resolve().parent.parent
 
-PromptsOf = Callable[[str], Prompts]  # a fresh, repeatable source of prompts by name
+PromptsOf = Callable[[str], Prompts]  # a reproducible source of prompts by name
 
 
 class Bench:
-    """One run of the whole: what it measured, row by row, and what it has to remark."""
+    """One run of the benchmark: its figures row by row, and its remarks."""
 
     def __init__(self, shape: Shape, prompts_of: PromptsOf, logs: Path) -> None:
         self.shape = shape
@@ -63,17 +63,17 @@ class Bench:
         self._logs = logs
 
     async def round(self, contenders: Sequence[Contender], repeat: int) -> None:
-        first = repeat % len(contenders)  # nobody is always first
+        first = repeat % len(contenders)  # rotate the order
         contenders = [*contenders[first:], *contenders[:first]]
         for streams, workloads in ((1, SINGLE), (self.shape.streams, MANY)):
             for contender in contenders:
                 try:
                     await self._serve(contender, streams, workloads, repeat)
-                except RuntimeError as error:  # the server died, refused, or broke off: the others go on
+                except RuntimeError as error:  # the server died or refused: continue with the others
                     self._remark(f"{contender.name} failed: {error}")
 
     async def _serve(self, contender: Contender, streams: int, workloads: dict[str, Workload], repeat: int) -> None:
-        """One life of one server: start, warm up, run the workloads, weigh."""
+        """One start of one server: warm up, run the workloads, measure memory."""
         port = free_port()
         log = self._logs / f"{contender.name.replace(' ', '-')}-{streams}.log"
         with Process(contender.command(port, streams), log, contender.env) as server:
@@ -102,7 +102,7 @@ class Bench:
         say(f"  {repeat + 1}: {contender.name}: {name}: {shown}; {counts}; others {others:.0%}")
 
     def interference(self) -> list[str]:
-        """A remark when others disturbed the run."""
+        """A remark if other processes disturbed the run."""
         shares = [float(detail["others_share"]) for detail in self.details]
         disturbed = [share for share in shares if share > QUIET]
         if not disturbed:
@@ -126,14 +126,14 @@ def say(text: str) -> None:
 
 
 def contenders_of(names: Sequence[str], setup: Setup, with_ours: bool) -> list[Contender]:
-    found: list[Contender] = [ours.contender(setup)] if with_ours else []
+    found: list[Contender] = [emberline_contender.contender(setup)] if with_ours else []
     for name in names:
         found.extend(PEERS[name](setup))
     return found
 
 
 def about(contenders: Sequence[Contender], shape: Shape, seed: str, gguf: Path) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
+    """What is needed to repeat the run."""
     port = 8000
     return {
         "machine": platform.machine(),
@@ -169,14 +169,14 @@ def announce(facts: dict[str, Any]) -> None:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--peers", default="llama.cpp", help=f"of {', '.join(PEERS)}, with commas; '' for none")
-    parser.add_argument("--repeats", type=int, default=3, help="lives of each server; figures are medians (3)")
+    parser.add_argument("--repeats", type=int, default=3, help="starts of each server; figures are medians (3)")
     parser.add_argument("--quick", action="store_true", help="one repeat of smaller workloads, to try things out")
     parser.add_argument("--only-peers", action="store_true", help="without Emberline")
     parser.add_argument("--model", type=Path, help="a GGUF file (default: the catalog's default model)")
     parser.add_argument("--json", type=Path, default=Path("bench-cpu.json"), help="where to write it (bench-cpu.json)")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="of the prompts (random)")
     cache = os.environ.get("EMBERLINE_PEERS", str(ROOT / ".cache" / "peers"))
-    parser.add_argument("--cache", type=Path, default=Path(cache), help="where peers live (.cache/peers)")
+    parser.add_argument("--cache", type=Path, default=Path(cache), help="folder of the peers (.cache/peers)")
     options = parser.parse_args(argv)
     options.peers = [name for name in options.peers.split(",") if name]
     unknown = set(options.peers) - set(PEERS)
@@ -188,7 +188,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     options.cache.mkdir(parents=True, exist_ok=True)
-    gguf = options.model or ours.default_gguf()
+    gguf = options.model or emberline_contender.default_gguf()
     shape = Shape.quick() if options.quick else Shape()
     setup = Setup(gguf.resolve(), options.cache.resolve(), say)
     try:
@@ -198,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     facts = about(contenders, shape, options.seed, gguf)
     announce(facts)
-    bench = Bench(shape, ours.prompts_of(gguf, options.seed), setup.cache / "logs")
+    bench = Bench(shape, emberline_contender.prompts_of(gguf, options.seed), setup.cache / "logs")
     for repeat in range(1 if options.quick else options.repeats):
         asyncio.run(bench.round(contenders, repeat))
     say("\n" + report.tables(bench.runs) + "\n")
-    remarks = [*bench.remarks, *bench.interference(), *anchors.remarks(report.medians(bench.runs))]
+    remarks = [*bench.remarks, *bench.interference(), *reference_figures.remarks(report.medians(bench.runs))]
     for remark in remarks:
         say(f"- {remark}")
     facts.update(remarks=remarks, details=bench.details)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks import fit_check, ours
+from benchmarks import emberline_contender, fit_check
 from benchmarks.client import Reply
 from benchmarks.contender import Setup
 from benchmarks.process import Interference, Process, ended_by_sigterm, free_port
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(slots=True)
 class Observation:
-    """Seconds that something took, and what it was, term by term."""
+    """A measured time and its terms in the step-time model."""
 
     seconds: float
     steps: float = 0.0
@@ -54,13 +54,13 @@ class Observation:
 
 
 def prompt(seconds: float, n: int, start: int, budget: int, tile: int = 1, requests: float = 1.0) -> Observation:
-    """A lone prompt of which n tokens, behind `start`, were computed."""
+    """A single prompt of which n tokens after the first `start` were computed."""
     steps, tiled = -(-n // budget), -(-n // tile) * tile
     return Observation(seconds, steps=steps, tokens=tiled, pairs=n * (start + n / 2), requests=requests)
 
 
 def step(seconds: float, streams: int, context: float) -> Observation:
-    """A step of so many streams, each with so long a context."""
+    """A decode step of `streams` sequences with the given context each."""
     return Observation(seconds, steps=1, rows=streams, context=streams * context)
 
 
@@ -106,7 +106,7 @@ def from_figures(path: Path) -> Coefficients:
 
 
 async def measure(targets: Sequence[Target], prompts: Prompts, repeats: int) -> list[Observation]:
-    """Medians of the repeats, always on all servers side by side, since that is how workers run."""
+    """Medians of the repeats, on all servers concurrently, as workers run in production."""
     found = []
     for n in PROMPTS:
         replies = [reply for _ in range(repeats) for reply in await _each(targets, prompts, n, 1)]
@@ -117,7 +117,7 @@ async def measure(targets: Sequence[Target], prompts: Prompts, repeats: int) -> 
         paces = []
         for _ in range(repeats):
             replies = await _each(list(targets) * n_streams, prompts, n, REPLY)
-            for first in range(len(targets)):  # when a server's last stream begins, all others are there
+            for first in range(len(targets)):  # all streams of a server decode once the last has begun
                 last = max(replies[first :: len(targets)], key=lambda reply: reply.first_at)
                 paces.append(last.decode_s / (REPLY - 1))
         found.append(step(median(paces), n_streams, n + REPLY / 2))
@@ -148,16 +148,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    gguf = ours.default_gguf()
+    gguf = emberline_contender.default_gguf()
     cache = Path(os.environ.get("EMBERLINE_PEERS", str(ROOT / ".cache" / "peers")))
     cache.mkdir(parents=True, exist_ok=True)
-    source = ours.prompts_of(gguf, options.seed)
+    source = emberline_contender.prompts_of(gguf, options.seed)
     print(f"load before {os.getloadavg()[0]:.2f}", flush=True)
     with ExitStack() as stack:
         targets, servers = zip(*[await _served(stack, gguf, cache, source, number, 1) for number in range(WORKERS)])
         others = Interference(servers[0])
         observations = await measure(targets, source("fit"), options.repeats)
-        share = others.share - 0.5  # the other server is no stranger
+        share = others.share - 0.5  # the other server's share is expected
         print(f"fitted from {len(observations)} measurements; others used {max(0.0, share):.0%} of this machine")
     model = coefficients(
         observations,
@@ -185,12 +185,12 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 async def _served(
-    stack: ExitStack, gguf: Path, cache: Path, source: ours.PromptsOf, number: int, replicas: int
+    stack: ExitStack, gguf: Path, cache: Path, source: emberline_contender.PromptsOf, number: int, replicas: int
 ) -> tuple[Target, Process]:
-    """A warm server with workers of one thread, in a data folder of its own."""
+    """A warm server with single-threaded workers and its own data folder."""
     home, port = cache / f"fit-{number}", free_port()
     home.mkdir(exist_ok=True)
-    contender = ours.contender(Setup(gguf.resolve(), home, print))
+    contender = emberline_contender.contender(Setup(gguf.resolve(), home, print))
     command = [*contender.command(port, 1), "--replicas", str(replicas)]
     command[command.index("--threads") + 1] = "1"
     server = stack.enter_context(Process(command, cache / "logs" / f"fit-{number}.log", {}))

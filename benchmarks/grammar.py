@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.ours import default_gguf
+from benchmarks.emberline_contender import default_gguf
 from emberline.engine import worker
 from emberline.engine.grammar.compiler import Grammars
 from emberline.engine.scheduler.scheduler import Scheduler

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from benchmarks.ours import default_gguf
+from benchmarks.emberline_contender import default_gguf
 from benchmarks.validity import ROOT, Case, _validator, functions, suite
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.grammar_automaton import Automaton

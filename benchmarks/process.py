@@ -1,4 +1,4 @@
-"""A server under measurement: started in a process group of its own, weighed, timed, ended."""
+"""A server process under measurement: start, memory, CPU time, stop."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def ended_by_sigterm() -> None:
-    """From now on SIGTERM unwinds this program as Ctrl-C does, so that it ends the servers it has started."""
+    """Make SIGTERM unwind this program as Ctrl-C does, so that it stops the servers it has started."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 class ServerDied(RuntimeError):
-    """The server ended by itself; the message holds the end of its log."""
+    """The server exited; the message contains the end of its log."""
 
 
 class Process:
@@ -80,7 +80,7 @@ class Process:
         return found
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ends the group we started: politely, then not."""
+        """Stop the process group: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.pid, number)
@@ -93,7 +93,7 @@ class Process:
 
 
 class Interference:
-    """How much of the machine others used while a server was measured: its figures are worth less by that."""
+    """The share of the machine that other processes used during a measurement."""
 
     def __init__(self, server: Process) -> None:
         self._server = server
@@ -102,7 +102,7 @@ class Interference:
 
     @property
     def share(self) -> float:
-        """CPU time of processes that are neither the server nor this one, over all the CPU time there was."""
+        """CPU time of processes other than the server and this one, over the CPU time available."""
         had_s = (time.perf_counter() - self._began) * len(os.sched_getaffinity(0))
         return max(0.0, self._others() - self._others_s) / had_s
 
@@ -111,13 +111,13 @@ class Interference:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds, user and system, that a process has used so far; 0 when it is gone."""
+    """CPU seconds (user and system) of a process; 0 if it is gone."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
 
 
 def _busy_s() -> float:
-    """CPU seconds the whole machine has worked since it started, time stolen by its host included."""
+    """CPU seconds of the whole machine since boot, including steal time."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )
@@ -125,7 +125,7 @@ def _busy_s() -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the command's name: state, parent, ...; empty when it is gone."""
+    """The fields of /proc/PID/stat after the command name: state, parent, …; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -11,7 +11,7 @@ _WORD = re.compile(rb" [a-z]{3,12}")
 
 
 class Tokenizer(Protocol):
-    """What this file needs of `emberline.text.text_model.TextModel`."""
+    """The part of `emberline.text.text_model.TextModel` that is used here."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
 
 class Prompts:
-    """Draws prompts from one seed. `count` tells how many tokens a conversation has, template included."""
+    """Draws prompts from one seed. `count` returns the tokens of a conversation, template included."""
 
     def __init__(self, words: Sequence[str], count: Callable[[Sequence[Message]], int], seed: str) -> None:
         self._words = words
@@ -28,7 +28,7 @@ class Prompts:
         self._random = random.Random(seed)
 
     def user(self, n_tokens: int, before: Sequence[Message] = ()) -> Message:
-        """A user's message that brings the conversation `before` it up by exactly `n_tokens`."""
+        """A user message that extends the conversation `before` it by exactly `n_tokens`."""
         return self._message("user", n_tokens, before)
 
     def system(self, n_tokens: int) -> Message:
@@ -37,8 +37,8 @@ class Prompts:
     def _message(self, role: str, n_tokens: int, before: Sequence[Message]) -> Message:
         target = n_tokens + (self._count(before) if before else 0)
         words = self._random.choices(self._words, k=n_tokens)
-        # One pass takes off what the template adds; a second what an edge does: a text's first word has no space
-        # before it and may be more than one token.
+        # One pass corrects for the template, a second for the first word, which has no space before it and may be more
+        # than one token.
         for _ in range(4):
             message = {"role": role, "content": "".join(words).lstrip()}
             surplus = self._count([*before, message]) - target
@@ -50,7 +50,7 @@ class Prompts:
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Lower-case words with a space before them that the tokenizer holds as one token, in vocabulary order."""
+    """Lower-case words with a space before them that are one token each, in vocabulary order."""
     texts = (tokenizer.token_text(i) for i in range(tokenizer.vocab_size))
     words = [text.decode() for text in texts if _WORD.fullmatch(text)]
     return [word for word in words if len(tokenizer.encode("a" + word + " a", False)) == 4 * 3]

@@ -1,7 +1,7 @@
-"""What the durable queue does in a second: `python -m benchmarks.queue [--peer]`. Prints JSON.
+"""Throughput and latency of the durable queue: `python -m benchmarks.queue [--peer]`. Prints JSON.
 
 SQLite with full durability and PostgreSQL (EMBERLINE_TEST_POSTGRES, or from its wheel) with its defaults; requests of
-2 KB. With --peer procrastinate works off as many jobs on the same PostgreSQL, four workers as well.
+2 KB. With --peer, procrastinate runs as many jobs on the same PostgreSQL, also with four workers.
 """
 
 import argparse
@@ -72,7 +72,7 @@ async def submit_and_work(queue: Queue, n: int) -> dict[str, float]:
 
 
 async def small_submits(queue: Queue, n: int = 2000) -> float:
-    """Batches of one line, 64 callers at once."""
+    """Batches of one job each, 64 concurrent callers."""
     gate = asyncio.Semaphore(64)
 
     async def one() -> None:
@@ -83,7 +83,7 @@ async def small_submits(queue: Queue, n: int = 2000) -> float:
 
 
 async def backlog(queue: Queue, n: int) -> dict[str, float]:
-    """Milliseconds of what a client asks while n lines wait."""
+    """Latency in milliseconds of client requests while n jobs are queued."""
     batch = await queue.submit(new("c"), lines(n // 2))
     await queue.submit(new("d"), lines(n - n // 2))
 
@@ -103,7 +103,7 @@ async def backlog(queue: Queue, n: int) -> dict[str, float]:
 
 
 async def memory_mb(where: str, folder: str) -> int:
-    """The most that a process of its own takes which looks at the queue, claims, gives back and sweeps."""
+    """The longest time of a process that reads the queue, claims, releases and sweeps."""
     (row,) = await _together([[sys.executable, "-m", "benchmarks.queue", "--look", where, folder]])
     return int(row["mb"])
 
@@ -138,7 +138,7 @@ async def measure(where: str, n: int, n_waiting: int) -> dict[str, Any]:
 
 
 async def four_processes(url: str, n: int) -> int:
-    """Dequeues a second by pullers in processes of their own."""
+    """Dequeues per second by pullers in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         store = await open_store(url)
         queue = await open_queue(store, Path(folder))
@@ -183,7 +183,7 @@ async def peer(url: str, n: int, cache: Path) -> dict[str, float]:
 
 
 def said(part: Any) -> Any:
-    """Told at once as well: on a busy machine the whole takes long."""
+    """Printed as soon as it is known: the whole run may take long."""
     print(json.dumps(part), file=sys.stderr, flush=True)
     return part
 
@@ -191,8 +191,8 @@ def said(part: Any) -> Any:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=10_000)
-    parser.add_argument("--waiting", type=int, default=100_000, help="lines of the backlog (100,000)")
-    parser.add_argument("--peer", action="store_true", help="procrastinate beside it; installs it into --cache")
+    parser.add_argument("--waiting", type=int, default=100_000, help="jobs of the backlog (100,000)")
+    parser.add_argument("--peer", action="store_true", help="also measure procrastinate; installs it into --cache")
     parser.add_argument("--cache", type=Path, default=Path(".cache/peers"))
     parser.add_argument("--pull", nargs=2, metavar=("URL", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--look", nargs=2, metavar=("WHERE", "FOLDER"), help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ OURS = "emberline"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column: `better` says which way is good, so that a ratio above 1 always means that we are ahead."""
+    """A column. `better`: the direction, so that a ratio above 1 always means that Emberline is ahead."""
 
     key: str
     title: str
@@ -31,7 +31,7 @@ FIGURES = (
 )
 RATIO_KEYS = ("prefill_tok_s", "decode_tok_s", "aggregate_tok_s", "replay_s", "long_prefill_tok_s", "start_s")
 
-Runs = dict[str, dict[str, list[float]]]  # row -> figure -> one value a repeat
+Runs = dict[str, dict[str, list[float]]]  # row -> figure -> one value per repeat
 
 
 def medians(runs: Runs) -> dict[str, dict[str, float]]:
@@ -39,13 +39,13 @@ def medians(runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Half the range over the median: ±0.05 means that all repeats lie within about 5 % of it."""
+    """Half the range over the median: ±0.05 means that all repeats are within about 5 % of it."""
     middle = median(values)
     return (max(values) - min(values)) / 2 / middle if middle else 0.0
 
 
 def ratios(middle: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Emberline's advantage over each peer; above 1 we are ahead, whichever way the figure counts."""
+    """Emberline's ratio to each peer; above 1 Emberline is ahead, whichever direction is better."""
     ours = middle.get(OURS, {})
     found: dict[str, dict[str, float]] = {}
     for row, theirs in middle.items():

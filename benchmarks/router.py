@@ -1,8 +1,8 @@
-"""What stands between a client and a server costs: `python -m benchmarks.router`.
+"""Latency and throughput cost of a router: `python -m benchmarks.router`.
 
-Relaying: `standin-openai` answers at once with 50 tokens; Emberline, vllm-router, sglang-router and LiteLLM stand in
-front of it in turn, a 4.5 KB chat each. Own engine: `emberline serve` over a stand-in engine that answers at once with
-50 tokens; fresh 4 KB prompts, and the tenth turn of an agent whose conversation has 200 KB and is cached.
+Relaying: the stand-in OpenAI server answers at once with 50 tokens, behind Emberline, vllm-router, sglang-router and
+LiteLLM in turn; chats of 4.5 KB. Own engine: `emberline serve` over a stand-in engine that answers at once with 50
+tokens; fresh 4 KB prompts, and the tenth turn of an agent whose conversation of 200 KB is cached.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load, ours
+from benchmarks import closed_loop, emberline_contender
 from benchmarks.contender import Setup
 from benchmarks.peers.routers import PEERS
 from benchmarks.peers.venv import SetupFailed
@@ -33,7 +33,7 @@ TOKENS = 50
 CONNECTIONS = (1, 8, 32)
 FRESH_BYTES, AGENT_BYTES = 4096, 200 << 10
 TURNS = 10
-KV_TOKENS = 1 << 23  # 60 conversations of 73,000 tokens: none has lost its cache when its tenth turn comes
+KV_TOKENS = 1 << 23  # 60 conversations of 73,000 tokens: all are cached when their tenth turn arrives
 TARGETS = {
     "p50_ms": 1.5,
     "times_litellm": 40.0,
@@ -74,7 +74,7 @@ async def measured(
     port: int, pids: Callable[[], list[int]], bodies: Sequence[bytes], connections: int
 ) -> dict[str, float]:
     began = sum(cpu_s(pid) for pid in pids())
-    result = await load.run(port, bodies, connections)
+    result = await closed_loop.run(port, bodies, connections)
     cpu = sum(cpu_s(pid) for pid in pids()) - began
     return {
         "per_s": result.per_s,
@@ -111,7 +111,7 @@ async def relaying(setup: Setup, names: Sequence[str], scale: float, folder: Pat
                 with Process(command(port, server), folder / f"{name}.log", _env(name)) as process:
                     wait_ready(port, process, ["/v1/models", "/health", "/health/liveliness"], 400)
                     found[name] = await _row(port, process, scale, 60 if name == "litellm" else 1200)
-            except (RuntimeError, load.LoadFailed) as error:
+            except (RuntimeError, closed_loop.LoadFailed) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 found[name] = {"error": str(error)}
     return found
@@ -129,13 +129,13 @@ def _contenders(
 
 
 def _env(name: str) -> dict[str, str]:
-    """LiteLLM wants a key of its own, or to be told that it needs none."""
+    """LiteLLM requires a key, or a setting that disables it."""
     return {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"} if name == "litellm" else {}
 
 
 async def _row(port: int, process: Process, scale: float, n: int) -> dict[str, Any]:
     body = chat(MODEL, [{"role": "user", "content": text(4400, random.Random(7))}], max_tokens=TOKENS)
-    await load.run(port, [body] * max(8, int(n * scale) // 10), 1)
+    await closed_loop.run(port, [body] * max(8, int(n * scale) // 10), 1)
     row: dict[str, Any] = {}
     for connections in CONNECTIONS:
         row[str(connections)] = await measured(
@@ -158,7 +158,7 @@ async def own_engine(gguf: Path, scale: float, folder: Path) -> dict[str, Any]:
         core = [process.pid]
         draw = random.Random(time.time_ns())
         fresh = [_fresh(model, draw) for _ in range(int(600 * scale))]
-        await load.run(port, [_fresh(model, draw) for _ in range(20)], 1)
+        await closed_loop.run(port, [_fresh(model, draw) for _ in range(20)], 1)
         found: dict[str, Any] = {"fresh_4_kb": await measured(port, lambda: core, fresh, 8)}
         turns = await _tenth_turns(port, model, int(60 * scale), draw)
         found["agent_200_kb"] = await measured(port, lambda: core, turns, 8)
@@ -170,7 +170,7 @@ def _fresh(model: str, draw: random.Random) -> bytes:
 
 
 async def _tenth_turns(port: int, model: str, n: int, draw: random.Random) -> list[bytes]:
-    """The tenth turn of so many conversations, whose nine turns before it have been served."""
+    """The tenth turn of conversations whose first nine turns have been served."""
     lasts: list[bytes] = []
     for _ in range(n):
         messages: list[dict[str, str]] = []
@@ -227,7 +227,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, tuple[float, bool]]:
-    """Each target: what was measured, and whether it is met. A peer that did not run has no verdict."""
+    """Each target, its measured value, and whether it is met; none for a peer that did not run."""
     rows, own = found["relaying"], found["own_engine"]
     best = {name: max(row[str(n)]["per_s"] for n in CONNECTIONS) for name, row in rows.items() if "error" not in row}
     seen: dict[str, float] = {}
@@ -249,11 +249,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
-    parser.add_argument("--peers", default=",".join(PEERS), help="which to measure beside us")
-    parser.add_argument("--part", choices=["relaying", "own"], help="one half alone")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which to compare with")
+    parser.add_argument("--part", choices=["relaying", "own"], help="only this half")
     parser.add_argument("--json", type=Path, default=Path("bench-router.json"))
     options = parser.parse_args(argv)
-    gguf = ours.default_gguf().resolve()
+    gguf = emberline_contender.default_gguf().resolve()
     setup = Setup(
         gguf,
         Path(os.environ.get("EMBERLINE_PEERS") or ".cache/peers").absolute(),

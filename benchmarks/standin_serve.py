@@ -1,4 +1,4 @@
-"""`emberline serve` with stand-in engines in its workers' place: everything of it but the model.
+"""`emberline serve` with stand-in engines as its workers.
 
 Usage: python -m benchmarks.standin_serve SCRIPT [serve's own flags]; for SCRIPT see emberline/testing/engine_script.py.
 STANDIN_CONTEXT in the environment is the context in tokens, STANDIN_KV the cache.

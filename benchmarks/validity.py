@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import jsonschema_rs
 
-from benchmarks import ours
+from benchmarks import emberline_contender
 from benchmarks.contender import Setup
 from benchmarks.process import Process, ended_by_sigterm, free_port
 
@@ -270,7 +270,7 @@ def main() -> int:
     if args.port:
         outcome = asyncio.run(run(args.port, args.model, cases))
     else:
-        contender = ours.contender(Setup(ours.default_gguf(), cache, print))
+        contender = emberline_contender.contender(Setup(emberline_contender.default_gguf(), cache, print))
         port = free_port()
         with Process(contender.command(port, AT_ONCE), cache / "emberline.log"):
             outcome = asyncio.run(run(port, contender.model, cases))

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it; real work, on threads, is waited for."""
+"""An event loop in virtual time: its clock jumps to the next timer, except while real work runs on threads."""
 
 import asyncio
 import selectors
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
-        self.n_real = 0  # operations that take their real time, under way
+        self.n_real = 0  # running operations that take real time
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
@@ -36,7 +36,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class RealTimeStore:
-    """A store in a loop of virtual time: its clock is the loop's, its work is real."""
+    """A store whose clock is virtual and whose operations take real time."""
 
     def __init__(self, store: Database, loop: VirtualLoop) -> None:
         self._store = store

@@ -37,12 +37,12 @@ class Target:
 
     port: int
     model: str
-    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body  # to a dialect of its own
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body  # to this server's API
 
 
 @dataclass(slots=True)
 class Result:
-    """One run of one workload: its figures, and what the server said it did."""
+    """One run of one workload: its figures, and the token counts that the server reported."""
 
     figures: dict[str, float]
     prompt_tokens: int = 0
@@ -72,8 +72,8 @@ async def ask(target: Target, messages: Sequence[Message], output: int, session:
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # Ended by length alone. Some servers drop the end token from the choices, some ignore it: with both fields
-        # every one of them goes on to the last token, and prints what it wrote.
+        # Only the length ends a reply. Some servers mask EOS, others ignore it: with both fields every one of them
+        # generates all tokens.
         "ignore_eos": True,
         "min_tokens": output,
     }
@@ -105,7 +105,7 @@ async def streams_at_once(target: Target, prompts: Prompts, shape: Shape) -> Res
 
 
 async def agent_replay(target: Target, prompts: Prompts, shape: Shape) -> Result:
-    """Sessions side by side over one system prompt; each turn waits for its reply and sends all of it back."""
+    """Concurrent sessions with one system prompt; each turn waits for its reply and sends the whole history."""
     system = prompts.system(shape.system)
     asked = [[prompts.user(shape.turn_prompt, [system]) for _ in range(shape.turns)] for _ in range(shape.sessions)]
     began = time.perf_counter()
@@ -137,7 +137,7 @@ async def long_prefill(target: Target, prompts: Prompts, shape: Shape) -> Result
 
 
 def _computed(reply: Reply) -> int:
-    """Prompt tokens the server worked on: a prefix it had already counts for nobody."""
+    """Prompt tokens that the server computed, without its cached prefix."""
     return reply.prompt_tokens - reply.cached_tokens
 
 
@@ -150,7 +150,7 @@ def _checked(result: Result, prompt_tokens: int | None, output_tokens: int) -> R
 
 
 async def first_token(target: Target, prompts: Prompts, give_up_at: float, alive: Callable[[], None]) -> Reply:
-    """Asks until the server answers: it is started when a token came, whatever its health page says.
+    """Retries until the server generates a token, whatever its health endpoint says.
 
     `alive` raises when there is nothing left to wait for.
     """

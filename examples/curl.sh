@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every dialect with nothing but curl. Run `emberline serve`, then: bash examples/curl.sh
+# Every API with curl alone. Run `emberline serve`, then: bash examples/curl.sh
 set -euo pipefail
 
 url=${EMBERLINE_URL:-http://127.0.0.1:8686}

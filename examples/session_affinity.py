@@ -1,4 +1,4 @@
-"""An agent's conversation, turn by turn: what was computed for one turn is not computed again in the next.
+"""Session affinity: each turn of an agent's conversation finds the previous one in the prefix cache.
 
 Run `emberline serve`, then: python examples/session_affinity.py
 """

@@ -1,4 +1,4 @@
-"""An answer that is an object of your own class: valid at its end, whatever the model thinks of it.
+"""Structured output: an answer that is always a valid object of your own class.
 
 Run `emberline serve`, then: pip install openai; python examples/structured_output.py
 """

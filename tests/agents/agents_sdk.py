@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK at work, in an environment of its own: `python agents_sdk.py BASE_URL MODEL`; prints JSON."""
+"""Runs OpenAI's Agents SDK in its own environment: `python agents_sdk.py BASE_URL MODEL`; prints JSON."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def weather(city: str, unit: str = "celsius") -> str:
 
 
 async def streamed(agent: Agent[Any], question: str) -> tuple[str, list[str]]:
-    """What it ended with, and the kinds of events on the way."""
+    """(final output, types of the streamed events)"""
     run = Runner.run_streamed(agent, question)
     kinds = [event.data.type async for event in run.stream_events() if event.type == "raw_response_event"]
     return run.final_output, kinds

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
-from tests.agents.workshop import KEY, Workshop
+from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
+from tests.agents.workspace import KEY, AgentWorkspace
 from tests.e2e.clients.hermes import NAME
 from tests.e2e.clients.play import Line, calling, play, saying
 
 _FLAGS = ("-p", "--output-format", "stream-json", "--verbose")
-_QUIET = {
+_NO_NETWORK = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
     "DISABLE_TELEMETRY": "1",
@@ -19,9 +19,9 @@ _QUIET = {
 }
 
 
-def claude(workshop: Workshop, *arguments: str, path: str = "") -> list[dict[str, Any]]:
-    where = {"ANTHROPIC_BASE_URL": workshop.url + path, "ANTHROPIC_AUTH_TOKEN": KEY}
-    return workshop.events("claude", *_FLAGS, "--model", workshop.model, *arguments, **where, **_QUIET)
+def claude(workspace: AgentWorkspace, *arguments: str, path: str = "") -> list[dict[str, Any]]:
+    where = {"ANTHROPIC_BASE_URL": workspace.url + path, "ANTHROPIC_AUTH_TOKEN": KEY}
+    return workspace.events("claude", *_FLAGS, "--model", workspace.model, *arguments, **where, **_NO_NETWORK)
 
 
 def blocks(events: list[dict[str, Any]], role: str, kind: str) -> list[dict[str, Any]]:
@@ -29,29 +29,29 @@ def blocks(events: list[dict[str, Any]], role: str, kind: str) -> list[dict[str,
     return [block for message in messages for block in message["content"] if block["type"] == kind]
 
 
-def test_it_works_through_an_errand(workshop: Workshop) -> None:
-    prepare(workshop)
-    bash = [calling("Bash", cue=cue, command=command, description="Next") for cue, command in ERRAND]
-    with workshop.performing(play(*bash, FINDINGS)):
-        events = claude(workshop, PROMPT, "--allowedTools", "Bash")
-        check(workshop)
+def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
+    prepare(workspace)
+    bash = [calling("Bash", cue=cue, command=command, description="Next") for cue, command in STEPS]
+    with workspace.serving(play(*bash, FINAL_ANSWER)):
+        events = claude(workspace, PROMPT, "--allowedTools", "Bash")
+        check(workspace)
     calls, results = blocks(events, "assistant", "tool_use"), blocks(events, "user", "tool_result")
-    assert [call["input"]["command"] for call in calls] == [command for _, command in ERRAND]
+    assert [call["input"]["command"] for call in calls] == [command for _, command in STEPS]
     assert [(result["tool_use_id"], result["is_error"]) for result in results] == [
         (call["id"], False) for call in calls
     ]
-    assert events[-1]["result"] == FINDINGS.say
+    assert events[-1]["result"] == FINAL_ANSWER.say
     assert events[-1]["usage"]["output_tokens"] > 0
 
 
-@pytest.mark.parametrize("workshop", [NAME], indirect=True)  # SmolLM2 may call one at a time
-def test_it_calls_two_tools_at_once_under_an_account(workshop: Workshop) -> None:
-    first, second = workshop.write("first.txt", "left-half"), workshop.write("second.txt", "right-half")
+@pytest.mark.parametrize("workspace", [NAME], indirect=True)  # SmolLM2 may call one at a time
+def test_parallel_tool_calls_under_an_account(workspace: AgentWorkspace) -> None:
+    first, second = workspace.write("first.txt", "left-half"), workspace.write("second.txt", "right-half")
     both = Line(say="Both.", calls=tuple(("Read", {"file_path": str(path)}) for path in (first, second)))
     done = saying("Neither was empty.", cue="right-half")
-    with workshop.performing(play(both, done)):
+    with workspace.serving(play(both, done)):
         account = "/client/v4/accounts/acme/ai"
-        events = claude(workshop, "What is in the two files?", "--allowedTools", "Read", path=account)
+        events = claude(workspace, "What is in the two files?", "--allowedTools", "Read", path=account)
     assert [call["input"]["file_path"] for call in blocks(events, "assistant", "tool_use")] == [str(first), str(second)]
     read = [str(result["content"]) for result in blocks(events, "user", "tool_result")]
     assert "left-half" in read[0]
@@ -59,9 +59,9 @@ def test_it_calls_two_tools_at_once_under_an_account(workshop: Workshop) -> None
     assert [block["text"] for block in blocks(events, "assistant", "text")] == ["Both.", done.say]
 
 
-def test_it_goes_on_with_a_conversation(workshop: Workshop) -> None:
-    with workshop.performing(TALK):
-        claude(workshop, "Say a word.")
-        events = claude(workshop, "--continue", "Whose word was it?")
-        check_talk(workshop)
+def test_agent_continues_a_conversation(workspace: AgentWorkspace) -> None:
+    with workspace.serving(CONVERSATION):
+        claude(workspace, "Say a word.")
+        events = claude(workspace, "--continue", "Whose word was it?")
+        check_conversation(workspace)
     assert events[-1]["result"] == "It was my word."

@@ -2,11 +2,11 @@
 
 import json
 
-from tests.agents.errand import ERRAND, FINDINGS, PROMPT, TALK, check, check_talk, prepare
-from tests.agents.workshop import KEY, Workshop
+from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
+from tests.agents.workspace import KEY, AgentWorkspace
 from tests.e2e.clients.play import calling, play, saying
 
-_QUIET = {
+_NO_NETWORK = {
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
@@ -25,25 +25,25 @@ def settings(url: str, model: str) -> dict[str, object]:
     return {**quiet, "model": f"emberline/{model}", "provider": {"emberline": provider}, "permission": {"*": "allow"}}
 
 
-def opencode(workshop: Workshop, *arguments: str) -> str:
-    config = workshop.folder / "opencode.json"
-    config.write_text(json.dumps(settings(workshop.url, workshop.model)))
-    return workshop.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **_QUIET)
+def opencode(workspace: AgentWorkspace, *arguments: str) -> str:
+    config = workspace.folder / "opencode.json"
+    config.write_text(json.dumps(settings(workspace.url, workspace.model)))
+    return workspace.run("opencode", "run", *arguments, OPENCODE_CONFIG=str(config), **_NO_NETWORK)
 
 
-def test_it_works_through_an_errand(workshop: Workshop) -> None:
-    prepare(workshop)
-    bash = [calling("bash", cue=cue, command=command) for cue, command in ERRAND]
+def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
+    prepare(workspace)
+    bash = [calling("bash", cue=cue, command=command) for cue, command in STEPS]
     title = saying("Following notes", cue="You are a title generator")
-    with workshop.performing(play(*bash, FINDINGS, title)):
-        printed = opencode(workshop, PROMPT)
-        check(workshop)
-    assert FINDINGS.say in printed
+    with workspace.serving(play(*bash, FINAL_ANSWER, title)):
+        printed = opencode(workspace, PROMPT)
+        check(workspace)
+    assert FINAL_ANSWER.say in printed
 
 
-def test_it_goes_on_with_a_conversation(workshop: Workshop) -> None:
-    with workshop.performing(TALK):
-        opencode(workshop, "Say a word.")
-        printed = opencode(workshop, "--continue", "Whose word was it?")
-        check_talk(workshop)
+def test_agent_continues_a_conversation(workspace: AgentWorkspace) -> None:
+    with workspace.serving(CONVERSATION):
+        opencode(workspace, "Say a word.")
+        printed = opencode(workspace, "--continue", "Whose word was it?")
+        check_conversation(workspace)
     assert "It was my word." in printed

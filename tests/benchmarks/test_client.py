@@ -1,4 +1,4 @@
-"""The benchmark's HTTP client against a real socket that serves what real servers serve."""
+"""The benchmarks' HTTP client over a socket, with responses of real servers."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def server(pieces: Sequence[bytes], pause_s: float = 0.0) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """Answers every connection with `pieces`, and collects what it was asked."""
+    """Answers every connection with `pieces`, and records the requests."""
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,18 +69,18 @@ async def test_reads_a_stream_with_its_times_and_usage() -> None:
     assert asked[0].endswith(b'{"model": "m"}')
 
 
-async def test_returns_at_the_end_marker_without_waiting_for_the_connection() -> None:
+async def test_returns_at_the_end_marker() -> None:
     async with server([CHUNKED, *map(chunk, BODY)], pause_s=0.0) as (port, _):
         reply = await asyncio.wait_for(stream(port, "/", {}), 1)
     assert reply.n_events == 3
 
 
-async def test_a_stream_without_end_marker_is_whole_when_it_gave_a_finish_reason() -> None:
+async def test_finish_reason_completes_a_stream_without_end_marker() -> None:
     async with server([PLAIN, *BODY[:4]]) as (port, _):
         assert (await stream(port, "/", {})).text == "Grüß dich"
 
 
-async def test_failures_are_told_apart() -> None:
+async def test_failures_are_distinguished() -> None:
     async with server([b"HTTP/1.1 503 Service Unavailable\r\n\r\n", b'{"error": "loading"}']) as (port, _):
         with pytest.raises(RequestFailed, match=r"503.*loading"):
             await stream(port, "/", {})
@@ -103,7 +103,7 @@ async def test_failures_are_told_apart() -> None:
     chunks=st.lists(st.integers(1, 80), max_size=30),
     framed=st.booleans(),
 )
-def test_the_cut_of_the_bytes_does_not_matter(cuts: list[int], chunks: list[int], framed: bool) -> None:
+def test_packet_boundaries_do_not_matter(cuts: list[int], chunks: list[int], framed: bool) -> None:
     body = b"".join(BODY)
     framed_body = b"".join(map(chunk, _cut(body, chunks))) + b"0\r\n\r\n"
     raw = CHUNKED + framed_body if framed else PLAIN + body

@@ -1,4 +1,4 @@
-"""The whole run, over servers that cost nothing."""
+"""A whole run of benchmarks.cpu over fake servers."""
 
 import json
 import os
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from word_server import count
 
-from benchmarks import cpu, ours, report
+from benchmarks import cpu, emberline_contender, report
 from benchmarks.contender import Contender, Setup
 from benchmarks.prompts import Prompts
+from tests.benchmarks.word_server import count
 
 SCRIPT = str(Path(__file__).with_name("word_server.py"))
 
@@ -27,11 +27,13 @@ def words(setup: Setup) -> list[Contender]:
 @pytest.fixture
 def _words_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cpu.PEERS, "words", words)
-    monkeypatch.setattr(ours, "prompts_of", lambda gguf, seed: lambda name: Prompts([" a", " b"], count, name))
+    monkeypatch.setattr(
+        emberline_contender, "prompts_of", lambda gguf, seed: lambda name: Prompts([" a", " b"], count, name)
+    )
 
 
 @pytest.mark.usefixtures("_words_only")
-def test_a_run_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bench.json"
     flags = ["--quick", "--only-peers", "--peers", "words", "--seed", "s", "--cache", str(tmp_path), "--json", str(out)]
     assert cpu.main([*flags, "--model", str(tmp_path / "m.gguf")]) == 0
@@ -57,8 +59,8 @@ def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu.arguments(["--peers", ""]).peers == []
 
 
-def test_a_run_that_is_ended_ends_its_server(tmp_path: Path) -> None:
-    """Measured servers have process groups of their own: nobody else would end them."""
+def test_sigterm_stops_the_measured_server(tmp_path: Path) -> None:
+    """A measured server has its own process group: nothing else would stop it."""
     program = f"""
 import asyncio, sys
 from pathlib import Path

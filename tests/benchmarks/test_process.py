@@ -1,4 +1,4 @@
-"""A server's process: its tree is weighed, timed and ended whole."""
+"""A measured server process: memory, CPU time and stop cover its whole tree."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ while True: time.sleep(0.01)
 """
 
 
-def test_weighs_and_ends_a_whole_tree(tmp_path: Path) -> None:
+def test_measures_and_stops_the_whole_tree(tmp_path: Path) -> None:
     with Process([sys.executable, "-c", PARENT], tmp_path / "log") as server:
         deadline = time.monotonic() + 20
         while server.pss_bytes() < 45_000_000 and time.monotonic() < deadline:
@@ -31,7 +31,7 @@ def test_weighs_and_ends_a_whole_tree(tmp_path: Path) -> None:
     assert not any(_alive(pid) for pid in tree)
 
 
-def test_says_why_a_server_ended(tmp_path: Path) -> None:
+def test_reports_why_a_server_exited(tmp_path: Path) -> None:
     with Process([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log") as server:
         deadline = time.monotonic() + 20
         while _alive(server.pid) and time.monotonic() < deadline:
@@ -40,7 +40,7 @@ def test_says_why_a_server_ended(tmp_path: Path) -> None:
             server.check()
 
 
-def test_work_of_others_is_told_from_the_servers_own(tmp_path: Path) -> None:
+def test_cpu_time_of_others_is_separate(tmp_path: Path) -> None:
     spin = [sys.executable, "-c", "while True: pass"]
     with Process(spin, tmp_path / "server"), Process(spin, tmp_path / "other") as measured:
         others = Interference(measured)

@@ -20,7 +20,7 @@ def count(messages: Sequence[Message]) -> int:
 
 
 @given(seed=st.text(max_size=5), n=st.integers(20, 300))
-def test_a_message_has_the_length_asked_for(seed: str, n: int) -> None:
+def test_message_has_the_requested_length(seed: str, n: int) -> None:
     prompts = Prompts(WORDS, count, seed)
     system = prompts.system(n)
     assert count([system]) == n
@@ -28,7 +28,7 @@ def test_a_message_has_the_length_asked_for(seed: str, n: int) -> None:
     assert count([system, user]) == n + 50
 
 
-def test_a_seed_repeats_and_another_does_not() -> None:
+def test_prompts_follow_from_the_seed() -> None:
     draw = [Prompts(WORDS, count, seed).user(40) for seed in ("a", "a", "b")]
     assert draw[0] == draw[1] != draw[2]
 
@@ -46,5 +46,5 @@ class TinyTokenizer:
         return b"\0\0\0\0" * (4 if " split" in text else 3)
 
 
-def test_only_words_that_stay_one_token_are_used() -> None:
+def test_only_single_token_words_are_used() -> None:
     assert single_token_words(TinyTokenizer()) == [" whole"]

@@ -1,8 +1,8 @@
-"""Medians, spreads, ratios and remarks: the arithmetic behind what we state."""
+"""Medians, spreads, ratios and remarks of a report."""
 
 import pytest
 
-from benchmarks import anchors, report
+from benchmarks import reference_figures, report
 
 RUNS: report.Runs = {
     "emberline": {"decode_tok_s": [100.0, 120.0, 110.0], "replay_s": [10.0], "memory_mb": [300.0]},
@@ -39,9 +39,11 @@ def test_json_holds_the_single_runs() -> None:
     assert document["medians"]["emberline"]["decode_tok_s"] == 110.0
 
 
-def test_anchors_speak_only_of_their_own_architecture() -> None:
-    assert anchors.remarks({"llama.cpp Q4_0": {"decode_tok_s": 98.0}}, "x86_64")[0].startswith("No anchors for x86_64")
-    near = anchors.remarks({"llama.cpp Q4_0": {"decode_tok_s": 90.0}}, "aarch64")
-    assert "near its anchor 98" in near[1]
-    far = anchors.remarks({"llama.cpp Q4_0": {"decode_tok_s": 30.0}}, "aarch64")
-    assert "FAR from its anchor 98" in far[1]
+def test_reference_figures_are_per_architecture() -> None:
+    assert reference_figures.remarks({"llama.cpp Q4_0": {"decode_tok_s": 98.0}}, "x86_64")[0].startswith(
+        "No reference figures for x86_64"
+    )
+    near = reference_figures.remarks({"llama.cpp Q4_0": {"decode_tok_s": 90.0}}, "aarch64")
+    assert "near its reference 98" in near[1]
+    far = reference_figures.remarks({"llama.cpp Q4_0": {"decode_tok_s": 30.0}}, "aarch64")
+    assert "FAR from its reference 98" in far[1]

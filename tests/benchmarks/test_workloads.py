@@ -1,4 +1,4 @@
-"""The workloads against a small server that counts words for tokens and remembers what it was asked."""
+"""The workloads against a fake server that counts words as tokens and records its requests."""
 
 import asyncio
 import json
@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from word_server import WordServer, count
 
 from benchmarks import workloads
 from benchmarks.client import RequestFailed
@@ -16,6 +15,7 @@ from benchmarks.contender import Setup
 from benchmarks.peers import llama_cpp, torch_peers, venv
 from benchmarks.prompts import Message, Prompts
 from benchmarks.workloads import Shape, Target
+from tests.benchmarks.word_server import WordServer, count
 
 SHAPE = Shape(
     prompt=40, output=4, streams=3, prefill=100, sessions=2, turns=3, system=50, turn_prompt=20, turn_output=2
@@ -34,33 +34,33 @@ async def word_server() -> AsyncIterator[tuple[Target, WordServer]]:
         yield Target(listening.sockets[0].getsockname()[1], "m"), server
 
 
-async def test_one_stream_counts_prefill_and_decode_apart() -> None:
+async def test_one_stream_separates_prefill_and_decode() -> None:
     async with word_server() as (target, server):
         result = await workloads.one_stream(target, prompts(), SHAPE)
     assert (result.prompt_tokens, result.output_tokens, result.notes) == (40, 4, [])
     assert result.figures["prefill_tok_s"] == pytest.approx(40 / result.figures["ttft_s"])
     assert 20 < result.figures["decode_tok_s"] < 250  # a word every 5 ms or more
-    body = server.asked[0][1]
+    body = server.requests[0][1]
     assert body["ignore_eos"]
     assert body["min_tokens"] == 4
     assert body["temperature"] == 0
 
 
-async def test_streams_run_side_by_side() -> None:
+async def test_streams_are_concurrent() -> None:
     async with word_server() as (target, server):
         result = await workloads.streams_at_once(target, prompts(), SHAPE)
     assert server.most_running == 3
     assert result.output_tokens == 12
-    asked = {body["messages"][0]["content"] for _, body in server.asked}
+    asked = {body["messages"][0]["content"] for _, body in server.requests}
     assert len(asked) == 3
 
 
-async def test_a_replay_sends_each_session_whole_and_counts_what_was_cached() -> None:
+async def test_replay_sends_whole_sessions_and_counts_cached_tokens() -> None:
     async with word_server() as (target, server):
         result = await workloads.agent_replay(target, prompts(), SHAPE)
     assert server.most_running == 2
     by_session: dict[str, list[list[Message]]] = {}
-    for headers, body in server.asked:
+    for headers, body in server.requests:
         by_session.setdefault(headers["x-session-affinity"], []).append(body["messages"])
     assert len(by_session) == 2
     for turns in by_session.values():
@@ -75,14 +75,14 @@ async def test_a_replay_sends_each_session_whole_and_counts_what_was_cached() ->
     assert result.figures["cached_share"] == pytest.approx(2 * (70 + 92) / result.prompt_tokens)
 
 
-async def test_a_count_that_differs_is_remarked() -> None:
+async def test_differing_token_counts_are_noted() -> None:
     async with word_server() as (target, _):
         short = Target(target.port, "m", lambda body: {**body, "max_tokens": 3})
         result = await workloads.one_stream(short, prompts(), SHAPE)
     assert result.notes == ["3 output tokens, 4 meant"]
 
 
-async def test_waiting_for_the_first_token_ends_when_the_server_has() -> None:
+async def test_waiting_for_the_first_token_ends_with_the_server() -> None:
     def dead() -> None:
         raise RuntimeError("it ended")
 
@@ -92,25 +92,25 @@ async def test_waiting_for_the_first_token_ends_when_the_server_has() -> None:
         await workloads.first_token(Target(1, "m"), Prompts([" a"], count, ""), 0.0, lambda: None)
 
 
-def test_what_llama_cpp_says_of_its_build_is_cut_to_what_is_on() -> None:
+def test_llama_cpp_build_shows_enabled_features() -> None:
     said = "n_threads = 1 | CPU : AVX = 1 | AVX512 = 0 | AMX_INT8 = 1 |"
     assert llama_cpp._enabled(said) == "AVX AMX_INT8"
 
 
-def test_transformers_gets_only_fields_it_knows() -> None:
+def test_transformers_gets_only_supported_fields() -> None:
     body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True, "ignore_eos": True, "min_tokens": 5}
     adapted = torch_peers._transformers_body(body)
     assert set(adapted) == {"model", "messages", "max_tokens", "stream", "generation_config"}
     assert json.loads(adapted["generation_config"])["max_new_tokens"] == 5
 
 
-def test_a_failed_set_up_step_says_what_it_printed(tmp_path: Path) -> None:
+def test_failed_setup_step_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(venv.SetupFailed, match="no compiler"):
         venv.run(["sh", "-c", "echo no compiler; exit 3"], tmp_path / "log")
     assert "no compiler" in (tmp_path / "log").read_text()
 
 
-def test_an_environment_is_made_once_for_its_pins(tmp_path: Path) -> None:
+def test_environment_is_created_once_per_pins(tmp_path: Path) -> None:
     said: list[str] = []
     setup = Setup(tmp_path / "m.gguf", tmp_path, said.append)
     folder = tmp_path / "venv-x"

@@ -1,6 +1,7 @@
-"""A small server for the benchmarks' own tests: its tokens are words, its model says r0 r1 r2 …
+"""A fake OpenAI server for the tests of the benchmarks: its tokens are words, its reply is r0 r1 r2 …
 
-Usage: python word_server.py PORT
+The stand-in OpenAI server counts characters; here prompts must have an exact number of tokens.
+Usage: python -m tests.benchmarks.word_server PORT
 """
 
 import asyncio
@@ -15,10 +16,10 @@ def count(messages: Sequence[dict[str, str]]) -> int:
 
 
 class WordServer:
-    """Streams `max_tokens` words. Its prompt cache: what one session sent before."""
+    """Streams `max_tokens` words. Each session's previous prompt counts as cached."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.running = 0
         self.most_running = 0
         self._known: dict[str, int] = {}
@@ -27,7 +28,7 @@ class WordServer:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines[1:] if line)}
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        self.asked.append((headers, body))
+        self.requests.append((headers, body))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Real servers of other people: `make peers` installs them and says where; else nothing here is run."""
+"""Tests with real vLLM servers, which `make peers` installs; without EMBERLINE_VLLM none is collected."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers.vllm import Vllm
+from tests.peers.vllm import VllmServer
 
 INSTALLED = os.environ.get("EMBERLINE_VLLM", "")  # the folder with vLLM's environment and the model's folder
 
@@ -15,10 +15,10 @@ if not INSTALLED:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Vllm]]:
-    """One vLLM that computes prompts and one that writes replies, KV over NIXL and TCP between them."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
+    """A vLLM prefill server and a decode server, with KV transfer by NIXL over TCP."""
     folder, logs = Path(INSTALLED).absolute(), tmp_path_factory.mktemp("vllm")
-    servers = {name: Vllm(folder, name, logs) for name in ("prefill", "decode")}
+    servers = {name: VllmServer(folder, name, logs) for name in ("prefill", "decode")}
     try:
         for server in servers.values():
             server.start()

@@ -1,4 +1,4 @@
-"""Two real vLLM servers, prefill and decode apart, behind our balancer; each test leaves what the next one needs."""
+"""Prefill/decode disaggregation with two real vLLM servers behind the balancer. The tests build on each other."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from emberline.store import open_store
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.models import UpstreamModels
-from tests.peers.vllm import MODEL, Vllm
+from tests.peers.vllm import MODEL, VllmServer
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -39,8 +39,8 @@ PROMPTS = [
 ]
 
 
-class Pairs(AdmissionController):
-    """Prefill and decode apart while both are there; the prefill server alone when decode is not."""
+class PairAdmission(AdmissionController):
+    """Routes to the pair while both are available, and to the prefill server alone without decode."""
 
     async def admit(self, ask: RouteRequest) -> Route:
         await super().admit(ask)
@@ -65,7 +65,7 @@ def request(number: int, request_id: str, n_tokens: int = N_TOKENS) -> GenerateR
 
 
 @pytest.fixture
-async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
+async def setup(pair: dict[str, VllmServer], tmp_path: Path) -> AsyncIterator[Setup]:
     endpoints = [
         Endpoint(name="prefill", address=pair["prefill"].url, role="prefill", kind="vllm", models=(MODEL,)),
         Endpoint(name="decode", address=pair["decode"].url, role="decode", kind="vllm", models=(MODEL,)),
@@ -73,7 +73,7 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
     ]
     upstreams = [UpstreamClient(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints]
     store = await open_store(tmp_path / "db")
-    core = LocalCore(Pairs(Balancer()), upstreams, UsageLedger(store), Sessions(), DatabaseResponses(store, 30))
+    core = LocalCore(PairAdmission(Balancer()), upstreams, UsageLedger(store), Sessions(), DatabaseResponses(store, 30))
     models = UpstreamModels(upstreams)
     models.start(watch=True)
 
@@ -88,8 +88,8 @@ async def setup(pair: dict[str, Vllm], tmp_path: Path) -> AsyncIterator[Setup]:
     await store.close()
 
 
-def alone(server: Vllm, number: int, n_tokens: int = N_TOKENS) -> str:
-    """What one server writes that does both; a salt of its own keeps it from finding anything cached."""
+def alone(server: VllmServer, number: int, n_tokens: int = N_TOKENS) -> str:
+    """The reply of a single server; a fresh salt avoids its prefix cache."""
     messages = [{"role": "user", "content": PROMPTS[number]}]
     body = {"messages": messages, "max_tokens": n_tokens, "cache_salt": f"alone-{time.monotonic_ns()}"}
     text = server.ask(body)["choices"][0]["message"]["content"]
@@ -97,8 +97,8 @@ def alone(server: Vllm, number: int, n_tokens: int = N_TOKENS) -> str:
     return text
 
 
-async def test_a_pair_writes_what_one_server_writes_and_tells_what_was_cached(
-    pair: dict[str, Vllm], setup: Setup
+async def test_pair_matches_a_single_server_and_reports_cached_tokens(
+    pair: dict[str, VllmServer], setup: Setup
 ) -> None:
     expected = await asyncio.to_thread(alone, pair["decode"], 0)
     first = await setup.answer(0, "first")
@@ -113,8 +113,8 @@ async def test_a_pair_writes_what_one_server_writes_and_tells_what_was_cached(
     print(f"\nprompt {n_prompt} tokens, cached {cached}: {expected!r}")
 
 
-async def test_decode_fetched_and_did_not_compute(pair: dict[str, Vllm], setup: Setup) -> None:
-    """Decode's own count of computed prompt tokens moves by what the transfer left over."""
+async def test_decode_fetches_kv_instead_of_computing(pair: dict[str, VllmServer], setup: Setup) -> None:
+    """The decode server computes only the prompt tokens that the transfer left over."""
     before = pair["decode"].metric("prompt_tokens_total")
     computed = pair["prefill"].metric("prompt_tokens_total")
     found = await setup.answer(1, "fetched")
@@ -124,19 +124,19 @@ async def test_decode_fetched_and_did_not_compute(pair: dict[str, Vllm], setup: 
     assert all(load.kv_total_blocks > 0 for load in loads)
 
 
-async def test_a_client_that_leaves_leaves_no_block_behind(pair: dict[str, Vllm], setup: Setup) -> None:
+async def test_cancelled_request_leaves_no_block_leased(pair: dict[str, VllmServer], setup: Setup) -> None:
     for delay_s in (0.5, 1.5, 3.0):
         task = asyncio.create_task(setup.answer(2, f"left-{delay_s}"))
         await asyncio.sleep(delay_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    give_up_s = time.monotonic() + 25  # the lease would end after 30 s or more
+    deadline_s = time.monotonic() + 25  # the lease would end after 30 s or more
     while (used := [pair[name].metric("kv_cache_usage_perc") for name in pair]) != [0.0, 0.0]:
-        assert time.monotonic() < give_up_s, used
+        assert time.monotonic() < deadline_s, used
         await asyncio.sleep(0.5)
 
 
-async def test_decode_dies_in_the_middle_and_the_stream_goes_on(pair: dict[str, Vllm], setup: Setup) -> None:
+async def test_stream_survives_death_of_decode(pair: dict[str, VllmServer], setup: Setup) -> None:
     expected = await asyncio.to_thread(alone, pair["prefill"], 3, 30)
     text, killed = "", False
     async for event in setup.service.generate(request(3, "dies", 30), PRINCIPAL):
@@ -151,10 +151,10 @@ async def test_decode_dies_in_the_middle_and_the_stream_goes_on(pair: dict[str, 
     await asyncio.to_thread(pair["decode"].wait_ready)
 
 
-async def test_prefill_dies_while_it_computes_and_decode_does_it_all(pair: dict[str, Vllm], setup: Setup) -> None:
+async def test_decode_computes_the_prompt_when_prefill_dies(pair: dict[str, VllmServer], setup: Setup) -> None:
     expected = await asyncio.to_thread(alone, pair["decode"], 4)
     task = asyncio.create_task(setup.answer(4, "orphan"))
-    await asyncio.sleep(0.7)  # of several seconds that the prompt takes
+    await asyncio.sleep(0.7)  # the prompt takes several seconds
     await asyncio.to_thread(pair["prefill"].kill)
     found = await task
     assert found.choices[0].text == expected

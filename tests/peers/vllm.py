@@ -1,4 +1,4 @@
-"""A vLLM on the CPU, in an environment of its own, with NIXL over TCP."""
+"""A vLLM server on the CPU, from its own environment, with NIXL over TCP."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def _core(role: str) -> int:
     return cores[0] if role == "prefill" else cores[-1]
 
 
-class Vllm:
+class VllmServer:
     def __init__(self, folder: Path, role: str, logs: Path) -> None:
         self.role = role
         self.port = free_port()
@@ -52,7 +52,7 @@ class Vllm:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "VLLM_NO_USAGE_STATS": "1",
-            # A core each: threads that spin for one another starve on a machine that has other things to do.
+            # One core each: spinning threads would starve on a busy machine.
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": str(_core(self.role)),
         }
@@ -67,8 +67,8 @@ class Vllm:
             )
 
     def wait_ready(self) -> None:
-        give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s:
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s:
             assert self._process is not None
             assert self._process.poll() is None, self._log.read_text(errors="replace")[-3000:]
             try:
@@ -79,14 +79,14 @@ class Vllm:
         raise TimeoutError(self._log.read_text(errors="replace")[-3000:])
 
     def kill(self) -> None:
-        """At once, engine process included."""
+        """SIGKILL to the process group, engine process included."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The server itself, nobody between."""
+        """A request directly to the server."""
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
             json.dumps({"model": MODEL, "temperature": 0, **body}).encode(),

@@ -1,4 +1,4 @@
-"""A place for an agent to work in: a project folder, a home of its own, and Emberline as its only model."""
+"""The environment of an agent under test: a project folder, a home folder, and Emberline as its only model."""
 
 import json
 import os
@@ -12,25 +12,25 @@ from pathlib import Path
 from tests.e2e.clients.play import Play
 from tests.e2e.clients.stage import staged
 
-KEY = "none"  # on loopback, any will do
-PATIENCE_S = 100
-# Whatever is not on this machine is a closed port: an agent that phones home does not get there.
-_NOWHERE = "http://127.0.0.1:9"
-_PROXIES = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), _NOWHERE)
+KEY = "none"  # on loopback, any key is accepted
+TIMEOUT_S = 100
+# A closed port as the proxy: the agent can reach this machine only.
+_CLOSED_PORT = "http://127.0.0.1:9"
+_PROXIES = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), _CLOSED_PORT)
 _LOCAL = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 _KEPT = ("PATH", "LANG", "TMPDIR", "USER")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What one of the agent's requests cost."""
+class AgentRequest:
+    """The token counts of one request."""
 
     input_tokens: int
     cached_tokens: int
 
 
 @dataclass(slots=True)
-class Workshop:
+class AgentWorkspace:
     installed: Path  # where scripts/agents puts the agents
     gguf: Path
     folder: Path
@@ -53,7 +53,7 @@ class Workshop:
         return self.folder / "project"
 
     @contextmanager
-    def performing(self, play: Play) -> Iterator["Workshop"]:
+    def serving(self, play: Play) -> Iterator["AgentWorkspace"]:
         with staged(play, self.gguf, self.folder / "server") as url:
             self.url = url
             yield self
@@ -64,28 +64,28 @@ class Workshop:
         return path
 
     def run(self, program: str | Path, *arguments: str, **environment: str) -> str:
-        """What the agent printed; that it ended well is asserted."""
+        """Run an agent successfully; returns its output."""
         done = subprocess.run(
-            [self.installed / "node_modules" / ".bin" / program, *arguments],  # an absolute path stays itself
+            [self.installed / "node_modules" / ".bin" / program, *arguments],  # `/` keeps an absolute path
             cwd=self.project,
             env={**self.environment, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
         assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def events(self, program: str, *arguments: str, **environment: str) -> list[dict[str, object]]:
-        """The same for an agent that prints lines of JSON."""
+        """As `run`, for an agent that prints JSON lines."""
         lines = self.run(program, *arguments, **environment).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
-    def requests(self) -> list[Request]:
-        """The agent's requests so far, from the server's own books."""
+    def requests(self) -> list[AgentRequest]:
+        """The agent's requests so far, from the server's usage ledger."""
         query = "SELECT input_tokens, cached_by_tier FROM usage WHERE status = 'finished' ORDER BY created_us"
-        with closing(sqlite3.connect(self.folder / "server" / "emberline.db")) as books:
-            rows = books.execute(query).fetchall()
-        return [Request(n_input, sum(json.loads(tiers).values())) for n_input, tiers in rows]
+        with closing(sqlite3.connect(self.folder / "server" / "emberline.db")) as database:
+            rows = database.execute(query).fetchall()
+        return [AgentRequest(n_input, sum(json.loads(tiers).values())) for n_input, tiers in rows]

@@ -1,5 +1,7 @@
-"""A closed loop of requests over kept-alive connections, as cheap as Python can be: it shares two cores with what it
-measures. Answers are checked for their status and their end, and counted; nothing else of them is read."""
+"""A closed-loop HTTP load generator over keep-alive connections.
+
+It shares the machine with what it measures, so it only checks the status and end of each response and counts them.
+"""
 
 import asyncio
 import time
@@ -12,7 +14,7 @@ _END = b"0\r\n\r\n"  # of a chunked body
 
 
 class LoadFailed(RuntimeError):
-    """An answer was not what it should be, or did not come."""
+    """A response was wrong or did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def request(port: int, body: bytes, headers: str = "") -> bytes:
 
 
 async def run(port: int, bodies: Sequence[bytes], connections: int, headers: str = "") -> Result:
-    """Every body once, over so many connections."""
+    """Send every body once, over so many connections."""
     waiting: Iterator[bytes] = iter([request(port, body, headers) for body in bodies])
     took: list[float] = []
     loop = asyncio.get_running_loop()

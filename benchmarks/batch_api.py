@@ -1,4 +1,4 @@
-"""What batches cost at the doors: `python -m benchmarks.batch_doors`. Prints JSON.
+"""The cost of batches in the HTTP API: `python -m benchmarks.batch_api`. Prints JSON.
 
 10,000 requests of 2 KB through the HTTP app, SQLite with full durability: until the submission is acknowledged, until
 every line is in the queue, how long the event loop was held meanwhile, and how fast results are written.
@@ -33,7 +33,7 @@ WORKERS_AI = f"/client/v4/accounts/local/ai/run/{MODEL}"
 
 
 class Watch:
-    """The longest that the event loop kept somebody waiting."""
+    """The longest delay of the event loop."""
 
     def __init__(self) -> None:
         self.worst_s = 0.0
@@ -59,7 +59,7 @@ def body(i: int) -> dict[str, Any]:
 class Submitted(NamedTuple):
     batch_id: str
     took_s: float
-    watch: Watch  # from the moment that the request was sent
+    watch: Watch  # since the request was sent
 
 
 async def openai_batch(client: httpx.AsyncClient) -> Submitted:

@@ -1,7 +1,7 @@
-"""What the front door itself costs: `python -m benchmarks.front_door`.
+"""CPU cost of the HTTP frontend: `python -m benchmarks.http_frontend`.
 
-The real `emberline serve` over a stand-in engine; counted is the CPU time of the core process alone, tokenising,
-detokenising, the ledger and HTTP included, against the limits we set ourselves.
+`emberline serve` over a stand-in engine; measured is the CPU time of the core process alone, including tokenizing,
+detokenizing, the ledger and HTTP, against our targets.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks import ours
+from benchmarks import emberline_contender
 from benchmarks.client import Reply
 from benchmarks.process import Process, cpu_s, ended_by_sigterm, free_port
 from benchmarks.prompts import Prompts
@@ -33,7 +33,7 @@ SCRIPT = f"say=count,itl_ms={STEP_MS}"
 
 
 class Meter:
-    """CPU seconds of one process since the meter was made."""
+    """CPU seconds of one process since the meter was created."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -45,14 +45,14 @@ class Meter:
 
 
 def prompt_of(prompts: Prompts) -> list[dict[str, str]]:
-    """A message of 2 KB, never seen before."""
+    """A random message of 2 KB, so that no prefix is cached."""
     text = prompts.user(600)["content"].encode()[:PROMPT_BYTES].decode()
     assert len(text) == PROMPT_BYTES
     return [{"role": "user", "content": text}]
 
 
 async def request_cost(target: Target, pid: int, prompts: Prompts, n: int) -> tuple[float, float]:
-    """Milliseconds of CPU, and of waiting (median), for a request answered with one token."""
+    """Milliseconds of CPU and of TTFT (median) for a request with one output token."""
     asked = [prompt_of(prompts) for _ in range(n)]
     meter = Meter(pid)
     replies = [await ask(target, messages, 1) for messages in asked]
@@ -60,7 +60,7 @@ async def request_cost(target: Target, pid: int, prompts: Prompts, n: int) -> tu
 
 
 async def token_cost(target: Target, pid: int, prompts: Prompts, n_rounds: int, request_ms: float) -> float:
-    """Microseconds of CPU for a token while 8 streams run, their requests' own cost taken off."""
+    """Microseconds of CPU per token of 8 concurrent streams, without the cost per request."""
     n_tokens = 0
     meter = Meter(pid)
     for _ in range(n_rounds):
@@ -110,17 +110,17 @@ def table(found: dict[str, list[float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.front_door", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.http_frontend", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer requests, one repeat")
     parser.add_argument("--model", type=Path, help="a GGUF file for its tokenizer (default: the catalog's default)")
     parser.add_argument("--json", type=Path, default=Path("bench-front-door.json"))
     options = parser.parse_args(argv)
-    gguf = (options.model or ours.default_gguf()).resolve()
-    prompts_of = ours.prompts_of(gguf, f"{time.time_ns()}")
+    gguf = (options.model or emberline_contender.default_gguf()).resolve()
+    prompts_of = emberline_contender.prompts_of(gguf, f"{time.time_ns()}")
     repeats, scale = (1, 0.25) if options.quick else (3, 1.0)
     try:
         found = asyncio.run(measure(prompts_of, gguf, repeats, scale))
-    except RuntimeError as error:  # the server died or refused; its own words are in the message
+    except RuntimeError as error:  # the server died or refused; the message has its log
         print(error, file=sys.stderr)
         return 1
     print(table(found))

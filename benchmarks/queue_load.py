@@ -1,15 +1,15 @@
-"""Queued work beside requests, on the real model: what it costs them, how old it gets, and how much it gets done.
+"""Queued jobs and interactive requests on one engine: their interference, queueing delay and throughput.
 
-python -m benchmarks.async_load [--json FILE] [--fleet N]      about 6 minutes on two quiet cores; a fleet adds its own
+python -m benchmarks.queue_load [--json FILE] [--fleet N]      about 6 minutes on two quiet cores; a fleet adds its own
 
-1. throughput: the same lines straight through an engine, all at once, and through the queue, with nobody else there
-2. first token: requests at a steady pace, without queued work and with a queue that is never empty
-3. age: requests at 70 % of the engine's pace, lines arriving at half of what is left
-4. --fleet N: all three on N modelled engines in virtual time (benchmarks/async_fleet.py)
+1. throughput: the same jobs submitted straight to an engine and through the queue, without other load
+2. TTFT: requests at a steady rate, without queued jobs and with a queue that is never empty
+3. queueing delay: requests at 70 % of the engine's capacity, jobs arriving at half of what is left
+4. --fleet N: all three on N simulated engines in virtual time (benchmarks/queue_fleet.py)
 
-What is compared is measured in slices that alternate (A B B A …), so that what else the machine does hits both alike,
-and reported as the median of pairs. `outside` is how many processors others kept busy meanwhile; with more than 0.2 the
-wall-clock figures are not to be believed, and the ratio of processor time (`cpu_ratio`) is the better one.
+The two sides are measured in alternating slices (A B B A …), so that other load on the machine affects both alike, and
+reported as the median of pairs. `outside` is how many CPUs other processes kept busy; above 0.2 the wall-clock figures
+are unreliable, and the ratio of CPU time (`cpu_ratio`) is the better one.
 """
 
 import argparse
@@ -26,11 +26,11 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.async_fleet import quantile, simulate
 from benchmarks.client import stream
-from benchmarks.machine_load import Meter, family
-from benchmarks.ours import default_gguf
+from benchmarks.cpu_usage import Meter, family
+from benchmarks.emberline_contender import default_gguf
 from benchmarks.process import Process, ended_by_sigterm, free_port
+from benchmarks.queue_fleet import quantile, simulate
 from emberline.balancer.endpoint import Endpoint
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
 from emberline.service.engine_client import EngineClient
@@ -58,7 +58,7 @@ def line(n: int) -> dict[str, Any]:
 
 
 class Server:
-    """`emberline serve` in a data folder of its own."""
+    """`emberline serve` with its own data folder."""
 
     def __init__(self, folder: Path, gguf: Path) -> None:
         self.home = folder / "home"
@@ -113,7 +113,7 @@ class Server:
             await asyncio.sleep(0.05)
 
     def ages(self) -> list[float]:
-        """Seconds from the submission of each line to its end, from the store itself."""
+        """Seconds from submission to completion of each job, read from the store."""
         import sqlite3
 
         with sqlite3.connect(self.home / "emberline.db") as store:
@@ -122,15 +122,15 @@ class Server:
 
 
 class Slice(NamedTuple):
-    """One stretch of lines."""
+    """One slice of jobs."""
 
     lines_per_s: float
     cpu_s_per_line: float
-    outside: float  # processors that others kept busy
+    outside: float  # CPUs that other processes kept busy
 
 
 class Engine:
-    """An engine alone, and how lines get straight into it."""
+    """An engine worker, to which jobs are submitted directly."""
 
     def __init__(self, folder: Path, gguf: Path) -> None:
         self._address = f"unix:{folder / 'engine.sock'}"
@@ -173,7 +173,7 @@ def alternating(n_pairs: int) -> list[str]:
 
 
 async def throughput(server: Server, engine: Engine, n_lines: int, n_pairs: int) -> dict[str, float]:
-    """The same number of lines, fresh ones every time, one way and the other."""
+    """Equal numbers of fresh jobs, directly and through the queue."""
 
     async def queued(numbers: range) -> None:
         await server.until_done(await asyncio.to_thread(server.submit, numbers))
@@ -200,7 +200,7 @@ async def throughput(server: Server, engine: Engine, n_lines: int, n_pairs: int)
 
 
 async def requests(server: Server, n: int, every_s: float, first: int, seed: int) -> list[float]:
-    """Times to the first token of requests that come at random, `every_s` apart on average."""
+    """TTFT of requests with Poisson arrivals, `every_s` apart on average."""
     rng = random.Random(seed)
 
     async def one(number: int) -> float:
@@ -289,12 +289,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=5, help="of alternating slices")
     parser.add_argument("--lines", type=int, default=128, help="of a slice of the throughput run")
-    parser.add_argument("--requests", type=int, default=24, help="of a slice of the first-token run")
+    parser.add_argument("--requests", type=int, default=24, help="of a slice of the TTFT run")
     parser.add_argument("--every-s", type=float, default=0.5, help="between two requests, on average")
-    parser.add_argument("--backlog", type=int, default=2000, help="lines that wait while first tokens are measured")
+    parser.add_argument("--backlog", type=int, default=2000, help="queued jobs while TTFT is measured")
     parser.add_argument("--seconds", type=float, default=90, help="of the run at 70 %% load; 0: none")
-    parser.add_argument("--fleet", type=int, action="append", default=[], metavar="N", help="also N modelled engines")
-    parser.add_argument("--fleet-seconds", type=float, default=20, help="of virtual time, of each part")
+    parser.add_argument("--fleet", type=int, action="append", default=[], metavar="N", help="also N simulated engines")
+    parser.add_argument("--fleet-seconds", type=float, default=20, help="of virtual time per part")
     parser.add_argument("--only-fleet", action="store_true", help="no real model")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

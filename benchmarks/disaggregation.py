@@ -1,11 +1,11 @@
-"""Whether running streams keep their pace while long prompts arrive: roles apart, one core each, beside one worker.
+"""Inter-token latency while long prompts arrive: prefill/decode disaggregation against one worker, on a CPU.
 
-    python -m benchmarks.roles            five runs of each, about five minutes; on a machine that does nothing else
-    python -m benchmarks.roles --quick    one short run of each: whether it works, not how fast
+    python -m benchmarks.disaggregation            five runs of each, about five minutes; on an otherwise idle machine
+    python -m benchmarks.disaggregation --quick    one short run of each: whether it works, not how fast
 
-Apart: one worker computes prompts on its core, one writes replies on the other; doors and clients sit on the first, so
-that the second is the streams' alone. Together: one worker with two threads on both cores. Each run is taken twice,
-quiet and with prompts that arrive one after another, on the same processes with the same pinning.
+Disaggregated: a prefill worker on the first core, together with HTTP and the clients, and a decode worker alone on the
+second. Aggregated: one worker with two threads on both cores. Each run is measured twice, without and with prompts that
+arrive one after another, on the same processes with the same pinning.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.machine_load import Meter, family
-from benchmarks.ours import PromptsOf, default_gguf, prompts_of
+from benchmarks.cpu_usage import Meter, family
+from benchmarks.emberline_contender import PromptsOf, default_gguf, prompts_of
 from benchmarks.process import Process, ended_by_sigterm, free_port
 from benchmarks.prompts import Message
 from benchmarks.report import markdown
 
-LIMIT = 1.2  # of the quiet time per token
+LIMIT = 1.2  # times the ITL without prompts
 START_S = 300.0
 MODES = {
-    "apart": ["--prefill-workers", "1", "--decode-workers", "1"],
-    "together": ["--replicas", "1", "--threads", "2"],
+    "disaggregated": ["--prefill-workers", "1", "--decode-workers", "1"],
+    "aggregated": ["--replicas", "1", "--threads", "2"],
 }
 
 
@@ -50,16 +50,16 @@ QUICK = Shape(repeats=1, streams=2, tokens=24, prompt_tokens=600)
 
 
 @dataclass
-class Pace:
-    """Milliseconds a token: the 90th percentile of all gaps, and of the streams' means."""
+class TokenLatency:
+    """ITL in milliseconds: the 90th percentile of all gaps, and of the streams' means."""
 
     gap_p90: float
     mean_p90: float
-    n_prompts: int = 0  # that were computed meanwhile
+    n_prompts: int = 0  # computed in the meantime
 
 
 async def _follow(port: int, messages: Sequence[Message], n_tokens: int) -> list[float]:
-    """The times at which a reply's pieces arrived."""
+    """The arrival times of a reply's chunks."""
     body = json.dumps(
         {
             "model": "smollm2",
@@ -87,8 +87,8 @@ async def _follow(port: int, messages: Sequence[Message], n_tokens: int) -> list
     return arrived
 
 
-async def _measure(port: int, shape: Shape, prompts: PromptsOf, name: str, loaded: bool) -> Pace:
-    """All streams at once. With load, the first prompt is under way before they begin, and the next comes at once."""
+async def _measure(port: int, shape: Shape, prompts: PromptsOf, name: str, loaded: bool) -> TokenLatency:
+    """Run all streams. Under load, the first long prompt is sent before them, and each next one as the last ends."""
     texts = prompts(f"streams {name}")
     streams = [[texts.user(60)] for _ in range(shape.streams)]
     n_prompts, over = 0, False
@@ -108,7 +108,7 @@ async def _measure(port: int, shape: Shape, prompts: PromptsOf, name: str, loade
         await arrivals
     gaps = [1e3 * (b - a) for times in replies for a, b in itertools.pairwise(times)]
     means = [1e3 * (times[-1] - times[0]) / (shape.tokens - 1) for times in replies]
-    return Pace(_p90(gaps), _p90(means), n_prompts)
+    return TokenLatency(_p90(gaps), _p90(means), n_prompts)
 
 
 def _p90(values: Sequence[float]) -> float:
@@ -122,7 +122,7 @@ def _server(mode: str, folder: Path) -> Iterator[int]:
     words += ["--kv-bytes", "512M", "--log-level", "warning", *MODES[mode]]
     with Process(words, folder / f"{mode}.log") as process:
         _wait(port)
-        if mode == "apart":
+        if mode == "disaggregated":
             _pin(process.pid, sorted(os.sched_getaffinity(0))[:1])
         yield port
 
@@ -140,16 +140,16 @@ def _wait(port: int) -> None:
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:
-    """The process's threads, not its children: the workers have cores of their own."""
+    """The threads of the process, not its children: the workers have their own cores."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
 
 
-async def _runs(mode: str, shape: Shape, prompts: PromptsOf, folder: Path) -> list[tuple[Pace, Pace]]:
+async def _runs(mode: str, shape: Shape, prompts: PromptsOf, folder: Path) -> list[tuple[TokenLatency, TokenLatency]]:
     found = []
     before = os.sched_getaffinity(0)
     with _server(mode, folder) as port:
-        if mode == "apart":
+        if mode == "disaggregated":
             os.sched_setaffinity(0, sorted(before)[:1])
         try:
             await _measure(port, QUICK, prompts, f"warm {mode}", True)
@@ -166,8 +166,8 @@ async def _runs(mode: str, shape: Shape, prompts: PromptsOf, folder: Path) -> li
     return found
 
 
-def summary(runs: Sequence[tuple[Pace, Pace]]) -> dict[str, float]:
-    """Medians over the runs; of the ratios, too: each run has its own quiet."""
+def summary(runs: Sequence[tuple[TokenLatency, TokenLatency]]) -> dict[str, float]:
+    """Medians over the runs; ratios are per run, each with its own baseline."""
     figures = {}
     for key in ("gap_p90", "mean_p90"):
         figures[f"{key}_quiet_ms"] = median(getattr(quiet, key) for quiet, _ in runs)
@@ -183,7 +183,9 @@ def report(found: dict[str, dict[str, float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roles", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.disaggregation", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="one short run of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args(argv)
@@ -193,24 +195,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = QUICK if args.quick else Shape()
     gguf = default_gguf()
     prompts = prompts_of(gguf, "roles")
-    runs: dict[str, list[tuple[Pace, Pace]]] = {}
+    runs: dict[str, list[tuple[TokenLatency, TokenLatency]]] = {}
     with tempfile.TemporaryDirectory(prefix="emberline-roles-") as folder:
         (Path(folder) / "models").mkdir()
         (Path(folder) / "models" / gguf.parent.name).symlink_to(gguf.parent)
         for mode in MODES:
-            of_mode = shape if mode == "apart" else replace(shape, tokens=min(48, shape.tokens))  # far slower
+            of_mode = shape if mode == "disaggregated" else replace(shape, tokens=min(48, shape.tokens))  # far slower
             runs[mode] = asyncio.run(_runs(mode, of_mode, prompts, Path(folder)))
     found = {mode: summary(pairs) for mode, pairs in runs.items()}
     print(report(found))
     for key, name in (("mean_p90", "time per token p90"), ("gap_p90", "p90 of single gaps")):
-        ratio = found["apart"][f"{key}_ratio"]
-        print(f"\napart, {name}: {ratio:.2f} of quiet (at most {LIMIT}): {'yes' if ratio <= LIMIT else 'NO'}")
+        ratio = found["disaggregated"][f"{key}_ratio"]
+        verdict = "met" if ratio <= LIMIT else "NOT MET"
+        print(f"\ndisaggregated, {name}: {ratio:.2f} of the ITL without prompts (at most {LIMIT}): {verdict}")
     if args.json:
         args.json.write_text(json.dumps({"shape": asdict(shape), "figures": found, "runs": _plain(runs)}, indent=2))
     return 0
 
 
-def _plain(runs: dict[str, list[tuple[Pace, Pace]]]) -> dict[str, Any]:
+def _plain(runs: dict[str, list[tuple[TokenLatency, TokenLatency]]]) -> dict[str, Any]:
     return {mode: [[asdict(pace) for pace in pair] for pair in pairs] for mode, pairs in runs.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the machine did meanwhile: processor time of our processes, and of everybody else's."""
+"""CPU time of the measured processes and of all others on the machine."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def family(pid: int) -> set[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = _stat(path)
@@ -20,7 +20,7 @@ def family(pid: int) -> set[int]:
 
 
 def cpu_s(pids: set[int]) -> float:
-    """Processor seconds that these processes have used, and their children that ended."""
+    """CPU seconds of these processes and their ended children."""
     total = 0
     for pid in pids:
         fields = _stat(Path(f"/proc/{pid}/stat"))
@@ -30,7 +30,7 @@ def cpu_s(pids: set[int]) -> float:
 
 
 def busy_s() -> float:
-    """Processor seconds that anybody has used."""
+    """CPU seconds of the whole machine."""
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -40,20 +40,20 @@ def busy_s() -> float:
 
 
 class Meter:
-    """Between its making and `read`: processors used by ours, and by others. Stolen time is others'."""
+    """CPU usage between construction and `read`, of given processes and of others. Stolen time counts as others'."""
 
     def __init__(self, ours: set[int]) -> None:
         self._ours = ours
         self._cpu_s, self._busy_s = cpu_s(ours), busy_s()
 
     def read(self, took_s: float) -> tuple[float, float]:
-        """(processor seconds of ours, processors that others kept busy)."""
+        """(CPU seconds of the given processes, CPUs that others kept busy)."""
         ours_s = cpu_s(self._ours) - self._cpu_s
         return ours_s, max(0.0, busy_s() - self._busy_s - ours_s) / max(took_s, 1e-9)
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields behind the name, which may hold anything."""
+    """The fields after the process name, which may contain anything."""
     try:
         return path.read_text().rpartition(") ")[2].split()
     except OSError:

@@ -4,13 +4,13 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.async_fleet import N_OUTPUT, ROW_S, STEP_S, ModelledFleet, simulate
-from benchmarks.machine_load import Meter, cpu_s, family
+from benchmarks.cpu_usage import Meter, cpu_s, family
+from benchmarks.queue_fleet import N_OUTPUT, ROW_S, STEP_S, ModelledFleet, simulate
 from benchmarks.virtual_time import RealTimeStore, VirtualLoop
 from emberline.store import open_store
 
 
-def test_sleep_takes_no_time_and_threads_take_theirs(tmp_path: Path) -> None:
+def test_virtual_loop_skips_sleep_and_waits_for_threads(tmp_path: Path) -> None:
     loop = VirtualLoop()
 
     async def run() -> float:
@@ -39,7 +39,7 @@ def test_sleep_takes_no_time_and_threads_take_theirs(tmp_path: Path) -> None:
     loop.close()
 
 
-def test_a_lone_request_takes_the_steps_that_it_needs() -> None:
+def test_single_request_takes_the_modelled_time() -> None:
     loop = VirtualLoop()
 
     async def run() -> tuple[float, float]:
@@ -54,14 +54,14 @@ def test_a_lone_request_takes_the_steps_that_it_needs() -> None:
     assert abs(took_s - first_s - (N_OUTPUT - 1) * (STEP_S + ROW_S)) < 1e-6
 
 
-def test_the_queue_keeps_a_modelled_engine_full_and_young() -> None:
+def test_queue_keeps_a_simulated_engine_busy() -> None:
     found = simulate(1, 6.0)
     assert 0.9 < found["ratio"] < 1.1
     assert found["age_lines"] > 0
     assert found["age_p95_s"] < 300
 
 
-def test_our_processor_time_is_told_from_others() -> None:
+def test_cpu_time_of_others_is_separate() -> None:
     ours = family(os.getpid())
     assert os.getpid() in ours
     meter, before_s, began_s = Meter(ours), cpu_s(ours), time.perf_counter()

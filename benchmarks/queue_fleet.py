@@ -1,7 +1,7 @@
-"""Queued work beside requests on a fleet of modelled engines, in virtual time.
+"""Queued jobs and interactive requests on a fleet of simulated engines, in virtual time.
 
-The queue, the puller, the admission's grants and every engine's scheduler are the real ones; only the device is a
-formula: how long a step takes by its rows and its prompt tokens. The engines are small and slow, so that many fit.
+The queue, the puller, admission's job grants and every engine's scheduler are the production ones; only the step time
+is modelled, from the rows and prompt tokens of a step. The engines are small and slow, so that many fit.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ from emberline.testing.standin_engine import LAYOUT
 MODEL = "m"
 N_PROMPT, N_OUTPUT = 256, 32
 PLACES = 16
-STEP_S, ROW_S, PROMPT_S = 25e-3, 2e-4, 1e-4  # of a step, of a sequence in it, of a prompt's token in it
+STEP_S, ROW_S, PROMPT_S = 25e-3, 2e-4, 1e-4  # per step, sequence and prompt token
 KV_TOKENS = 4 * PLACES * (N_PROMPT + N_OUTPUT)
 _AGES = "SELECT ended_us - created_us FROM lines WHERE created_us >= ? AND state = 'succeeded'"
-STOP_S = 3.0  # for cancelled lines to be gone
+STOP_S = 3.0  # for cancelled jobs to end
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Drawn:
 
 
 class ModelledEngine:
-    """An engine as admission knows it, and its steps."""
+    """A simulated engine, and its worker as admission sees it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,12 +65,12 @@ class ModelledEngine:
         cache = KVCache([LAYOUT], [blocks_of(KV_TOKENS) + 1], chunk=2048)
         limits = Limits(context_len=4096, vocab_size=50_000, eos_ids=(2,), max_running=PLACES, token_budget=2048)
         self._scheduler = Scheduler(cache, limits, name)
-        self._waiting: dict[str, tuple[asyncio.Future[None], asyncio.Future[None]]] = {}  # a first token, the last
+        self._waiting: dict[str, tuple[asyncio.Future[None], asyncio.Future[None]]] = {}  # first token, finish
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     async def run(self, request: EngineRequest) -> float:
-        """To its last token; the seconds to its first."""
+        """Runs a request to its end; returns its TTFT in seconds."""
         loop, batch = asyncio.get_running_loop(), request.priority == Priority.BATCH
         began_s = loop.time()
         first, last = self._waiting[request.id] = loop.create_future(), loop.create_future()
@@ -118,7 +118,7 @@ def took_s(plan: StepPlan) -> float:
 
 
 class ModelledFleet:
-    """All that admission and the puller ask of engines and of the service."""
+    """The interfaces of balancer and service that admission and the puller use."""
 
     def __init__(self, n: int) -> None:
         self.members = [ModelledEngine(f"e{i}") for i in range(n)]
@@ -134,7 +134,7 @@ class ModelledFleet:
     async def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]:
-        """Queued work, on the engine that it was granted."""
+        """Runs a job on the engine that was granted."""
         assert job is not None
         usage = Usage(prompt_tokens=N_PROMPT, completion_tokens=N_OUTPUT)
         yield Started(usage)
@@ -145,7 +145,7 @@ class ModelledFleet:
         yield Completed(usage)
 
     async def ask(self, request_id: str) -> float:
-        """A request with a waiting client; the seconds to its first token."""
+        """An interactive request; returns its TTFT in seconds."""
         loads = {member: member.worker.in_flight for member in self.members}
         member = min(loads, key=lambda member: (loads[member].sync_active, loads[member].batch_active))
         mixed = loads[member].batch_active > 0
@@ -186,7 +186,7 @@ def new_lines(n: int) -> list[NewJob]:
 
 
 class Run:
-    """A fleet, and a queue before it."""
+    """A fleet with a queue."""
 
     def __init__(self, n: int, folder: Path, store: RealTimeStore) -> None:
         self.fleet = ModelledFleet(n)
@@ -211,7 +211,7 @@ class Run:
 
 
 async def straight(n: int, seconds: float) -> float:
-    """Lines a second with every engine full of them, and nothing before it."""
+    """Jobs per second with every engine full, without a queue."""
     fleet, loop = ModelledFleet(n), asyncio.get_running_loop()
     n_done, begins_s, ends_s = 0, loop.time() + seconds / 4, loop.time() + seconds
 
@@ -230,7 +230,7 @@ async def straight(n: int, seconds: float) -> float:
 
 
 async def silent(run: Run, rate: float, seconds: float) -> float:
-    """Lines a second through the queue, with nobody else there."""
+    """Jobs per second through the queue, without other load."""
     batch_id = await run.submit(int(1.2 * rate * seconds))
     await asyncio.sleep(seconds / 4)
     before, began_s = await run.n_done(), asyncio.get_running_loop().time()
@@ -251,7 +251,7 @@ async def asking(run: Run, rate: float, seconds: float, seed: int) -> list[float
 
 
 async def aged(run: Run, rate: float, seconds: float) -> tuple[list[float], list[float]]:
-    """Ages of lines that come at half of what requests leave, and the requests' first tokens."""
+    """Queueing delay of jobs that arrive at half of the capacity left by requests, and the requests' TTFT."""
     now_us = run.store.now_us()
     requests = asyncio.create_task(asking(run, 0.7 * rate, seconds, seed=3))
     while not requests.done():

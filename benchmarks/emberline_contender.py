@@ -1,4 +1,4 @@
-"""Emberline as a row of the table, and its tokenizer as the one that measures prompts."""
+"""Emberline as a server under comparison, and its tokenizer, which counts prompt tokens."""
 
 import os
 import sys
@@ -21,12 +21,12 @@ PromptsOf = Callable[[str], Prompts]
 
 
 def default_gguf() -> Path:
-    """The catalog's default model, fetched if it is not there."""
+    """The catalog's default model, downloaded if needed."""
     return pull(DEFAULT_MODEL, ModelStore(home_dir(os.environ))).path
 
 
 def contender(setup: Setup) -> Contender:
-    """`emberline serve` as it is, in a data folder of its own."""
+    """`emberline serve` with defaults and its own data folder."""
     data = setup.cache / "emberline-data"
     card = pull(str(setup.gguf), ModelStore(data)).card
 
@@ -38,7 +38,7 @@ def contender(setup: Setup) -> Contender:
 
 
 def prompts_of(gguf: Path, seed: str) -> Callable[[str], Prompts]:
-    """Prompts by name: the same name gives the same prompts, so that every server gets the same ones."""
+    """A source of prompts by name: the same name gives the same prompts to every server."""
     text = TextModel.load(gguf)
     words = single_token_words(text)
 
