@@ -71,7 +71,7 @@ class Bench:
 
 
 class PairGate(AdmissionController):
-    """Splits every request that it can: whether that pays is the balancer's business, and tested there."""
+    """Disaggregates every request that it can; when that pays is tested with the balancer."""
 
     async def admit(self, ask: RouteRequest) -> Route:
         route = await super().admit(ask)

@@ -1,4 +1,4 @@
-"""Models on other people's servers, through every door: real core, stand-in servers, no socket in front."""
+"""Models on upstream servers through every API: real core, stand-in servers, in-process HTTP."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def expected(messages: Any = None) -> str:
     return "".join(StandinPrompt({"messages": messages or CHAT["messages"]}).words(50))
 
 
-class Door:
+class ApiClient:
     def __init__(self, made: Bench, client: httpx.AsyncClient) -> None:
         self.bench = made
         self.client = client
@@ -42,7 +42,7 @@ class Door:
 
 
 @pytest.fixture
-async def door(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+async def api(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[ApiClient]:
     options = getattr(request, "param", {})
     servers = options.get("servers", [("a", "vllm", "both")])
     made = await bench(*servers, **{name: value for name, value in options.items() if name != "servers"})
@@ -50,7 +50,7 @@ async def door(bench: Opener, tmp_path: Path, request: pytest.FixtureRequest) ->
     app = App(made.service, ApiSettings(Authenticator(Secret.open(tmp_path))))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686") as client:
-        yield Door(made, client)
+        yield ApiClient(made, client)
 
 
 def events(text: str) -> list[Any]:
@@ -62,36 +62,36 @@ def said(chunks: list[Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
-async def test_a_chat_is_passed_through(door: Door) -> None:
-    answer = await door.post("/v1/chat/completions", CHAT)
+async def test_a_chat_is_forwarded(api: ApiClient) -> None:
+    answer = await api.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 200
     body = answer.json()
     assert body["choices"][0]["message"]["content"] == expected()
     assert body["usage"]["completion_tokens"] == 50
     assert answer.headers["cf-ai-req-id"] == answer.headers["x-request-id"]
-    ((row_id, status, n_input, n_output, _),) = await door.bench.rows()
+    ((row_id, status, n_input, n_output, _),) = await api.bench.rows()
     assert (row_id, status) == (answer.headers["x-request-id"], "finished")
     assert (n_input, n_output) == (body["usage"]["prompt_tokens"], 50)
-    assert await door.bench.idle()
+    assert await api.bench.idle()
 
 
 @pytest.mark.parametrize("asks", [False, True])
-async def test_a_stream_is_passed_through_with_usage_for_those_who_ask(door: Door, asks: bool) -> None:
+async def test_a_stream_is_forwarded_with_usage_on_request(api: ApiClient, asks: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if asks else {}
-    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True, **options})
+    answer = await api.post("/v1/chat/completions", {**CHAT, "stream": True, **options})
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert "content-length" not in answer.headers
     assert answer.text.endswith("data: [DONE]\n\n")
     chunks = events(answer.text)
     assert said(chunks) == expected()
     assert [bool(chunk.get("usage")) for chunk in chunks].count(True) == int(asks)
-    ((_, status, _, n_output, _),) = await door.bench.rows()
+    ((_, status, _, n_output, _),) = await api.bench.rows()
     assert (status, n_output) == ("finished", 50)
 
 
-@pytest.mark.parametrize("door", [{"a": ServerScript(itl_ms=40)}], indirect=True)
-async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(door: Door) -> None:
-    core, began = door.bench.core, asyncio.Event()
+@pytest.mark.parametrize("api", [{"a": ServerScript(itl_ms=40)}], indirect=True)
+async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chunk(api: ApiClient) -> None:
+    core, began = api.bench.core, asyncio.Event()
     tell = core.first_token
 
     def spy(request_id: str, cached_tokens: int) -> None:
@@ -99,18 +99,18 @@ async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chu
         began.set()
 
     core.first_token = spy  # type: ignore[method-assign]
-    task = asyncio.create_task(door.post("/v1/chat/completions", CHAT))
+    task = asyncio.create_task(api.post("/v1/chat/completions", CHAT))
     async with asyncio.timeout(PATIENCE_S):
         await began.wait()
     assert not task.done()
-    assert door.bench.standins["a"].running == 1
+    assert api.bench.standins["a"].running == 1
     assert (await task).json()["choices"][0]["message"]["content"] == expected()
-    ((first_us, created_us, finished_us),) = await door.bench.times()
+    ((first_us, created_us, finished_us),) = await api.bench.times()
     assert first_us - created_us < (finished_us - created_us) / 2
 
 
 @pytest.mark.parametrize(
-    "door",
+    "api",
     [
         {
             "servers": [("a", "openai", "both"), ("b", "openai", "both")],
@@ -120,30 +120,30 @@ async def test_a_reply_that_is_not_streamed_counts_as_prefilled_at_its_first_chu
     ],
     indirect=True,
 )
-async def test_a_reply_that_is_not_streamed_begins_again_at_another_server(door: Door) -> None:
+async def test_a_reply_that_is_not_streamed_begins_again_at_another_server(api: ApiClient) -> None:
     for _ in range(4):  # whichever server is tried first
-        answer = await door.post("/v1/chat/completions", CHAT)
+        answer = await api.post("/v1/chat/completions", CHAT)
         assert answer.json()["choices"][0]["message"]["content"] == expected()
-    assert {row[1] for row in await door.bench.rows()} == {"finished"}
-    assert await door.bench.idle()
+    assert {row[1] for row in await api.bench.rows()} == {"finished"}
+    assert await api.bench.idle()
 
 
-@pytest.mark.parametrize("door", [{"servers": [("p", "vllm", "prefill"), ("d", "vllm", "decode")]}], indirect=True)
-async def test_prefills_cached_tokens_are_in_the_stream_and_in_the_books(door: Door) -> None:
+@pytest.mark.parametrize("api", [{"servers": [("p", "vllm", "prefill"), ("d", "vllm", "decode")]}], indirect=True)
+async def test_cached_tokens_of_prefill_are_in_the_stream_and_in_the_usage_row(api: ApiClient) -> None:
     asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
     for _ in range(2):
-        answer = await door.post("/v1/chat/completions", asked)
+        answer = await api.post("/v1/chat/completions", asked)
     cached = len(f"user: {LONG}") // 64 * 16
     usage = next(chunk["usage"] for chunk in events(answer.text) if chunk.get("usage"))
     assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
-    rows = {row[0]: row for row in await door.bench.rows()}
+    rows = {row[0]: row for row in await api.bench.rows()}
     assert json.loads(rows[answer.headers["x-request-id"]][4]) == {"device": cached}
-    whole = await door.post("/v1/chat/completions", CHAT)
+    whole = await api.post("/v1/chat/completions", CHAT)
     assert whole.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
-    assert door.bench.standins["p"].violations == []
+    assert api.bench.standins["p"].violations == []
 
 
-async def test_only_known_fields_reach_the_server(door: Door) -> None:
+async def test_only_allowed_fields_are_forwarded(api: ApiClient) -> None:
     sneaky = {
         "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"},
         "bootstrap_host": "10.0.0.1",
@@ -156,8 +156,8 @@ async def test_only_known_fields_reach_the_server(door: Door) -> None:
         "top_k": 5,
         "user": "someone",
     }
-    await door.post("/v1/chat/completions", {**CHAT, **sneaky})
-    (got,) = door.bench.standins["a"].requests
+    await api.post("/v1/chat/completions", {**CHAT, **sneaky})
+    (got,) = api.bench.standins["a"].requests
     assert set(got) == {
         *("model", "messages", "stream", "stream_options", "stop_token_ids", "top_k", "cache_salt", "_id")
     }
@@ -173,53 +173,51 @@ async def test_only_known_fields_reach_the_server(door: Door) -> None:
         {"type": "image_embeds", "image_embeds": "AAAA"},
     ],
 )
-async def test_no_server_is_made_to_fetch_what_a_client_names(door: Door, part: dict[str, Any]) -> None:
-    answer = await door.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [part]}]})
+async def test_media_that_the_server_would_fetch_are_refused(api: ApiClient, part: dict[str, Any]) -> None:
+    answer = await api.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [part]}]})
     assert answer.status_code == 400
-    assert door.bench.standins["a"].requests == []
+    assert api.bench.standins["a"].requests == []
 
 
-async def test_an_image_inside_the_body_may_pass(door: Door) -> None:
+async def test_an_image_inside_the_body_is_forwarded(api: ApiClient) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}]
-    answer = await door.post("/v1/chat/completions", {**CHAT, "messages": messages})
+    answer = await api.post("/v1/chat/completions", {**CHAT, "messages": messages})
     assert answer.status_code == 200
-    assert door.bench.standins["a"].requests[0]["messages"] == messages
+    assert api.bench.standins["a"].requests[0]["messages"] == messages
 
 
 @pytest.mark.parametrize(
     "bad",
     [{"n": 10**9}, {"temperature": -1}, {"max_tokens": 0}, {"messages": []}, {"messages": "x"}, {"top_logprobs": 99}],
 )
-async def test_numbers_out_of_range_stay_here(door: Door, bad: dict[str, Any]) -> None:
-    answer = await door.post("/v1/chat/completions", {**CHAT, **bad})
+async def test_values_out_of_range_are_refused(api: ApiClient, bad: dict[str, Any]) -> None:
+    answer = await api.post("/v1/chat/completions", {**CHAT, **bad})
     assert answer.status_code == 400, answer.text
-    assert door.bench.standins["a"].requests == []
+    assert api.bench.standins["a"].requests == []
 
 
-@pytest.mark.parametrize("door", [{"a": ServerScript(status=400, message="stop is odd")}], indirect=True)
-async def test_the_servers_no_is_told_in_our_words(door: Door) -> None:
-    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
+@pytest.mark.parametrize("api", [{"a": ServerScript(status=400, message="stop is odd")}], indirect=True)
+async def test_a_server_s_error_is_translated_for_each_api(api: ApiClient) -> None:
+    answer = await api.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "stop is odd"
-    anthropic = await door.post("/v1/messages", {**CHAT, "max_tokens": 9})
+    anthropic = await api.post("/v1/messages", {**CHAT, "max_tokens": 9})
     assert anthropic.json()["error"] == {"type": "invalid_request_error", "message": "stop is odd"}
 
 
-@pytest.mark.parametrize(
-    "door", [{"servers": [("a", "openai", "both")], "a": ServerScript(cut_after=5)}], indirect=True
-)
-async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(door: Door) -> None:
-    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True})
+@pytest.mark.parametrize("api", [{"servers": [("a", "openai", "both")], "a": ServerScript(cut_after=5)}], indirect=True)
+async def test_a_broken_stream_ends_in_an_error_event_without_done(api: ApiClient) -> None:
+    answer = await api.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert answer.status_code == 200
     assert "[DONE]" not in answer.text
     assert events(answer.text)[-1]["error"]["code"] == "unavailable"
-    ((_, status, *_),) = await door.bench.rows()
+    ((_, status, *_),) = await api.bench.rows()
     assert status == "failed"
 
 
 @pytest.mark.parametrize(
-    "door",
+    "api",
     [
         {
             "servers": [("a", "vllm", "both"), ("b", "vllm", "both")],
@@ -229,9 +227,9 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_and_no_done(door: Doo
     ],
     indirect=True,
 )
-async def test_a_stream_that_moves_is_one_stream_to_the_client(door: Door) -> None:
-    door.bench.standins["a"].script.times = 1
-    answer = await door.post("/v1/chat/completions", {**CHAT, "stream": True, "temperature": 0, "max_tokens": 50})
+async def test_a_resumed_stream_looks_like_one_stream(api: ApiClient) -> None:
+    api.bench.standins["a"].script.times = 1
+    answer = await api.post("/v1/chat/completions", {**CHAT, "stream": True, "temperature": 0, "max_tokens": 50})
     chunks = events(answer.text)
     assert said(chunks) == expected()
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
@@ -239,54 +237,54 @@ async def test_a_stream_that_moves_is_one_stream_to_the_client(door: Door) -> No
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_completion_is_passed_through(door: Door) -> None:
+async def test_a_completion_is_forwarded(api: ApiClient) -> None:
     body = {"model": "standin", "prompt": "once upon a time", "max_tokens": 7}
-    answer = (await door.post("/v1/completions", body)).json()
+    answer = (await api.post("/v1/completions", body)).json()
     assert answer["choices"][0]["text"] == "".join(StandinPrompt(body).words(7))
-    streamed = await door.post("/v1/completions", {**body, "stream": True})
+    streamed = await api.post("/v1/completions", {**body, "stream": True})
     texts = [choice["text"] for chunk in events(streamed.text) for choice in chunk["choices"]]
     assert "".join(texts) == answer["choices"][0]["text"]
 
 
-async def test_every_other_door_works_too(door: Door) -> None:
-    anthropic = (await door.post("/v1/messages", {**CHAT, "max_tokens": 60})).json()
+async def test_every_other_api(api: ApiClient) -> None:
+    anthropic = (await api.post("/v1/messages", {**CHAT, "max_tokens": 60})).json()
     assert anthropic["content"] == [{"type": "text", "text": expected()}]
     assert anthropic["usage"]["output_tokens"] == 50
-    native = (await door.post("/client/v4/accounts/acme/ai/run/standin", {"messages": CHAT["messages"]})).json()
+    native = (await api.post("/client/v4/accounts/acme/ai/run/standin", {"messages": CHAT["messages"]})).json()
     assert native["result"]["response"] == expected()
-    responses = (await door.post("/v1/responses", {"model": "standin", "input": LONG, "store": False})).json()
+    responses = (await api.post("/v1/responses", {"model": "standin", "input": LONG, "store": False})).json()
     assert responses["output"][0]["content"][0]["text"] == expected()
-    enveloped = await door.post("/client/v4/accounts/acme/ai/v1/chat/completions", {**CHAT, "stream": True})
+    enveloped = await api.post("/client/v4/accounts/acme/ai/v1/chat/completions", {**CHAT, "stream": True})
     assert any(chunk.get("usage") for chunk in events(enveloped.text))
-    assert len(await door.bench.rows()) == 4
-    assert await door.bench.idle()
+    assert len(await api.bench.rows()) == 4
+    assert await api.bench.idle()
 
 
-async def test_the_models_are_listed(door: Door) -> None:
-    rows = (await door.client.get("/v1/models")).json()["data"]
+async def test_the_models_are_listed(api: ApiClient) -> None:
+    rows = (await api.client.get("/v1/models")).json()["data"]
     assert [row["id"] for row in rows] == ["standin"]
-    assert (await door.client.get("/v1/models/STANDIN")).json()["id"] == "standin"
-    assert (await door.post("/v1/chat/completions", {**CHAT, "model": "nobody"})).status_code == 404
+    assert (await api.client.get("/v1/models/STANDIN")).json()["id"] == "standin"
+    assert (await api.post("/v1/chat/completions", {**CHAT, "model": "nobody"})).status_code == 404
 
 
-async def test_a_session_id_of_a_megabyte_is_harmless(door: Door) -> None:
-    answer = await door.post("/v1/chat/completions", CHAT, **{"x-session-affinity": "s" * (1 << 20)})
+async def test_a_session_id_of_a_megabyte(api: ApiClient) -> None:
+    answer = await api.post("/v1/chat/completions", CHAT, **{"x-session-affinity": "s" * (1 << 20)})
     assert answer.status_code == 200
 
 
-async def test_with_a_tokenizer_keys_are_those_of_the_servers_own_events(door: Door, text_model: TextModel) -> None:
+async def test_with_a_tokenizer_prefix_keys_match_the_server_s_kv_events(api: ApiClient, text_model: TextModel) -> None:
     """What a KV event says of these token ids is what the balancer is asked for."""
-    door.bench.service.upstream.texts = {"standin": text_model}
+    api.bench.service.upstream.texts = {"standin": text_model}
     asks: list[RouteRequest] = []
-    admit = door.bench.core.admit
+    admit = api.bench.core.admit
 
     async def spy(ask: RouteRequest) -> Route:
         asks.append(ask)
         return await admit(ask)
 
-    door.bench.core.admit = spy  # type: ignore[method-assign]
-    await door.post("/v1/chat/completions", CHAT)
-    await door.post("/v1/messages", {**CHAT, "max_tokens": 5})
+    api.bench.core.admit = spy  # type: ignore[method-assign]
+    await api.post("/v1/chat/completions", CHAT)
+    await api.post("/v1/messages", {**CHAT, "max_tokens": 5})
     request = GenerateRequest(id="x", model="standin", messages=(Message("user", LONG),))
     ids = build_prompt(text_model, request).ids
     event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens.unpack(ids)}

@@ -31,7 +31,7 @@ async def test_a_server_and_its_defaults(tmp_path: Path) -> None:
     assert client.peer.bootstrap == "h:8998"
 
 
-def test_our_own_workers_are_left_to_others(tmp_path: Path) -> None:
+def test_emberline_workers_are_left_out(tmp_path: Path) -> None:
     text = table(kind="emberline", url="tcp://h:1") + table(name="b")
     assert [server.name for server in upstream_configs(endpoints(tmp_path, text))] == ["b"]
 
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, text: str, says: st
         ),
     ],
 )
-def test_servers_that_make_no_sense_say_why(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_endpoints_are_refused_with_a_reason(tmp_path: Path, text: str, says: str) -> None:
     found = endpoints(tmp_path, text)
     with pytest.raises(ConfigError, match=says):
         upstream_configs(found)

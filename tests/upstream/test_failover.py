@@ -1,4 +1,4 @@
-"""Requests to other people's servers, through the real core: what comes out, what is counted, what is left."""
+"""Requests to upstream servers through the real core: events, usage, failover, resume, and nothing left in flight."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
     return await collect_answer(bench.service.generate(asked, PRINCIPAL))
 
 
-async def test_a_plain_server_answers(bench: Opener) -> None:
+async def test_an_openai_server(bench: Opener) -> None:
     made = await bench(("a", "openai", "both"))
     found = await answer(made, request())
     assert found.choices[0].text == expected()
@@ -48,7 +48,7 @@ async def test_a_plain_server_answers(bench: Opener) -> None:
 
 
 @pytest.mark.parametrize(("kind", "transfer"), PAIRS)
-async def test_a_pair_answers_as_one_would_and_tells_prefills_cached_tokens(
+async def test_a_prefill_decode_pair_replies_as_one_server_and_counts_cached_tokens(
     bench: Opener, kind: str, transfer: str
 ) -> None:
     made = await bench(("p", kind, "prefill"), ("d", kind, "decode"), transfer=transfer)
@@ -68,9 +68,7 @@ async def test_a_pair_answers_as_one_would_and_tells_prefills_cached_tokens(
 
 @pytest.mark.parametrize(("kind", "transfer"), PAIRS)
 @pytest.mark.parametrize("fault", [{"status": 500}, {"garbage": True}, {"cut_after": 0}, {"bad_json": True}])
-async def test_a_prefill_server_that_fails_is_replaced(
-    bench: Opener, kind: str, transfer: str, fault: dict[str, object]
-) -> None:
+async def test_failover_of_a_prefill_server(bench: Opener, kind: str, transfer: str, fault: dict[str, object]) -> None:
     if kind == "sglang" and "bad_json" in fault:
         pytest.skip("what prefill says is not read there")
     made = await bench(
@@ -91,7 +89,7 @@ async def test_a_prefill_server_that_fails_is_replaced(
     assert await made.idle()
 
 
-async def test_a_half_of_sglangs_pair_is_never_asked_alone(bench: Opener) -> None:
+async def test_an_sglang_decode_server_is_used_with_a_prefill_server_only(bench: Opener) -> None:
     made = await bench(("p", "sglang", "prefill"), ("d", "sglang", "decode"), paired=False)
     for number in range(3):  # a handful of tokens, and cached where they are drawn: others would compute them there
         found = await answer(made, request("hello", f"r{number}"))
@@ -101,7 +99,7 @@ async def test_a_half_of_sglangs_pair_is_never_asked_alone(bench: Opener) -> Non
     assert await made.idle()
 
 
-async def test_a_decode_server_that_dies_before_its_first_token_is_replaced(bench: Opener) -> None:
+async def test_failover_of_a_decode_server_before_its_first_token(bench: Opener) -> None:
     made = await bench(
         *(("p", "vllm", "prefill"), ("d1", "vllm", "decode"), ("d2", "vllm", "decode")),
         d1=ServerScript(status=503, times=1),
@@ -116,9 +114,7 @@ async def test_a_decode_server_that_dies_before_its_first_token_is_replaced(benc
 
 @pytest.mark.parametrize("fault", [{"cut_after": 20}, {"error_after": 20}, {"no_done": True, "cut_after": 30}])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_a_stream_that_breaks_goes_on_at_another_server(
-    bench: Opener, kind: str, fault: dict[str, object]
-) -> None:
+async def test_a_broken_stream_is_resumed_at_another_server(bench: Opener, kind: str, fault: dict[str, object]) -> None:
     made = await bench(
         ("a", kind, "both"),
         ("b", kind, "both"),
@@ -134,7 +130,7 @@ async def test_a_stream_that_breaks_goes_on_at_another_server(
     assert await made.idle()
 
 
-async def test_a_plain_server_that_breaks_off_ends_in_an_error(bench: Opener) -> None:
+async def test_a_stream_of_an_openai_server_is_not_resumed(bench: Opener) -> None:
     made = await bench(
         ("a", "openai", "both"), ("b", "openai", "both"), a=ServerScript(cut_after=5), b=ServerScript(cut_after=5)
     )
@@ -146,7 +142,7 @@ async def test_a_plain_server_that_breaks_off_ends_in_an_error(bench: Opener) ->
     assert await made.idle()
 
 
-async def test_what_the_client_did_wrong_is_told_and_nobody_blamed(bench: Opener) -> None:
+async def test_a_client_error_is_reported_and_counts_against_no_server(bench: Opener) -> None:
     made = await bench(
         ("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(status=400), b=ServerScript(status=400)
     )
@@ -160,13 +156,13 @@ async def test_what_the_client_did_wrong_is_told_and_nobody_blamed(bench: Opener
     assert sum(len(standin.requests) for standin in made.standins.values()) == 1
 
 
-async def test_a_busy_server_is_passed_over(bench: Opener) -> None:
+async def test_failover_from_a_server_without_room(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=ServerScript(status=429), b=ServerScript())
     found = await answer(made, request())
     assert found.choices[0].text == expected()
 
 
-async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
+async def test_no_server_with_room_is_reported_with_retry_after(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(status=429))
     with pytest.raises(Overloaded) as caught:
         await answer(made, request())
@@ -174,7 +170,7 @@ async def test_all_busy_is_told_with_when_to_come_back(bench: Opener) -> None:
     assert await made.idle()
 
 
-async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Opener) -> None:
+async def test_a_cancelled_stream_is_aborted_on_the_server(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=20))
     async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
         async for event in events:
@@ -187,8 +183,8 @@ async def test_a_client_that_leaves_mid_stream_ends_the_servers_work(bench: Open
     assert await made.idle()
 
 
-async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Opener) -> None:
-    """Decode cannot be reached yet when the client leaves: only a request to it frees what prefill holds."""
+async def test_cancelling_between_prefill_and_decode_frees_the_lease(bench: Opener) -> None:
+    """Decode is not reachable yet when the request is cancelled: only a request to it frees the blocks of prefill."""
     made = await bench(("p", "vllm", "prefill"), ("d", "vllm", "decode"))
     prefill, decode = made.standins["p"], made.standins["d"]
     pool = made.clients["d"].pool
@@ -213,9 +209,7 @@ async def test_a_client_that_leaves_between_the_legs_frees_the_lease(bench: Open
     assert await made.idle()
 
 
-async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
-    bench: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failover_from_a_server_that_hangs(bench: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr("emberline.upstream.client.PROBE_TIMEOUT_S", 0.1)
     made = await bench(
@@ -234,7 +228,7 @@ async def test_a_server_that_hangs_is_found_out_and_its_requests_move(
     assert await made.idle()
 
 
-async def test_no_server_is_an_error_and_not_a_hang(bench: Opener) -> None:
+async def test_no_server_is_an_error(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"))
     await made.standins["a"].close()
     with pytest.raises(Unavailable):
@@ -250,7 +244,7 @@ async def test_started_comes_first_and_completed_last(bench: Opener) -> None:
     assert sum(isinstance(event, Completed) for event in events) == 1
 
 
-async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row(bench: Opener) -> None:
+async def test_a_job_runs_where_it_was_granted_and_its_owner_records_the_usage(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
     booked: list[UsageRow] = []
     job = JobContext("b", booked.append)
@@ -262,7 +256,7 @@ async def test_queued_work_runs_where_it_was_granted_and_its_owner_books_the_row
     assert await made.idle()
 
 
-async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: Opener) -> None:
+async def test_a_job_is_not_retried_here_when_its_server_fails(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), b=ServerScript(status=500))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
@@ -274,7 +268,7 @@ async def test_queued_work_goes_back_to_its_queue_when_its_server_fails(bench: O
     assert await made.idle()
 
 
-async def test_a_deadline_ends_a_slow_answer(bench: Opener) -> None:
+async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=50))
     with pytest.raises(DeadlineExceeded):
         await answer(made, request(deadline_s=0.4))

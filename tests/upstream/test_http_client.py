@@ -85,7 +85,7 @@ async def whole(pool: ConnectionPool, body: bytes = b"{}") -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\n", HEAD + b"content-length: 5\r\n\r\nhello"),
     ],
 )
-async def test_answers_in_every_shape_and_connections_are_kept(server: Server, pieces: tuple[bytes, ...]) -> None:
+async def test_replies_of_every_form_and_keep_alive(server: Server, pieces: tuple[bytes, ...]) -> None:
     server.talk = says(*pieces)
     pool = await server.start()
     for _ in range(3):
@@ -97,7 +97,7 @@ async def test_answers_in_every_shape_and_connections_are_kept(server: Server, p
     pool.close()
 
 
-async def test_an_answer_that_ends_with_its_connection(server: Server) -> None:
+async def test_a_reply_that_ends_with_its_connection(server: Server) -> None:
     server.talk = says(HEAD + b"\r\nhel", b"lo", close=True)
     pool = await server.start()
     assert await whole(pool) == b"hello"
@@ -132,9 +132,7 @@ async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: S
         ((b"HTTP/1.1 200 OK\r\nh: " + b"x" * 100_000 + b"\r\n\r\n",), "headers|not HTTP"),
     ],
 )
-async def test_a_server_that_does_not_speak_http_is_told_apart(
-    server: Server, pieces: tuple[bytes, ...], reason: str
-) -> None:
+async def test_a_malformed_reply_fails_with_its_reason(server: Server, pieces: tuple[bytes, ...], reason: str) -> None:
     server.talk = says(*pieces, close=True)
     pool = await server.start()
     with pytest.raises(ConnectionFailed, match=reason):
@@ -181,7 +179,7 @@ async def test_closing_an_exchange_early_closes_its_connection(server: Server) -
     pool.close()
 
 
-async def test_a_slow_reader_makes_the_server_wait(server: Server) -> None:
+async def test_backpressure(server: Server) -> None:
     sent = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -202,7 +200,7 @@ async def test_a_slow_reader_makes_the_server_wait(server: Server) -> None:
     pool.close()
 
 
-async def test_too_large_an_answer_is_broken_off(server: Server) -> None:
+async def test_a_reply_beyond_the_limit_is_aborted(server: Server) -> None:
     server.talk = says(HEAD + b"content-length: 3000000\r\n\r\n" + b"x" * 3_000_000)
     pool = await server.start()
     exchange = await pool.post("/x", b"{}")
@@ -211,7 +209,7 @@ async def test_too_large_an_answer_is_broken_off(server: Server) -> None:
     pool.close()
 
 
-async def test_nobody_there() -> None:
+async def test_connection_refused() -> None:
     pool = ConnectionPool(Address("127.0.0.1", 1, False, ""))
     with pytest.raises(ConnectionFailed, match="no connection"):
         await pool.post("/x", b"{}")

@@ -1,4 +1,4 @@
-"""Servers that fail at random while clients come and leave: nothing is lost, doubled, garbled or left over."""
+"""Servers that fail at random while clients connect and disconnect: nothing is lost, doubled, garbled or left over."""
 
 import asyncio
 import random
@@ -43,7 +43,7 @@ async def client(bench: Bench, number: int, draw: random.Random) -> str:
     return "answered"
 
 
-async def trouble(bench: Bench, draw: random.Random) -> None:
+async def inject_faults(bench: Bench, draw: random.Random) -> None:
     while True:
         standin = draw.choice(list(bench.standins.values()))
         fault = draw.choice(FAULTS)
@@ -55,13 +55,13 @@ async def trouble(bench: Bench, draw: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("kind", "transfer"), [("vllm", "nixl"), ("vllm", "mooncake"), ("sglang", "bootstrap")])
-async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> None:
+async def test_random_faults(bench: Opener, kind: str, transfer: str, seed: int) -> None:
     names = [("p1", kind, "prefill"), ("p2", kind, "prefill"), ("d1", kind, "decode"), ("d2", kind, "decode")]
     made = await bench(*names, transfer=transfer, **{name: ServerScript(handoff_wait_s=0.3) for name, _, _ in names})
     for standin in made.standins.values():
         standin.handoffs.wait_s = 0.3
     draw = random.Random(seed)
-    storm = asyncio.create_task(trouble(made, draw))
+    faults = asyncio.create_task(inject_faults(made, draw))
     slots = asyncio.Semaphore(8)
 
     async def one(number: int) -> str:
@@ -72,7 +72,7 @@ async def test_a_storm(bench: Opener, kind: str, transfer: str, seed: int) -> No
         async with asyncio.timeout(60):
             ends = await asyncio.gather(*(one(number) for number in range(60)))
     finally:
-        storm.cancel()
+        faults.cancel()
     assert ends.count("answered") >= 10
     assert await made.idle()
     rows = await made.rows()
