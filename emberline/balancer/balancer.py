@@ -35,7 +35,6 @@ EXPECTED_S = 4.0  # a dispatched prompt counts as cached for so long after its p
 NO_EVENTS_S = 300.0  # a worker without KV events is believed to cache what it was given for one to two times as long
 HEALTH_CHECK_S = 0.5  # between two checks of what only time changes
 _SMOOTHING = 0.1
-_MAX_TENANTS = 100  # in a snapshot
 
 Outcome = Literal["finished", "cancelled", "client_error", "engine_failed"]
 
@@ -48,9 +47,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerSnapshot]
     waiting: dict[str, int]  # requests in the admission queue, by class
     dispatched: int  # requests on workers
-    tenants: dict[str, float]  # virtual tokens of those that have used the most
     index_blocks: int
-    index_bytes: int
 
 
 class Balancer:
@@ -272,16 +269,13 @@ class Balancer:
         self._forget(record, blame, now_s, finished=outcome == "finished")
 
     def snapshot(self, now_s: float) -> Snapshot:
-        most = sorted(self._tenants, key=lambda tenant: -tenant.virtual_tokens)[:_MAX_TENANTS]
         return Snapshot(
             workers=[
                 worker.snapshot(len(self._queue.waiting_for(name)), now_s) for name, worker in self._workers.items()
             ],
             waiting=dict(Counter(record.priority.name.lower() for record in self._queue)),
             dispatched=sum(record.decode is not None for record in self.ledger),
-            tenants={tenant.account: tenant.virtual_tokens for tenant in most},
             index_blocks=len(self._index),
-            index_bytes=self._index.n_bytes,
         )
 
     # --- admission and routing ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Circuit breaker of one worker: outlier ejection by failed requests, and recovery by single probes."""
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal
 
 FAILURES = 10  # that open it,
@@ -11,17 +12,15 @@ OPEN_S = 60.0
 State = Literal["closed", "open", "half_open"]
 
 
+@dataclass(slots=True, eq=False)
 class CircuitBreaker:
     """Closed: all requests pass. Open: none. Half open: one probe at a time, until enough succeeded or one failed."""
 
-    __slots__ = ("_outcomes", "_successes", "opened_s", "probing", "state")
-
-    def __init__(self) -> None:
-        self.state: State = "closed"
-        self.opened_s = 0.0
-        self.probing = False  # half open, and a probe is in flight
-        self._outcomes: deque[bool] = deque(maxlen=OF_LAST)
-        self._successes = 0
+    state: State = "closed"
+    opened_s: float = 0.0
+    probing: bool = False  # half open, and a probe is in flight
+    _outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=OF_LAST))
+    _successes: int = 0
 
     @property
     def allows(self) -> bool:

@@ -1,5 +1,6 @@
 """The cost model: seconds of prefill and decode work. Its proportions are fixed, its scale is measured per worker."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -38,18 +39,16 @@ PRIOR_S = 0.05  # seconds of predicted work that the prior weighs
 MIN_SCALE, MAX_SCALE = 1e-4, 1e4
 
 
+@dataclass(slots=True, eq=False)
 class SpeedEstimate:
     """Measured over predicted seconds. A ratio of sums, not a mean of ratios: prompts computed in one batch end
     together, and then the time of all must be compared with the work of all."""
 
-    __slots__ = ("_predicted_s", "_prior", "_took_s", "n", "scale")
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-        self.n = 0  # samples
-        self._prior = 1.0
-        self._took_s = 0.0
-        self._predicted_s = 0.0
+    scale: float = 1.0
+    n: int = 0  # samples
+    _prior: float = 1.0
+    _took_s: float = 0.0
+    _predicted_s: float = 0.0
 
     def add(self, took_s: float, predicted_s: float) -> None:
         if took_s < 0 or predicted_s <= 0:

@@ -8,6 +8,7 @@ requests they get all of them. A minimum is always granted: the engine itself ke
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.worker import Worker
@@ -26,13 +27,13 @@ _MIN_SAMPLES = 5
 _STALE_S = 300.0  # TTFT samples that are older say nothing about now
 
 
+@dataclass(slots=True, eq=False)
 class SmoothedMean:
     """An exponentially smoothed mean, and its age."""
 
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.n = 0
-        self.at_s = 0.0
+    value: float = 0.0
+    n: int = 0
+    at_s: float = 0.0
 
     def add(self, value: float, now_s: float) -> None:
         self.n += 1

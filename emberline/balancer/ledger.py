@@ -90,61 +90,48 @@ class InFlightLoad:
         return self.active - self.batch_active
 
 
+@dataclass(slots=True, eq=False)
 class InFlightRequest:
     """One request's record. `dispatch` hands it out once per admission: with a route, or with an error."""
 
-    __slots__ = (
-        "admitted",
-        "arrived_s",
-        "checked_s",
-        "deadline_s",
-        "decode",
-        "dispatched_s",
-        "emitted",
-        "error",
-        "first_token_s",
-        "give_up_s",
-        "mixed",
-        "number",
-        "prefill",
-        "priority",
-        "progress_s",
-        "rank_s",
-        "request",
-        "route",
-        "tenant",
-        "total_tokens",
-        "uncached_tokens",
-        "waits_for",
-        "work_us",
-    )  # fmt: skip
+    request: RouteRequest
+    tenant: Tenant | None  # None: a job, which the durable queue has ordered already
+    arrived_s: float
+    number: int = field(default_factory=_numbers.__next__)
+    admitted: bool = False  # dispatched at least once: from then on only its end removes the record
+    progress_s: float = 0.0  # when it was last seen to progress
+    # While it waits:
+    deadline_s: float | None = None
+    give_up_s: float = 0.0  # while no worker is connected
+    rank_s: float | None = None  # arrival plus the seconds of its prompt: until then a shorter one may pass
+    checked_s: float = 0.0  # when it was last routed
+    waits_for: str = ""  # the worker in whose queue it is; empty: any
+    # Once it is decided:
+    route: Route | None = None
+    error: EmberlineError | None = None
+    # While it is on workers:
+    decode: InFlightLoad | None = None  # the loads that it is charged to; None while it is on no worker
+    prefill: InFlightLoad | None = None  # the same as `decode` where that worker computes the prompt
+    uncached_tokens: int = 0  # of the prompt
+    total_tokens: int = 0
+    work_us: int = 0  # of its prefill
+    emitted: int = 0  # tokens generated, as far as they were reported
+    dispatched_s: float = 0.0
+    first_token_s: float | None = None
+    mixed: bool = False  # jobs ran on the decode worker when this was dispatched
+    priority: Priority = field(init=False)
 
-    def __init__(self, request: RouteRequest, tenant: Tenant | None, now_s: float) -> None:
-        self.tenant = tenant  # None: a job, which the durable queue has ordered already
-        self.priority = Priority[request.priority.upper()]
-        self.number = next(_numbers)
-        self.arrived_s = now_s
-        self.admitted = False  # dispatched at least once: from then on only its end removes the record
-        self.decode: InFlightLoad | None = None  # the loads that it is charged to; None while it is on no worker
-        self.prefill: InFlightLoad | None = None  # the same as `decode` where that worker computes the prompt
-        self.uncached_tokens = self.total_tokens = 0  # of the prompt
-        self.work_us = 0  # of its prefill
-        self.emitted = 0  # tokens generated, as far as they were reported
-        self.dispatched_s = 0.0
-        self.first_token_s: float | None = None
-        self.mixed = False  # jobs ran on the decode worker when this was dispatched
-        self.requeue(request, now_s)
+    def __post_init__(self) -> None:
+        self.priority = Priority[self.request.priority.upper()]
+        self.requeue(self.request, self.arrived_s)
 
     def requeue(self, request: RouteRequest, now_s: float) -> None:
         """Ask for workers, for the first time or again after a failure."""
         self.request = request
         self.progress_s = self.checked_s = now_s
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
-        self.give_up_s = now_s + request.wait_s  # while no worker is connected
-        self.rank_s: float | None = None  # arrival plus the seconds of its prompt: until then a shorter one may pass
-        self.waits_for = ""  # the worker in whose queue it is; empty: any
-        self.route: Route | None = None
-        self.error: EmberlineError | None = None
+        self.give_up_s = now_s + request.wait_s
+        self.rank_s, self.waits_for, self.route, self.error = None, "", None, None
 
     @property
     def is_job(self) -> bool:

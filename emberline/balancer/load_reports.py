@@ -6,6 +6,7 @@ prompt. So nothing counts twice, and a report can take off no more than that one
 """
 
 import math
+from dataclasses import dataclass, field
 
 from emberline.balancer.ledger import InFlightLoad, InFlightRequest
 from emberline.protocol.frames import EngineLoad
@@ -19,30 +20,18 @@ MAX_SEQUENCES = 1 << 20
 MAX_TOKENS = 1 << 24  # of a sequence
 
 
+@dataclass(slots=True, eq=False)
 class LoadReports:
-    __slots__ = (
-        "_denied_s",
-        "_foreign_active",
-        "_foreign_least",
-        "_rejected_until_s",
-        "at_s",
-        "done_tokens",
-        "foreign_tokens",
-        "load",
-        "n_rejected",
-        "problem",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.load = EngineLoad()  # the last accepted report,
-        self.at_s = -math.inf  # and when it came
-        self.foreign_tokens = 0  # prompt tokens of other cores that are still to be computed
-        self.done_tokens = 0  # computed of our first pending prompt
-        self.n_rejected = 0
-        self.problem = ""  # what was wrong with the last rejected report
-        self._rejected_until_s = -math.inf
-        self._foreign_active = self._foreign_least = 0
-        self._denied_s: float | None = None  # since when it reports no work although prompts of ours are pending
+    load: EngineLoad = field(default_factory=EngineLoad)  # the last accepted report,
+    at_s: float = -math.inf  # and when it came
+    foreign_tokens: int = 0  # prompt tokens of other cores that are still to be computed
+    done_tokens: int = 0  # computed of our first pending prompt
+    n_rejected: int = 0
+    problem: str = ""  # what was wrong with the last rejected report
+    _rejected_until_s: float = -math.inf
+    _foreign_active: int = 0
+    _foreign_least: int = 0
+    _denied_s: float | None = None  # since when it reports no work although prompts of ours are pending
 
     def accept(self, load: EngineLoad, in_flight: InFlightLoad, now_s: float) -> bool:
         """False: the report is implausible, and rejected. `in_flight`: what we know to be on the worker."""

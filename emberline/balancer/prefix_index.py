@@ -37,10 +37,6 @@ class FleetPrefixIndex:
     def __len__(self) -> int:
         return len(self._held) + len(self._expected)
 
-    @property
-    def n_bytes(self) -> int:
-        return len(self) * ENTRY_BYTES
-
     def take_slot(self) -> int:
         if not self._free:
             self._free.append(self._n_slots)

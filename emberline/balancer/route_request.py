@@ -1,10 +1,10 @@
-"""A request that wants an engine."""
+"""What admission is asked and what it answers: a request to be routed, its route, and why an attempt failed."""
 
 import msgspec
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds enough to place the request, and enough for a usage row, should its door die."""
+    """Enough to route a request, and to write its usage row should its HTTP worker die."""
 
     id: str
     account: str  # the tenant
@@ -14,24 +14,24 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     priority: str = "default"  # priority | default | flex | batch
     input_tokens: int
     created_us: int
-    affinity: str | None = None  # the session's name, of any size
+    affinity: str | None = None  # the session id, of any size
     n: int = 1
-    avoid: tuple[str, ...] = ()  # engines not to use while there is another
-    wait_s: float = 0.0  # how long to wait for an engine to come back
+    avoid: tuple[str, ...] = ()  # workers not to use while there is another
+    wait_s: float = 0.0  # how long to wait for a worker to connect
     reject_if_busy: bool = False
-    engine: str = ""  # the one that queued work was granted
+    engine: str = ""  # the worker that a job was granted
     keys: bytes = b""  # content keys of the prompt's full blocks, end to end
     max_tokens: int = 0  # of the reply; 0: unknown
-    lost: tuple[str, ...] = ()  # engines that just failed it: avoided, and blamed once
+    lost: tuple[str, ...] = ()  # workers that just failed it: avoided, and blamed once
     deadline_s: float | None = None  # seconds from now by which it must have ended
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Names of endpoints. Without `prefill` the decode endpoint computes the prompt itself."""
+    """Names of workers. Without `prefill` the decode worker computes the prompt itself."""
 
     decode: str
     prefill: str = ""
-    cached_tokens: int = 0  # of the prompt, believed to lie in the cache of whoever computes it
+    cached_tokens: int = 0  # of the prompt, expected in the cache of the worker that computes it
 
 
 class Fault(msgspec.Struct, frozen=True):

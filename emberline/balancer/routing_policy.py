@@ -1,6 +1,7 @@
 """Routing policies: which of several workers takes a request."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -15,43 +16,20 @@ CACHE_LOSS, MAX_CACHE_LOSS_S = 4.0, 1.0
 MIXED_STEP_S = 0.0145  # a step that mixes prefill and decode lasts so long, or twice as long as its decodes alone
 
 
+@dataclass(slots=True, eq=False)
 class RoutingInput:
     """One request, as policies see it."""
 
-    __slots__ = (
-        "block_tokens",
-        "match",
-        "n",
-        "output_tokens",
-        "passes_flex",
-        "prefill_ready_s",
-        "prefill_scale",
-        "session64",
-        "shared",
-        "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tokens: int,
-        n: int = 1,
-        match: Match | None = None,
-        shared: int = 0,
-        session64: int = 0,
-        output_tokens: float = 0.0,
-        block_tokens: int = BLOCK_TOKENS,
-        passes_flex: bool = True,
-    ) -> None:
-        self.tokens = tokens
-        self.n = n
-        self.match = match or []  # leading blocks believed to be cached, and where
-        self.shared = shared  # of them, those that most workers hold
-        self.session64 = session64  # identifies the conversation
-        self.output_tokens = output_tokens  # expected
-        self.block_tokens = block_tokens
-        self.passes_flex = passes_flex  # engines preempt running flex requests for it
-        self.prefill_ready_s = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
-        self.prefill_scale = 0.0  # that worker's speed
+    tokens: int
+    n: int = 1
+    match: Match = field(default_factory=list)  # leading blocks believed to be cached, and where
+    shared: int = 0  # of them, those that most workers hold
+    session64: int = 0  # identifies the conversation
+    output_tokens: float = 0.0  # expected
+    block_tokens: int = BLOCK_TOKENS
+    passes_flex: bool = True  # engines preempt running flex requests for it
+    prefill_ready_s: float = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
+    prefill_scale: float = 0.0  # that worker's speed
 
     def depth(self, slot_bits: int) -> int:
         for depth, mask in self.match:

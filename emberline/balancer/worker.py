@@ -1,6 +1,7 @@
 """One worker as the balancer sees it: its load, in flight and as reported, its speed, its cache and its health."""
 
 import math
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -25,7 +26,6 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    kind: str
     models: tuple[str, ...]
     state: str  # ready | down | draining | stalled | open | half_open (the last two are the circuit breaker's)
     problem: str  # why, in words
@@ -39,64 +39,40 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     foreign_active: int  # sequences of other cores that are not preemptible
     waiting: int  # requests in its queue
     wait_s: float  # until a prompt sent now would be started
-    prefill_scale: float  # measured seconds over those of the cost model
-    decode_scale: float
     rejected_reports: int
 
 
+@dataclass(slots=True, eq=False)
 class Worker:
-    __slots__ = (
-        "_recent_at_s",
-        "_recent_tokens",
-        "breaker",
-        "busy_since_s",
-        "capacity",
-        "connected",
-        "cost",
-        "decode_speed",
-        "draining",
-        "endpoint",
-        "hash64",
-        "in_flight",
-        "last_prefill_s",
-        "load",
-        "mean_request_s",
-        "name",
-        "old_slot",
-        "prefill_speed",
-        "problem",
-        "progress_s",
-        "reports",
-        "slot",
-        "slot_bits",
-        "stalled",
-    )  # fmt: skip
+    endpoint: Endpoint
+    capacity: Capacity
+    cost: Cost
+    slot: int  # in the prefix index
+    old_slot: int | None = None  # of a worker without KV events: what it was given some minutes ago
+    connected: bool = True
+    draining: bool = False
+    stalled: bool = False  # as of the last health check
+    problem: str = ""  # why it is not connected
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    in_flight: InFlightLoad = field(default_factory=InFlightLoad)
+    reports: LoadReports = field(default_factory=LoadReports)
+    load: EngineLoad = field(default_factory=EngineLoad)  # the newest report, accepted or not
+    progress_s: float | None = None  # when `load` was computed; None: this worker does not report
+    busy_since_s: float = 0.0  # when work last arrived at the idle worker
+    last_prefill_s: float = 0.0  # when a prompt was last finished
+    prefill_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
+    decode_speed: SpeedEstimate = field(default_factory=SpeedEstimate)
+    mean_request_s: float = 1.0  # smoothed
+    _recent_tokens: float = 0.0
+    _recent_at_s: float = 0.0
+    name: str = field(init=False)
+    hash64: int = field(init=False)
+    slot_bits: int = field(init=False)  # of `slot` and `old_slot`
 
-    def __init__(self, endpoint: Endpoint, capacity: Capacity, cost: Cost, slot: int) -> None:
-        self.name = endpoint.name
-        self.endpoint = endpoint
-        self.capacity = capacity
-        self.cost = cost
-        self.hash64 = int.from_bytes(blake2b(endpoint.name.encode(), digest_size=8).digest(), "little")
-        self.slot = slot  # in the prefix index
-        self.old_slot: int | None = None  # of a worker without KV events: what it was given some minutes ago
-        self.slot_bits = 1 << slot  # of both
-        self.connected = True
-        self.draining = False
-        self.stalled = False  # as of the last health check
-        self.problem = ""  # why it is not connected
-        self.breaker = CircuitBreaker()
-        self.in_flight = InFlightLoad()
-        self.reports = LoadReports()
-        self.load = EngineLoad()  # the newest report, accepted or not
-        self.progress_s: float | None = None  # when it was computed; None: this worker does not report
-        self.busy_since_s = 0.0  # when work last arrived at the idle worker
-        self.last_prefill_s = 0.0  # when a prompt was last finished
-        self.prefill_speed = SpeedEstimate()
-        self.decode_speed = SpeedEstimate()
-        self.mean_request_s = 1.0  # smoothed
-        self._recent_tokens = 0.0
-        self._recent_at_s = 0.0
+    def __post_init__(self) -> None:
+        self.name = self.endpoint.name
+        self.hash64 = int.from_bytes(blake2b(self.name.encode(), digest_size=8).digest(), "little")
+        self.set_slots(self.slot, self.old_slot)
 
     def set_slots(self, slot: int, old_slot: int | None) -> None:
         self.slot, self.old_slot = slot, old_slot
@@ -229,7 +205,6 @@ class Worker:
         return WorkerSnapshot(
             name=self.name,
             role=self.endpoint.role,
-            kind=self.endpoint.kind,
             models=self.endpoint.models,
             state=state,
             problem=self.problem or (self.reports.problem if self.reports.rejecting(now_s) else ""),
@@ -243,7 +218,5 @@ class Worker:
             foreign_active=self.reports.foreign_active(now_s),
             waiting=n_waiting,
             wait_s=self.wait_s(now_s),
-            prefill_scale=self.prefill_speed.scale,
-            decode_scale=self.decode_speed.scale,
             rejected_reports=self.reports.n_rejected,
         )

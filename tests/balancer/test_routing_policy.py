@@ -235,7 +235,7 @@ def test_a_decode_worker_is_not_believed_faster_than_a_prefill_worker() -> None:
             balancer.first_token(wanted.id, now_s + took_s)
             balancer.ended(wanted.id, now_s + took_s, "finished", 1)
             now_s += 2.0
-    scales = [worker.prefill_scale for worker in balancer.snapshot(now_s).workers]
+    scales = [worker.prefill_speed.scale for worker in balancer.workers_of("m")]
     assert scales[0] > 4 * scales[1], "else this says nothing"
 
 
