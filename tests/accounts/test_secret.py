@@ -12,7 +12,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EMBERLINE_SECRET", raising=False)
 
 
-def test_made_once_private_and_stable(tmp_path: Path) -> None:
+def test_the_secret_is_created_once_and_private(tmp_path: Path) -> None:
     first = Secret.open(tmp_path / "data").derive("kv", "alice")
     path = tmp_path / "data" / "secret"
     assert os.stat(path).st_mode & 0o777 == 0o600
@@ -38,14 +38,14 @@ def test_a_key_per_purpose_and_context() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_a_readable_file_is_refused_with_the_cure(tmp_path: Path, mode: int) -> None:
+def test_a_world_readable_secret_is_refused(tmp_path: Path, mode: int) -> None:
     Secret.open(tmp_path)
     (tmp_path / "secret").chmod(mode)
     with pytest.raises(BadInput, match="chmod 600"):
         Secret.open(tmp_path)
 
 
-def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_SECRET", "e" * 40)
     assert Secret.open(tmp_path).derive("kv") == Secret("e" * 40).derive("kv")
     assert not (tmp_path / "secret").exists()
@@ -60,7 +60,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         Secret.open(tmp_path)
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot use the root secret"):
         Secret.open(tmp_path / "file")

@@ -7,8 +7,8 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
+from tests.jobs.webhooks.helpers import webhook_service
 
-from ..jobs.desks import desk_on
 from .queued import desk_of
 from .scripted import ScriptedService, client_of
 
@@ -28,7 +28,7 @@ async def client(service: ScriptedService) -> AsyncIterator[httpx.AsyncClient]:
 async def desk(tmp_path: Path) -> AsyncIterator[WebhookService]:
     """Events on a store of their own; nothing is delivered."""
     store = await open_store(tmp_path / "desk.db")
-    async with desk_on(store, deliver=False) as desk:
+    async with webhook_service(store, deliver=False) as desk:
         yield desk
     await store.close()
 

@@ -21,8 +21,8 @@ from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, Started, TextEvent, TokenDelta
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.request_context import JobContext
-from tests.databases import Place
-from tests.jobs.scripted import Places, Seat
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.fakes import FakeAdmission, FakeGrant
 
 from .queued import desk_of
 from .scripted import AGENT, AGENT_USAGE, MODEL, ScriptedService, Wire, app_of, client_of
@@ -84,7 +84,7 @@ def speaker() -> Speaker:
 
 
 @pytest.fixture
-async def doors(database: Place, speaker: Speaker, tmp_path: Path) -> AsyncIterator[list[BatchService]]:
+async def doors(database: DatabaseLocation, speaker: Speaker, tmp_path: Path) -> AsyncIterator[list[BatchService]]:
     """Two, each with a connection of its own to one store."""
     async with AsyncExitStack() as stack:
         desks = []
@@ -103,7 +103,7 @@ async def claimed(desk: BatchService, owner: str = "w") -> Lease:
 
 
 def attempt_of(desk: BatchService, lease: Lease) -> JobAttempt:
-    return JobAttempt(desk.queue, lease, Seat(Places()), lambda what, model: None)
+    return JobAttempt(desk.queue, lease, FakeGrant(FakeAdmission()), lambda what, model: None)
 
 
 async def ran(desk: BatchService, speaker: Speaker, owner: str = "w") -> None:

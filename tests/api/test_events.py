@@ -18,9 +18,9 @@ from emberline.jobs.webhooks.events import Event
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
+from tests.jobs.webhooks.helpers import SECRET, emit_event, webhook_service
+from tests.jobs.webhooks.receiver import receiving
 
-from ..jobs.desks import SECRET, desk_on, happen
-from ..jobs.receiver import receiving
 from .scripted import MODEL, ScriptedService, Wire
 
 SUBSCRIPTIONS = "/client/v4/accounts/acme/event_subscriptions/subscriptions"
@@ -36,7 +36,7 @@ async def db(tmp_path: Path) -> AsyncIterator[Database]:
 
 @pytest.fixture
 async def desk(db: Database) -> AsyncIterator[WebhookService]:
-    async with desk_on(db) as desk:
+    async with webhook_service(db) as desk:
         yield desk
 
 
@@ -68,7 +68,7 @@ async def test_an_endpoint_s_life(client: httpx.AsyncClient, db: Database) -> No
         assert (await client.get(path)).json() == shown
         assert (await client.get("/v1/webhook_endpoints")).json()["data"] == [shown]
 
-        await happen(db, "batch_1", account="local", model=MODEL)
+        await emit_event(db, "batch_1", account="local", model=MODEL)
         await receiver.until(1)
         Webhook(made["secret"]).verify(receiver.got[0].body, receiver.got[0].headers)
         (item,) = await _deliveries(client, path, "pending", attempts=1)
@@ -133,7 +133,7 @@ async def test_no_more_endpoints_than_that(client: httpx.AsyncClient) -> None:
 
 async def test_accounts_do_not_see_each_other(client: httpx.AsyncClient, db: Database) -> None:
     made = await make(client, "http://127.0.0.1:1/", ACME)
-    await happen(db, "batch_1", account="acme")
+    await emit_event(db, "batch_1", account="acme")
     assert (await client.get(f"/v1/webhook_endpoints/{made['id']}")).status_code == 404
     assert (await client.get("/v1/events")).json()["data"] == []
     assert len((await client.get(f"{ACME}/events")).json()["data"]) == 1
@@ -156,7 +156,7 @@ async def test_cloudflare_s_own_client_manages_subscriptions(app: ASGIApp, db: D
         assert made is not None
         assert (made.name, made.events, made.source.ai_model_name) == ("done", ["batch.succeeded"], MODEL)  # type: ignore[union-attr]
         secret = made.destination.secret  # type: ignore[attr-defined]
-        await happen(db, "request-1", kind="workers_ai", model=MODEL)
+        await emit_event(db, "request-1", kind="workers_ai", model=MODEL)
         await receiver.until(1)
         told = Webhook(secret).verify(receiver.got[0].body, receiver.got[0].headers)
         assert (told["type"], told["payload"]) == ("cf.workersAi.model.batch.succeeded", {"requestId": "request-1"})
@@ -206,7 +206,7 @@ async def test_bad_subscriptions(client: httpx.AsyncClient, change: dict[str, An
 
 async def test_paging(client: httpx.AsyncClient, db: Database) -> None:
     for n in range(5):
-        await happen(db, f"batch_{n}", account="local")
+        await emit_event(db, f"batch_{n}", account="local")
     seen, after = [], "0"
     while True:
         page = (await client.get(f"/v1/events?after={after}&limit=2")).json()
@@ -223,7 +223,7 @@ async def test_long_poll(client: httpx.AsyncClient, db: Database) -> None:
     began = asyncio.get_running_loop().time()
     waiting = asyncio.create_task(client.get("/v1/events?wait=30"))
     await asyncio.sleep(0.1)
-    await happen(db, "batch_1", account="local")
+    await emit_event(db, "batch_1", account="local")
     (event,) = (await waiting).json()["data"]
     assert asyncio.get_running_loop().time() - began < 5
     assert (event["type"], event["data"], event["object"]) == ("batch.completed", {"id": "batch_1"}, "event")
@@ -234,24 +234,24 @@ async def test_another_process_s_events_are_seen(app: ASGIApp, client: httpx.Asy
     other = await open_store(tmp_path / "events.db")  # its notifications do not reach us
     waiting = asyncio.create_task(client.get("/v1/events?wait=30"))
     await asyncio.sleep(0.1)
-    await happen(other, "batch_1", account="local")
+    await emit_event(other, "batch_1", account="local")
     assert len((await asyncio.wait_for(waiting, 5)).json()["data"]) == 1
     await other.close()
 
 
 async def test_stream_and_resume(app: ASGIApp, db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.api.admin.events.HEARTBEAT_S", 0.2)
-    await happen(db, "batch_0", account="local")  # before: not told to who names no event
+    await emit_event(db, "batch_0", account="local")  # before: not told to who names no event
     first = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream")
     await first.until_sent(b"retry: ")
-    await happen(db, "batch_1", account="local")
+    await emit_event(db, "batch_1", account="local")
     await first.until_sent(b"batch_1")
     await first.until_sent(b": heartbeat")
     first.leave()
     await first.task
     assert b"batch_0" not in first.body
     last_id = first.body.partition(b"id: ")[2].partition(b"\n")[0].decode()
-    await happen(db, "batch_2", account="local")
+    await emit_event(db, "batch_2", account="local")
     again = Wire(app, "/v1/events", b"", "GET", accept="text/event-stream", last_event_id=last_id)
     await again.until_sent(b"batch_2")
     assert b"batch_1" not in again.body
@@ -281,7 +281,7 @@ async def test_a_stream_outlives_trouble_with_the_store(
 
     with monkeypatch.context() as patch:
         patch.setattr(desk.feed, "page", away)
-        await happen(db, "batch_1", account="local")
+        await emit_event(db, "batch_1", account="local")
         await wire.until_sent(b": heartbeat")
     await wire.until_sent(b"batch_1")
     wire.leave()

@@ -20,8 +20,8 @@ from emberline.jobs.queue.queue import Queue
 from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
 from emberline.store import open_store
+from tests.jobs.webhooks.helpers import webhook_service
 
-from ..jobs.desks import desk_on
 from .scripted import CARDS, KEY, ScriptedService, agent, app_of, hello
 
 
@@ -58,7 +58,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 async def with_events(scope: Scope, receive: Receive, send: Send) -> None:
     store = await open_store(Path(folder.name) / "events.db")
     try:
-        async with desk_on(store, deliver=False) as desk:
+        async with webhook_service(store, deliver=False) as desk:
             desk.feed.end()  # nothing happens here: nobody waits for it
             await app_of(service, KEY, desk, hosts=("testserver",))(scope, receive, send)
     finally:

@@ -20,7 +20,7 @@ from emberline.protocol.errors import BadInput, Unavailable
 from emberline.protocol.events import ChoiceDone, ReasoningDelta, TextDelta, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest, Priority
 from emberline.store import Database
-from tests.databases import Place
+from tests.databases import DatabaseLocation
 
 from .queued import desk_of, jsonl, lines_in, run_all, run_one, until
 from .scripted import MODEL, ScriptedService, client_of, hello, says
@@ -30,7 +30,7 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
+async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
     store = await database.open()
     yield store
     await store.close()
@@ -422,7 +422,7 @@ async def test_expiry_with_partial_results(
     assert (error["response"], error["error"]["code"]) == (None, "batch_expired")
 
 
-async def test_any_door_knows_it(database: Place, service: ScriptedService, tmp_path: Path) -> None:
+async def test_any_door_knows_it(database: DatabaseLocation, service: ScriptedService, tmp_path: Path) -> None:
     """Doors are processes of their own: all they share is the store."""
     stores = [await database.open(), await database.open()]
     async with (

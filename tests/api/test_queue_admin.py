@@ -1,13 +1,13 @@
 from emberline.api.batch_loader import BatchService
 from emberline.protocol.errors import ErrorInfo
+from tests.jobs.queue.helpers import MODEL, new_batch, new_jobs
 
-from ..jobs.queues import MODEL, lines, new
 from .scripted import ScriptedService, client_of
 
 
 async def test_who_waits_for_what(service: ScriptedService, batches: BatchService) -> None:
-    await batches.queue.submit(new("alice"), lines(5))
-    await batches.queue.submit(new("bob"), lines(2))
+    await batches.queue.submit(new_batch("alice"), new_jobs(5))
+    await batches.queue.submit(new_batch("bob"), new_jobs(2))
     await batches.queue.claim("w", MODEL, 3)
     async with client_of(service, batches=batches) as client:
         found = (await client.get("/api/queue")).json()
@@ -20,7 +20,7 @@ async def test_who_waits_for_what(service: ScriptedService, batches: BatchServic
 
 async def test_dead_letters_are_shown_and_run_again(service: ScriptedService, batches: BatchService) -> None:
     queue = batches.queue
-    batch = await queue.submit(new(), lines(1))
+    batch = await queue.submit(new_batch(), new_jobs(1))
     for alone in (False, False, True):
         await queue._store.write("UPDATE lines SET ready_us = 0")
         (lease,) = await queue.claim("w", MODEL, 1, quarantined=alone)

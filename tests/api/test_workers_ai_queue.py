@@ -10,8 +10,8 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.protocol.events import ChoiceDone, TextDelta
 from emberline.store import open_store
+from tests.jobs.webhooks.helpers import webhook_service
 
-from ..jobs.desks import desk_on
 from .queued import desk_of, run_all, until
 from .scripted import MODEL, ScriptedService, client_of, says
 
@@ -185,7 +185,7 @@ async def test_events_tell_of_it(service: ScriptedService, tmp_path: Path) -> No
     store = await open_store(tmp_path / "both.db")
     async with (
         desk_of(store, service, tmp_path) as desk,
-        desk_on(store, deliver=False) as events,
+        webhook_service(store, deliver=False) as events,
         client_of(service, events=events, batches=desk) as client,
     ):
         made = await submitted(client, {"requests": [{"prompt": "x"}]})

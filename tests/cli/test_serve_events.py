@@ -19,8 +19,8 @@ from emberline.config import resolve
 from emberline.service.open import DATABASE
 from emberline.store import open_store
 from emberline.supervisor import engine_workers
-from tests.jobs.desks import happen
-from tests.jobs.receiver import receiving
+from tests.jobs.webhooks.helpers import emit_event
+from tests.jobs.webhooks.receiver import receiving
 from tests.standin import standin_worker
 
 DELIVERED = 'emberline_webhook_deliveries_total{outcome="delivered"} 1.0'
@@ -68,7 +68,7 @@ async def test_events_reach_the_webhook_and_every_stream(
             async with asyncio.timeout(20):
                 assert {await received.get() for _ in streams} == {"retry: 1000"}
                 queue = await open_store(tmp_path / DATABASE)
-                await happen(queue, "batch_1", account="local")
+                await emit_event(queue, "batch_1", account="local")
                 assert len({await received.get() for _ in streams}) == 1
                 await receiver.until(1)
             Webhook(made["secret"]).verify(receiver.got[0].body, receiver.got[0].headers)

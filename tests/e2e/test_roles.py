@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.soak.streams_audit import check_rest
-from tests.soak.streams_client import Told, stream
-from tests.soak.victims import free_port
+from tests.soak.server_process import free_port
+from tests.soak.streams_audit import check_idle
+from tests.soak.streams_client import StreamRecord, stream
 
 CHAT = "/v1/chat/completions"
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
@@ -117,7 +117,7 @@ def apart(elsewhere: Elsewhere, smollm2: Path, tmp_path_factory: pytest.TempPath
     assert process.wait(60) == 0
 
 
-def ask(url: str, **body: Any) -> Told:
+def ask(url: str, **body: Any) -> StreamRecord:
     told = stream(url, CHAT, {"model": "smollm2", "temperature": 0, "max_tokens": 24, **body})
     assert not told.problem, told.problem
     assert told.n_done == 1
@@ -147,7 +147,7 @@ def _begin(url: str, message: dict[str, str]) -> http.client.HTTPConnection:
     return connection
 
 
-def cached(told: Told) -> int:
+def cached(told: StreamRecord) -> int:
     return int(told.usage[0]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -191,7 +191,7 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apa
     wanted = [ask(server, **body) for body in asked]
     n_before = apart.engine("decode")["load"]["output_tokens"]
     with ThreadPoolExecutor(len(asked)) as pool:
-        going: list[Future[Told]] = [pool.submit(ask, apart.url, **body) for body in asked]
+        going: list[Future[StreamRecord]] = [pool.submit(ask, apart.url, **body) for body in asked]
         wait_until(
             lambda: (
                 apart.engine("decode")["load"]["output_tokens"] - n_before > 20
@@ -206,7 +206,7 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apa
         assert got.finishes == want.finishes
         assert got.usage[0]["completion_tokens"] == want.usage[0]["completion_tokens"]
     assert len(json.loads(told[3].texts[0])["numbers"]) == 16
-    assert check_rest(apart.url, PATIENCE_S) == []
+    assert check_idle(apart.url, PATIENCE_S) == []
 
 
 def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apart: Apart) -> None:
@@ -218,7 +218,7 @@ def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apa
         assert not going.done()
         told = going.result(PATIENCE_S)
     assert told.texts == ask(server, **body).texts
-    assert check_rest(apart.url, PATIENCE_S) == []
+    assert check_idle(apart.url, PATIENCE_S) == []
 
 
 @pytest.mark.parametrize("n_events", [0, 4])
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_leaves_nothing(apart: Apart, n_events: int) -> Non
         else:
             wait_until(lambda: apart.engine("decode")["load"]["awaiting"], "decode awaits its prompt")
         connection.close()
-    assert check_rest(apart.url, PATIENCE_S) == []
+    assert check_idle(apart.url, PATIENCE_S) == []
 
 
 def test_what_ps_and_metrics_tell(apart: Apart) -> None:

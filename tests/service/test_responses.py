@@ -16,14 +16,14 @@ from emberline.service.responses import DatabaseResponses
 from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
 from tests.balancer.fake_engine import FakeEngine
-from tests.databases import Place
+from tests.databases import DatabaseLocation
 from tests.service.conftest import PATIENCE_S, Opener, offer
 
 DAY_US = 86_400_000_000
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
+async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
     store = await database.open()
     yield store
     await store.close()

@@ -1,4 +1,4 @@
-"""What must hold when it is over, whatever died on the way."""
+"""Checks at the end of the queue's soak test."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ Row = tuple[Any, ...]
 
 
 def check_results(asked: Mapping[str, str], results: Sequence[dict[str, Any]], echoes: bool) -> None:
-    """Every line has exactly one result, and it is the answer to its own question."""
+    """Every job has exactly one result, which answers its own request."""
     seen = Counter(result["custom_id"] for result in results)
     lost = set(asked) - set(seen)
     assert not lost, f"{len(lost)} lines lost, e.g. {sorted(lost)[:3]}"
@@ -28,7 +28,7 @@ def check_results(asked: Mapping[str, str], results: Sequence[dict[str, Any]], e
 
 
 def check_store(where: str | Path, n_lines: int) -> list[Row]:
-    """One usage row a line, of the attempt that counted. Returns the lines with the times of their ends."""
+    """One usage row per job, of the attempt that counted. Returns the jobs' rows."""
 
     async def read() -> tuple[list[Row], list[Row]]:
         store = await open_store(where)
@@ -47,7 +47,7 @@ def check_store(where: str | Path, n_lines: int) -> list[Row]:
 
 
 def check_runs(journal: Path, lines: Sequence[Row], slack_us: int = 50_000) -> tuple[int, int]:
-    """Only unfinished lines ran again: no engine was given a line after its result was there. (runs, runs again)"""
+    """No job ran after its result was stored. Returns the number of runs and of repeated runs."""
     runs = _runs(journal)
     for batch_id, number, _, ended_us, _, _ in lines:
         began = runs[f"{batch_id}-{number}"]
@@ -58,15 +58,15 @@ def check_runs(journal: Path, lines: Sequence[Row], slack_us: int = 50_000) -> t
     return n_runs, n_runs - len(lines)
 
 
-def n_under_load(journal: Path, lines: Sequence[Row], moments_us: Sequence[int]) -> int:
-    """At how many of the moments a line had begun that had not ended yet."""
+def count_under_load(journal: Path, lines: Sequence[Row], moments_us: Sequence[int]) -> int:
+    """At how many of the moments a job was running."""
     runs = _runs(journal)
     spans = [(min(runs[f"{row[0]}-{row[1]}"]), row[3]) for row in lines]
     return sum(any(began_us <= at_us <= ended_us for began_us, ended_us in spans) for at_us in moments_us)
 
 
 def _runs(journal: Path) -> Mapping[str, list[int]]:
-    """When the engine was given which request."""
+    """When engines received each request."""
     runs: defaultdict[str, list[int]] = defaultdict(list)
     for entry in journal.read_text().splitlines():
         at_us, _, request_id = entry.partition(" ")

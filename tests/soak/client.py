@@ -1,4 +1,4 @@
-"""The client's side: it submits until it is acknowledged, looks until it is done, and then counts."""
+"""The client of the queue's soak test: it retries every call until it is answered."""
 
 import json
 import time
@@ -16,7 +16,7 @@ class Client:
         self._url = url
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
-        """Until it is answered: a connection that breaks says nothing about what was done."""
+        """Retry until it is answered: after a broken connection it is unknown whether the call was executed."""
         end_s = time.monotonic() + PATIENCE_S
         while True:
             request = urllib.request.Request(f"{self._url}{path}", body, headers, method=method)
@@ -42,7 +42,7 @@ class Client:
         return json.loads(self.ask("POST", path, raw, **{"Content-Type": "application/json", **headers}))
 
     def submit(self, lines: list[dict[str, Any]]) -> str:
-        """The id of the batch. One key for all tries: there is one batch however often it was sent."""
+        """The id of the batch; all tries have one idempotency key, so there is one batch."""
         text = "\n".join(map(json.dumps, lines)).encode()
         mark = uuid.uuid4().hex
         form = (
@@ -61,7 +61,7 @@ class Client:
         return found
 
     def results(self, batch_id: str) -> list[dict[str, Any]]:
-        """All lines that have ended, answers and failures."""
+        """The results of all ended jobs."""
         batch = self.batch(batch_id)
         files = [batch.get("output_file_id"), batch.get("error_file_id")]
         texts = [self.ask("GET", f"/v1/files/{file}/content") for file in files if file]

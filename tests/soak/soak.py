@@ -1,4 +1,4 @@
-"""The long fault run: processes are killed from outside while lines run, and the client counts what it gets.
+"""Soak test of the queue: processes are killed with SIGKILL while jobs run, and the client checks every result.
 
 python -m tests.soak.soak [--kills 1000] [--lines 10000] [--seed 1] [--database sqlite|postgres] [--real N]
 """
@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.databases import OwnPostgres
-from tests.soak.audit import check_results, check_runs, check_store, n_under_load
+from tests.databases import StoppablePostgres
+from tests.soak.audit import check_results, check_runs, check_store, count_under_load
 from tests.soak.client import Client
-from tests.soak.victims import Killer, Server, command, free_port
+from tests.soak.server_process import Killer, Server, command, free_port
 
-BATCH = 50  # lines; they come in step with the kills
+BATCH = 50  # jobs; submitted at the pace of the kills
 N_RUNNING = 16
-STUCK_S = 300.0  # without a line that ends: it never will
+STUCK_S = 300.0  # without a job that ends: the run is stuck
 RESTARTS = 10  # of PostgreSQL, over a run
 
 
@@ -35,9 +35,11 @@ class Soak:
         self.journal = folder / "journal"
         self.journal.touch()
         self.home = folder / "home"
-        _link_model(self.home)
+        link_model(self.home)
         port = free_port()
-        script = "real" if args.real else "say=echo,itl_ms=25,ttft_ms=50"  # about a second a line: some always run
+        script = (
+            "real" if args.real else "say=echo,itl_ms=25,ttft_ms=50"
+        )  # about a second per job, so that some always run
         env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         if postgres is not None:
@@ -46,7 +48,7 @@ class Soak:
         self.server = Server(words, port, env, folder / "server.log")
         self.client = Client(self.server.url)
         self.asked: dict[str, dict[str, str]] = {}  # questions by custom id, by batch
-        self.n_submitted = 0  # lines
+        self.n_submitted = 0  # jobs
 
     def run(self) -> dict[str, Any]:
         began_s = time.monotonic()
@@ -64,7 +66,7 @@ class Soak:
         where = self.postgres.url if self.postgres is not None else self.home / "emberline.db"
         lines = check_store(where, self.n_submitted)
         runs = (0, 0) if self.args.real else check_runs(self.journal, lines)
-        under_load = None if self.args.real else n_under_load(self.journal, lines, killer.moments_us)
+        under_load = None if self.args.real else count_under_load(self.journal, lines, killer.moments_us)
         return {
             "database": self.args.database,
             "lines": len(lines),
@@ -80,7 +82,7 @@ class Soak:
         }
 
     def _submit_and_wait(self, killer: Killer) -> None:
-        """Lines come in step with the kills, so that there is always something to kill under."""
+        """Submit at the pace of the kills, so that jobs always run."""
         began_s = time.monotonic()
         while self.n_submitted < self.args.lines and not killer.out_of_time:
             n = min(BATCH, self.args.lines - self.n_submitted)
@@ -102,7 +104,7 @@ class Soak:
             self.postgres.restart()
 
     def _finish(self) -> int:
-        """Until every batch has ended and no letter is dead: what died of our kills is not at fault."""
+        """Wait for every batch; jobs that were dead-lettered by our kills are replayed."""
         n_replayed, n_before, moved_s = 0, -1, time.monotonic()
         while True:
             batches = [self.client.batch(batch_id) for batch_id in self.asked]
@@ -122,8 +124,8 @@ def _line(custom_id: str, text: str) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def _link_model(home: Path) -> None:
-    """The default model, pulled once per machine: its tokenizer is real even where the engine is not."""
+def link_model(home: Path) -> None:
+    """The default model, pulled once per machine: also the stand-in engine needs its tokenizer."""
     from emberline.catalog.model_store import ModelStore
     from emberline.catalog.pull import pull
 
@@ -133,8 +135,8 @@ def _link_model(home: Path) -> None:
     (home / "models" / path.parent.name).symlink_to(path.parent)
 
 
-class Postgres(OwnPostgres):
-    """A server of its own from the wheel, restarted without a warning."""
+class Postgres(StoppablePostgres):
+    """A server from the wheel that is restarted abruptly."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

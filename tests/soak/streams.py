@@ -1,4 +1,4 @@
-"""The long fault run for streams: engines are killed from outside under them, and clients check every word.
+"""Soak test of streams: engines are killed with SIGKILL under them, and clients check every word.
 
 python -m tests.soak.streams [--kills 1000] [--requests 10000] [--roles both|apart] [--seed 1] [--real N]
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from emberline.protocol import token_ids as tokens
 from emberline.text.text_model import TextModel
-from tests.soak.soak import _link_model
-from tests.soak.streams_audit import check_books, check_rest, judge
-from tests.soak.streams_client import Told, stream
-from tests.soak.victims import Killer, Server, free_port
+from tests.soak.server_process import Killer, Server, free_port
+from tests.soak.soak import link_model
+from tests.soak.streams_audit import check_idle, check_stream, check_usage
+from tests.soak.streams_client import StreamRecord, stream
 
 CLIENTS = 12  # at once
 SCRIPT = "say=echo,ttft_ms=20,itl_ms=12,chunk_ms=15"
@@ -31,8 +31,8 @@ REAL_WORKERS = {"both": ["--replicas", "2"], "apart": ["--prefill-workers", "1",
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
 
 
-class Question:
-    """A request and what must be said to it, known beforehand."""
+class ExpectedReply:
+    """A request and its known reply."""
 
     def __init__(self, path: str, body: dict[str, Any], said: list[str], n_tokens: int | None) -> None:
         self.path = path
@@ -41,39 +41,39 @@ class Question:
         self.n_tokens = n_tokens  # of all choices
 
 
-class Scripted:
-    """Completions that a stand-in echoes: so many leading tokens of the prompt, some of which is shared by many."""
+class EchoRequests:
+    """Completions that the stand-in engine echoes: leading tokens of the prompt; many prompts share a prefix."""
 
     def __init__(self, model: Path, rng: random.Random) -> None:
         self._text = TextModel.load(model)
         self._rng = rng
         self._openings = [self._words(rng.randrange(20, 200)) for _ in range(20)]
 
-    def make(self, number: int) -> Question:
+    def make(self, number: int) -> ExpectedReply:
         rng = self._rng
-        n_words = rng.choice((5, 30, 320, 700))  # long ones are computed by engines for prompts, where there are any
+        n_words = rng.choice((5, 30, 320, 700))  # long ones go to prefill workers where there are any
         prompt = f"{number} {rng.choice(self._openings)} {self._words(n_words)}"
         ids = tokens.unpack(self._text.encode_prompt(prompt))
         n_tokens = min(len(ids), rng.randrange(1, 60))
         n = 2 if rng.random() < 0.1 else 1
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": n_tokens, "n": n}
-        return Question("/v1/completions", body, [self._text.decode(ids[:n_tokens])] * n, n * n_tokens)
+        return ExpectedReply("/v1/completions", body, [self._text.decode(ids[:n_tokens])] * n, n * n_tokens)
 
     def _words(self, n: int) -> str:
         return " ".join(self._rng.choices(WORDS, k=n))
 
 
-class Real:
-    """Chats with the model, whose replies were taken down while nothing died."""
+class RealRequests:
+    """Chats with the real model, whose replies were recorded while nothing was killed."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self._rng = rng
         self._questions = [self._ask(url, number) for number in range(8)]
 
-    def make(self, number: int) -> Question:
+    def make(self, number: int) -> ExpectedReply:
         return self._rng.choice(self._questions)
 
-    def _ask(self, url: str, number: int) -> Question:
+    def _ask(self, url: str, number: int) -> ExpectedReply:
         words = " ".join(self._rng.choices(WORDS, k=(10, 500)[number % 2]))
         body: dict[str, Any] = {
             "model": "smollm2",
@@ -84,14 +84,14 @@ class Real:
         }
         if number % 4 >= 2:
             body |= {"temperature": 0.9, "seed": number}
-        told = stream(url, "/v1/chat/completions", body)
-        assert not told.problem, told.problem
-        said = [told.texts[index] for index in range(body["n"])]
-        return Question("/v1/chat/completions", body, said, told.usage[0]["completion_tokens"])
+        record = stream(url, "/v1/chat/completions", body)
+        assert not record.problem, record.problem
+        said = [record.texts[index] for index in range(body["n"])]
+        return ExpectedReply("/v1/chat/completions", body, said, record.usage[0]["completion_tokens"])
 
 
-class Hand(Killer):
-    """Kills engines in step with the requests, so that there is always something to kill under."""
+class StreamKiller(Killer):
+    """Kills engines at the pace of the requests, so that streams always run."""
 
     def __init__(self, soak: "Soak", args: argparse.Namespace) -> None:
         super().__init__(soak.server, args.kills, random.Random(args.seed), args.mean_s, ("engine",), args.minutes)
@@ -110,7 +110,7 @@ class Soak:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
         self.home = folder / "home"
-        _link_model(self.home)
+        link_model(self.home)
         port = free_port()
         env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
@@ -124,76 +124,76 @@ class Soak:
         self._rng = random.Random(args.seed + 1)
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.n_tokens = 0  # of requests that were heard to the end
+        self.n_tokens = 0  # of requests that were read to the end
 
     def run(self) -> dict[str, Any]:
         began_s = time.monotonic()
         self.server.start()
         source = self._source()
         n_asked_before = 8 if self.args.real else 0
-        hand = Hand(self, self.args)
-        hand.start()
-        clients = [threading.Thread(target=self._client, args=(source.make, hand)) for _ in range(CLIENTS)]
+        killer = StreamKiller(self, self.args)
+        killer.start()
+        clients = [threading.Thread(target=self._client, args=(source.make, killer)) for _ in range(CLIENTS)]
         for client in clients:
             client.start()
         for client in clients:
             client.join()
-        hand.join()
-        if hand.problem is not None:
-            raise hand.problem
-        self.problems += check_rest(self.server.url, self.args.rest_s)
+        killer.join()
+        if killer.problem is not None:
+            raise killer.problem
+        self.problems += check_idle(self.server.url, self.args.rest_s)
         status = self.server.stop()
         if status:
             self.problems.append(f"the last stop was not clean: {status}")
         n_heard = self.counts["heard"] + n_asked_before
-        self.problems += check_books(self.home / "emberline.db", n_heard, self.n_begun + n_asked_before)
+        self.problems += check_usage(self.home / "emberline.db", n_heard, self.n_begun + n_asked_before)
         return {
             "roles": self.args.roles,
             "http_workers": self.args.http_workers,
             "real": bool(self.args.real),
             "requests": self.n_begun,
             **self.counts,
-            "kills": hand.total,
-            "kills_under_streams": hand.n_under_streams,
+            "kills": killer.total,
+            "kills_under_streams": killer.n_under_streams,
             "moves": (self.home.parent / "server.log").read_text(errors="replace").count("moving: "),
             "anomalies": len(self.problems),
             "problems": self.problems[:20],
             "seconds": round(time.monotonic() - began_s, 1),
         }
 
-    def _source(self) -> Scripted | Real:
+    def _source(self) -> EchoRequests | RealRequests:
         if self.args.real:
-            return Real(self.server.url, self._rng)
+            return RealRequests(self.server.url, self._rng)
         folder = next((self.home / "models").iterdir())
-        return Scripted(next(folder.glob("*.gguf")), self._rng)
+        return EchoRequests(next(folder.glob("*.gguf")), self._rng)
 
-    def _client(self, make: Callable[[int], Question], hand: Hand) -> None:
+    def _client(self, make: Callable[[int], ExpectedReply], killer: StreamKiller) -> None:
         while True:
             with self._lock:
-                if self.n_begun >= self.args.requests or hand.out_of_time:
+                if self.n_begun >= self.args.requests or killer.out_of_time:
                     return
-                ahead = self.n_begun > (hand.total + 1) * self.args.requests / max(1, self.args.kills)
-                if not (ahead and hand.is_alive()):
+                ahead = self.n_begun > (killer.total + 1) * self.args.requests / max(1, self.args.kills)
+                if not (ahead and killer.is_alive()):
                     number, self.n_begun, self.n_open = self.n_begun, self.n_begun + 1, self.n_open + 1
                     question = make(number)
                     leave_after = self._rng.randrange(1, 20) if self._rng.random() < 0.05 else None
-            if ahead and hand.is_alive():
+            if ahead and killer.is_alive():
                 time.sleep(0.01)
                 continue
             try:
-                told = stream(self.server.url, question.path, question.body, leave_after)
-                self._count(number, question, told)
+                record = stream(self.server.url, question.path, question.body, leave_after)
+                self._count(number, question, record)
             except Exception as error:
                 self.problems.append(f"request {number}: {error!r}")
             finally:
                 with self._lock:
                     self.n_open -= 1
 
-    def _count(self, number: int, question: Question, told: Told) -> None:
-        wrong = judge(question.said, question.n_tokens, told)
+    def _count(self, number: int, question: ExpectedReply, record: StreamRecord) -> None:
+        wrong = check_stream(question.said, question.n_tokens, record)
         with self._lock:
-            self.counts["left" if told.left else "heard"] += 1
-            self.counts["refused_and_asked_again"] += told.n_refused
+            self.counts["left" if record.left else "heard"] += 1
+            self.counts["refused_and_asked_again"] += record.n_refused
             if wrong:
                 self.problems.append(f"request {number}: {wrong}")
                 print(self.problems[-1], file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What must hold for every stream, and when all are over."""
+"""Checks of every stream, and of the server once all have ended."""
 
 import asyncio
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from emberline.store import open_store
-from tests.soak.streams_client import Told
+from tests.soak.streams_client import StreamRecord
 
 LOAD = ("running", "waiting", "awaiting", "pushing", "quarantined", "kv_used_blocks")
-FIGURES = (
+METRICS = (
     "emberline_requests_in_flight",
     "emberline_requests_held",
     "emberline_prefill_tokens_in_flight",
@@ -22,31 +22,31 @@ FIGURES = (
 )
 
 
-def judge(said: list[str], n_tokens: int | None, told: Told) -> str:
-    """What is wrong with what was told; empty: nothing."""
-    if told.problem:
-        return told.problem
-    for index, text in told.texts.items():
+def check_stream(said: list[str], n_tokens: int | None, record: StreamRecord) -> str:
+    """What is wrong with a stream; empty if nothing is."""
+    if record.problem:
+        return record.problem
+    for index, text in record.texts.items():
         if not said[index].startswith(text):
             return f"choice {index} is garbled: {_difference(said[index], text)}"
-    if told.left:
+    if record.left:
         return ""
-    if told.n_done != 1:
-        return f"it ended {told.n_done} times"
+    if record.n_done != 1:
+        return f"it ended {record.n_done} times"
     for index, text in enumerate(said):
-        if told.texts.get(index, "") != text:
-            return f"choice {index} lacks its end: {_difference(text, told.texts.get(index, ''))}"
-        if len(told.finishes.get(index, ())) != 1:
-            return f"choice {index} finished {told.finishes.get(index)}"
-    if len(told.usage) != 1:
-        return f"usage came {len(told.usage)} times"
-    if told.usage[0]["completion_tokens"] != n_tokens:
-        return f"usage says {told.usage[0]['completion_tokens']} tokens, there are {n_tokens}"
+        if record.texts.get(index, "") != text:
+            return f"choice {index} lacks its end: {_difference(text, record.texts.get(index, ''))}"
+        if len(record.finishes.get(index, ())) != 1:
+            return f"choice {index} finished {record.finishes.get(index)}"
+    if len(record.usage) != 1:
+        return f"usage came {len(record.usage)} times"
+    if record.usage[0]["completion_tokens"] != n_tokens:
+        return f"usage says {record.usage[0]['completion_tokens']} tokens, there are {n_tokens}"
     return ""
 
 
-def check_rest(url: str, within_s: float) -> list[str]:
-    """What is still held somewhere when nobody asks any more."""
+def check_idle(url: str, within_s: float) -> list[str]:
+    """What the server still holds although no request runs."""
     end_s = time.monotonic() + within_s
     while left := _left(url):
         if time.monotonic() > end_s:
@@ -55,8 +55,8 @@ def check_rest(url: str, within_s: float) -> list[str]:
     return []
 
 
-def check_books(database: Path, n_heard: int, n_begun: int) -> list[str]:
-    """One usage row for every request that was heard to its end, and none but for requests."""
+def check_usage(database: Path, n_heard: int, n_begun: int) -> list[str]:
+    """One usage row for every request that was read to its end, and at most one for the others."""
 
     async def read() -> list[tuple[Any, ...]]:
         store = await open_store(database)
@@ -68,9 +68,9 @@ def check_books(database: Path, n_heard: int, n_begun: int) -> list[str]:
     wrong = [f"{name} has {n} usage rows" for name, n in Counter(row[0] for row in rows).items() if n > 1]
     by_status = Counter(row[1] for row in rows)
     if by_status["failed"]:
-        wrong.append(f"{by_status['failed']} requests failed by the books")
+        wrong.append(f"{by_status['failed']} requests failed by the ledger")
     if not n_heard <= by_status["finished"] <= n_begun or len(rows) > n_begun:
-        wrong.append(f"{n_begun} requests, {n_heard} heard to the end, and the books say {dict(by_status)}")
+        wrong.append(f"{n_begun} requests, {n_heard} heard to the end, and the ledger says {dict(by_status)}")
     return wrong
 
 
@@ -87,7 +87,7 @@ def _left(url: str) -> list[str]:
         if not engine["ok"]:
             found.append(f"{engine['name']}: {engine['problem']}")
         found += [f"{engine['name']}: {key} {engine['load'][key]}" for key in LOAD if engine["load"].get(key)]
-    return found + [line for line in lines if line.startswith(FIGURES) and float(line.split()[-1])]
+    return found + [line for line in lines if line.startswith(METRICS) and float(line.split()[-1])]
 
 
 def _difference(wanted: str, got: str) -> str:

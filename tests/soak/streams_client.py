@@ -1,4 +1,4 @@
-"""One streamed request as a client sees it: what it was told, and how it ended."""
+"""One streamed request as a client sees it: its events and how it ended."""
 
 import http.client
 import json
@@ -13,18 +13,18 @@ RETRY_S = 0.2
 
 
 @dataclass(slots=True)
-class Told:
-    """Of one request, choice by choice."""
+class StreamRecord:
+    """What a stream contained, by choice."""
 
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, list[str]] = field(default_factory=dict)
     usage: list[dict[str, Any]] = field(default_factory=list)
-    n_done: int = 0  # times that the stream said it was over
-    n_refused: int = 0  # times that it was not taken; nothing had begun
-    left: bool = False  # we hung up
+    n_done: int = 0  # [DONE] events
+    n_refused: int = 0  # refusals before it started
+    left: bool = False  # the client disconnected
     problem: str = ""
 
-    def hear(self, payload: str) -> None:
+    def add(self, payload: str) -> None:
         if payload == "[DONE]":
             self.n_done += 1
             return
@@ -42,9 +42,9 @@ class Told:
                 self.finishes.setdefault(index, []).append(choice["finish_reason"])
 
 
-def stream(url: str, path: str, body: dict[str, Any], leave_after: int | None = None) -> Told:
-    """Ask until it is taken, then listen to the end, or to so many events."""
-    told = Told()
+def stream(url: str, path: str, body: dict[str, Any], leave_after: int | None = None) -> StreamRecord:
+    """Retry until it is accepted, then read to the end, or `leave_after` events."""
+    record = StreamRecord()
     raw = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
@@ -53,28 +53,28 @@ def stream(url: str, path: str, body: dict[str, Any], leave_after: int | None = 
             connection.request("POST", path, raw, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             if answer.status == 200:
-                _listen(answer, told, leave_after)
-                return told
+                _listen(answer, record, leave_after)
+                return record
             if answer.status not in (429, 503) or not answer.getheader("Retry-After"):
-                told.problem = f"{answer.status}: {answer.read()!r}"
-                return told
-            told.n_refused += 1
+                record.problem = f"{answer.status}: {answer.read()!r}"
+                return record
+            record.n_refused += 1
         except (OSError, http.client.HTTPException) as error:
-            told.problem = f"the connection broke: {error!r}"
-            return told
+            record.problem = f"the connection broke: {error!r}"
+            return record
         finally:
             connection.close()
         time.sleep(RETRY_S)
-    told.problem = "it was never taken"
-    return told
+    record.problem = "it was never taken"
+    return record
 
 
-def _listen(answer: http.client.HTTPResponse, told: Told, leave_after: int | None) -> None:
+def _listen(answer: http.client.HTTPResponse, record: StreamRecord, leave_after: int | None) -> None:
     n = 0
     while line := answer.readline():
         if line.startswith(b"data: "):
-            told.hear(line[6:].strip().decode())
+            record.add(line[6:].strip().decode())
             n += 1
             if n == leave_after:
-                told.left = True
+                record.left = True
                 return

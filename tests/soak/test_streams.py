@@ -1,4 +1,4 @@
-"""A seeded handful of what `scripts/soak --streams` does for an hour."""
+"""A short, seeded run of `scripts/soak --streams`."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.soak.streams import main
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("roles", ["both", "apart"])
-def test_no_stream_is_lost_doubled_or_garbled(roles: str) -> None:
+def test_no_stream_is_lost_doubled_or_corrupted(roles: str) -> None:
     words = ["--kills", "6", "--requests", "60", "--seed", "5", "--mean-s", "0.2", "--roles", roles]
     report = main(words)
     assert report["problems"] == []

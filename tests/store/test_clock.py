@@ -18,7 +18,7 @@ HOUR_US = 3_600_000_000
 
 
 @given(st.lists(st.tuples(st.integers(0, 60_000_000), st.integers(-HOUR_US, HOUR_US)), max_size=60))
-def test_it_never_jumps_whatever_the_wall_clock_does(steps: list[tuple[int, int]]) -> None:
+def test_the_clock_never_jumps(steps: list[tuple[int, int]]) -> None:
     times = Times()
     clock = SteadyClock(lambda: times.wall_us, lambda: times.ticks_us)
     before = clock.now_us()
@@ -30,7 +30,7 @@ def test_it_never_jumps_whatever_the_wall_clock_does(steps: list[tuple[int, int]
         before = now
 
 
-def test_it_comes_back_to_the_time_of_day() -> None:
+def test_the_clock_converges_to_the_time_of_day() -> None:
     times = Times()
     clock = SteadyClock(lambda: times.wall_us, lambda: times.ticks_us)
     times.wall_us -= 60_000_000

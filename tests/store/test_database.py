@@ -8,11 +8,11 @@ import pytest
 from emberline.protocol.errors import BadInput, Unavailable
 from emberline.store import BulkQuery, Database, Query, Transaction, open_store
 from emberline.store.postgres import numbered
-from tests.databases import Place
+from tests.databases import DatabaseLocation
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
+async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
     store = await database.open()
     await store.write("CREATE TABLE t (a BIGINT PRIMARY KEY, b TEXT)")
     yield store
@@ -25,14 +25,14 @@ async def test_a_write_that_returned_is_read(store: Database) -> None:
     assert await store.read("SELECT SUM(a), COUNT(*), MAX(b) FROM t") == [(1, 1, "x?")]
 
 
-async def test_writes_together_are_all_there_and_a_bad_one_leaves_its_neighbours_alone(store: Database) -> None:
+async def test_grouped_writes_are_independent(store: Database) -> None:
     writes = [store.write("INSERT INTO t VALUES (?, ?)", (i % 250, "x")) for i in range(300)]
     outcomes = await asyncio.gather(*writes, return_exceptions=True)
     assert sum(isinstance(outcome, list) for outcome in outcomes) == 250
     assert await store.read("SELECT COUNT(*) FROM t") == [(250,)]
 
 
-async def test_a_transaction_is_whole_or_not_at_all(store: Database) -> None:
+async def test_a_transaction_is_atomic(store: Database) -> None:
     rows = await store.transaction(
         [
             Query("INSERT INTO t VALUES (?, ?)", (1, "a")),
@@ -47,7 +47,7 @@ async def test_a_transaction_is_whole_or_not_at_all(store: Database) -> None:
     assert await store.read("SELECT MAX(a) FROM t") == [(3,)]
 
 
-async def test_a_transaction_that_looks_first(store: Database) -> None:
+async def test_a_transaction_that_reads_before_it_writes(store: Database) -> None:
     def next_number(refuse: bool) -> Transaction[int]:
         ((highest,),) = yield Query("SELECT COALESCE(MAX(a), 0) FROM t")
         yield Query("INSERT INTO t VALUES (?, 'n')", (int(highest or 0) + 1,))
@@ -62,7 +62,7 @@ async def test_a_transaction_that_looks_first(store: Database) -> None:
     assert await store.read("SELECT COUNT(*) FROM t") == [(2,)]
 
 
-async def test_a_transaction_that_meets_others_begins_again(store: Database) -> None:
+async def test_deadlocked_transactions_are_retried(store: Database) -> None:
     """Each moves one from row to row in its own direction: in PostgreSQL these run into each other's locks."""
     await store.write("CREATE TABLE n (k TEXT PRIMARY KEY, v BIGINT)")
     await store.transaction([Query("INSERT INTO n VALUES (?, 0)", (k,)) for k in "ab"])
@@ -72,7 +72,7 @@ async def test_a_transaction_that_meets_others_begins_again(store: Database) -> 
     assert await store.read("SELECT v FROM n") == [(12,), (12,)]
 
 
-async def test_listeners_hear_and_look_for_themselves(store: Database) -> None:
+async def test_listeners_are_notified_and_poll(store: Database) -> None:
     heard: list[str] = []
     ready = asyncio.Event()
 
@@ -91,13 +91,13 @@ async def test_listeners_hear_and_look_for_themselves(store: Database) -> None:
     assert "y" not in heard
 
 
-async def test_its_clock_goes_on(store: Database) -> None:
+async def test_the_store_clock_advances(store: Database) -> None:
     first = store.now_us()
     await asyncio.sleep(0.05)
     assert 40_000 < store.now_us() - first < 5_000_000
 
 
-async def test_closing_keeps_what_was_written(database: Place) -> None:
+async def test_close_keeps_queued_writes(database: DatabaseLocation) -> None:
     store = await database.open()
     writes = [asyncio.create_task(store.write("INSERT INTO holdings VALUES (?, 1)", (str(i),))) for i in range(300)]
     await asyncio.sleep(0)
@@ -113,14 +113,14 @@ async def test_closing_keeps_what_was_written(database: Place) -> None:
     await again.close()
 
 
-async def test_two_that_open_at_once_migrate_once(database: Place) -> None:
+async def test_concurrent_opens_migrate_once(database: DatabaseLocation) -> None:
     stores = await asyncio.gather(*(database.open() for _ in range(4)))
     for store in stores:
         assert await store.read("SELECT COUNT(*) FROM lines") == [(0,)]
         await store.close()
 
 
-async def test_urls() -> None:
+async def test_invalid_urls_and_errors_hide_passwords() -> None:
     for url in ("mysql://x", "sqlite://relative", "http://x"):
         with pytest.raises(BadInput, match="postgresql://"):
             await open_store(url)

@@ -34,7 +34,7 @@ async def test_a_newer_database_is_refused_and_left_alone(tmp_path: Path) -> Non
     assert sqlite3.connect(tmp_path / "t.db").execute("PRAGMA user_version").fetchone() == (999,)
 
 
-async def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "MIGRATIONS", (("CREATE TABLE t (a)", "NONSENSE"),))
     with pytest.raises(Unavailable):
         await SqliteStore.open(tmp_path / "t.db")

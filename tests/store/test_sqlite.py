@@ -42,7 +42,7 @@ async def test_concurrent_writes_share_commits(store: SqliteStore, monkeypatch: 
     assert await store.read("SELECT count(*) FROM t") == [(1000,)]
 
 
-async def test_a_bad_statement_leaves_its_neighbours_alone(store: SqliteStore) -> None:
+async def test_an_invalid_statement_does_not_affect_its_group(store: SqliteStore) -> None:
     outcomes = await asyncio.gather(
         store.write("INSERT INTO t VALUES (1, 'first')"),
         store.write("INSERT INTO t VALUES (1, 'twice')"),
@@ -61,7 +61,7 @@ async def test_a_bad_statement_leaves_its_neighbours_alone(store: SqliteStore) -
     assert await store.read("SELECT b FROM t ORDER BY a") == [("first",), ("last",)]
 
 
-async def test_a_full_disk_is_said_and_survived(store: SqliteStore) -> None:
+async def test_a_full_disk_is_reported_and_survived(store: SqliteStore) -> None:
     (pages,) = (await store.write("PRAGMA page_count"))[0]
     await store.write(f"PRAGMA max_page_count = {int(str(pages)) + 2}")
     outcomes = await asyncio.gather(
@@ -75,7 +75,7 @@ async def test_a_full_disk_is_said_and_survived(store: SqliteStore) -> None:
     await store.write("INSERT INTO t VALUES (100, 'space again')")
 
 
-async def test_a_lock_is_said_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lock_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.05)
     store = await SqliteStore.open(tmp_path / "t.db")
     other = sqlite3.connect(tmp_path / "t.db", isolation_level=None)
@@ -88,7 +88,7 @@ async def test_a_lock_is_said_and_survived(tmp_path: Path, monkeypatch: pytest.M
     await store.close()
 
 
-async def test_reading_cannot_write(store: SqliteStore) -> None:
+async def test_the_reading_connection_cannot_write(store: SqliteStore) -> None:
     with pytest.raises(Unavailable, match="cannot be written"):
         await store.read("INSERT INTO t VALUES (1, 'x')")
 
@@ -102,7 +102,7 @@ async def test_a_cancelled_writer_still_writes(store: SqliteStore) -> None:
     assert await store.read("SELECT count(*) FROM t") == [(2,)]
 
 
-async def test_close_flushes_and_refuses_what_comes_later(tmp_path: Path) -> None:
+async def test_close_commits_queued_writes_and_refuses_later_ones(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path / "t.db")
     await store.write("CREATE TABLE t (a)")
     writes = [asyncio.create_task(store.write("INSERT INTO t VALUES (?)", (i,))) for i in range(700)]
@@ -124,13 +124,13 @@ async def test_not_a_database(tmp_path: Path) -> None:
         await SqliteStore.open(tmp_path / "t.db")
 
 
-async def test_a_place_that_cannot_be(tmp_path: Path) -> None:
+async def test_an_unusable_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match=r"cannot use .*file"):
         await SqliteStore.open(tmp_path / "file" / "t.db")
 
 
-async def test_what_returned_survives_a_kill(tmp_path: Path) -> None:
+async def test_acknowledged_writes_survive_a_kill(tmp_path: Path) -> None:
     script = """
 import asyncio, os, sys
 from pathlib import Path

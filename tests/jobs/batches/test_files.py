@@ -10,12 +10,12 @@ from emberline.jobs.batches.files import FileStore
 from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import NotFound, TooLarge, Unavailable
 from emberline.store import Database
-from tests.databases import Place
-from tests.jobs.queues import Time, audit
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.helpers import ManualClock, audit
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
+async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
     store = await database.open()
     yield store
     await audit(store)
@@ -32,7 +32,7 @@ async def pieces(*chunks: bytes) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def test_a_file_comes_back_as_it_went_in(files: FileStore) -> None:
+async def test_file_round_trip(files: FileStore) -> None:
     file = await files.add("a", "in.jsonl", "batch", pieces(b"one\n", b"two\n"))
     assert (file.name, file.purpose, file.n_bytes) == ("in.jsonl", "batch", 8)
     assert await files.get("a", file.id) == file
@@ -46,12 +46,12 @@ async def test_a_file_comes_back_as_it_went_in(files: FileStore) -> None:
         await files.get("a", file.id)
 
 
-async def test_pages_of_files(files: FileStore, store: Database) -> None:
-    time = Time(store)
+async def test_file_pagination(files: FileStore, store: Database) -> None:
+    time = ManualClock(store)
     made = []
     for i in range(5):
         made.append(await files.add("a", f"{i}", "batch" if i % 2 else "other", b"x"))
-        time.pass_s(1)
+        time.advance(1)
     page, more = await files.list("a", limit=2)
     assert ([file.name for file in page], more) == (["4", "3"], True)
     page, more = await files.list("a", after=made[3].id, limit=5)
@@ -61,22 +61,22 @@ async def test_pages_of_files(files: FileStore, store: Database) -> None:
     assert await files.list("b") == ([], False)
 
 
-async def test_too_large_and_expired(files: FileStore, store: Database, tmp_path: Path) -> None:
-    time = Time(store)
+async def test_file_size_limits_and_expiry(files: FileStore, store: Database, tmp_path: Path) -> None:
+    time = ManualClock(store)
     with pytest.raises(TooLarge, match="1,000 bytes"):
         await files.add("a", "f", "batch", pieces(b"x" * 600, b"x" * 600))
     for i in range(3):
         await files.add("a", "f", "batch", bytes([i]) * 833, expires_s=10)
     with pytest.raises(TooLarge):
         await files.add("a", "f", "batch", b"y" * 10)
-    time.pass_s(11)
+    time.advance(11)
     assert await files.list("a") == ([], False)
     await files.delete_expired()
     assert await store.read("SELECT COUNT(*) FROM files") == [(0,)]
     await files.add("a", "f", "batch", b"y")
 
 
-async def test_blobs_are_kept_once_and_survive_half_a_write(tmp_path: Path) -> None:
+async def test_blobs_are_deduplicated_and_survive_a_partial_write(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path)
     assert await blobs.put(b"same") == await blobs.put(b"same")
     (tmp_path / ".part-dead").write_bytes(b"half")
@@ -94,7 +94,7 @@ async def test_blobs_are_kept_once_and_survive_half_a_write(tmp_path: Path) -> N
         await blobs.get(name)
 
 
-async def test_collecting_while_putting_loses_nothing(tmp_path: Path) -> None:
+async def test_concurrent_collection_loses_no_blob(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path)
     name = await blobs.put(b"x" * 100)
 

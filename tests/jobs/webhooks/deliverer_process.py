@@ -1,16 +1,15 @@
-"""A process that does nothing but deliver: python -m tests.jobs.delivering WHERE"""
+"""A process that does nothing but deliver: python -m tests.jobs.webhooks.deliverer_process WHERE"""
 
 import asyncio
 import sys
 
 from emberline.store import open_store
-
-from .desks import desk_on
+from tests.jobs.webhooks.helpers import webhook_service
 
 
 async def main(where: str) -> None:
     store = await open_store(where)
-    async with desk_on(store, timeout_s=15.0):
+    async with webhook_service(store, timeout_s=15.0):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""kill -9 of a process that submits, claims and completes: what it was told is there, what it ran comes back."""
+"""kill -9 of a process that submits, claims and completes: what was acknowledged is durable, the rest is reclaimed."""
 
 import asyncio
 import os
@@ -10,22 +10,21 @@ from pathlib import Path
 import pytest
 
 from emberline.jobs.queue.queue import Queue
-from tests.databases import Place
-from tests.jobs.queues import MODEL, Time, answer, audit, make_queue, usage
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.helpers import MODEL, ManualClock, answer, audit, make_queue, usage
 
-N_KILLS = 6
 WORKER = """
 import asyncio, sys
 from pathlib import Path
 from emberline.store import open_store
-from tests.jobs.queues import MODEL, answer, lines, make_queue, new, usage
+from tests.jobs.queue.helpers import MODEL, answer, make_queue, new_batch, new_jobs, usage
 
 async def main(where, folder, run):
     store = await open_store(where)
     queue = make_queue(store, Path(folder))
     async def submit():
         for i in range(1000):
-            await queue.submit(new(id=f"b{run}-{i}"), lines(700 if i % 3 == 1 else 20))
+            await queue.submit(new_batch(id=f"b{run}-{i}"), new_jobs(700 if i % 3 == 1 else 20))
             print("submitted", f"b{run}-{i}", 700 if i % 3 == 1 else 20, flush=True)
     async def pull():
         while True:
@@ -39,10 +38,10 @@ asyncio.run(main(*sys.argv[1:4]))
 """
 
 
-async def run_and_kill(place: Place, folder: Path, run: int, after_s: float) -> list[list[str]]:
-    """What it said before it died."""
+async def run_and_kill(place: DatabaseLocation, folder: Path, run: int, after_s: float) -> list[list[str]]:
+    """The acknowledgements it printed before it was killed."""
     command = (sys.executable, "-c", WORKER, place.where, str(folder), str(run))
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
     assert process.stdout is not None
     first = await process.stdout.readline()
@@ -53,13 +52,13 @@ async def run_and_kill(place: Place, folder: Path, run: int, after_s: float) -> 
     return [row.split() for row in said if row.count(" ") >= 2]
 
 
-async def finish(queue: Queue, time: Time) -> None:
+async def finish(queue: Queue, time: ManualClock) -> None:
     while True:
         leases = await queue.claim("last", MODEL, 200)
         if not leases:
             if not await queue.depths():
                 return
-            time.pass_s(61)
+            time.advance(61)
             await queue.heartbeat("last", [])
             await queue.sweep()
         done = await asyncio.gather(*(queue.complete(lease, answer("last"), usage(lease)) for lease in leases))
@@ -67,11 +66,14 @@ async def finish(queue: Queue, time: Time) -> None:
 
 
 @pytest.mark.timeout(180)
-async def test_nothing_promised_is_lost(database: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_kills", [2, pytest.param(6, marks=pytest.mark.slow)])
+async def test_acknowledged_batches_and_results_survive_kills(
+    database: DatabaseLocation, tmp_path: Path, n_kills: int
+) -> None:
     seed = random.Random(7)
     promised: dict[str, int] = {}
     told: dict[tuple[str, int], str] = {}
-    for run in range(N_KILLS):
+    for run in range(n_kills):
         for row in await run_and_kill(database, tmp_path, run, seed.uniform(0.05, 0.5)):
             if row[0] == "submitted":
                 promised[row[1]] = int(row[2])
@@ -80,9 +82,9 @@ async def test_nothing_promised_is_lost(database: Place, tmp_path: Path) -> None
     assert promised
     assert told
     store = await database.open()
-    time = Time(store)
+    time = ManualClock(store)
     queue = make_queue(store, tmp_path, max_kills=100)
-    time.pass_s(61)
+    time.advance(61)
     await queue.sweep()
     await audit(store)
     await finish(queue, time)

@@ -1,4 +1,4 @@
-"""What tests of the queue share: lines, answers, a clock to turn, and an audit of everything that is counted."""
+"""Helpers of the queue tests: jobs, answers, a manual clock, and an audit of all counters."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,8 +17,8 @@ from emberline.store import Database
 MODEL = "m"
 
 
-class Time:
-    """A store's clock, under the test's thumb."""
+class ManualClock:
+    """Replaces a store's clock; it advances only when told to."""
 
     def __init__(self, store: Database) -> None:
         self.us = store.now_us()
@@ -27,27 +27,27 @@ class Time:
     def follow(self, store: Database) -> None:
         store.now_us = lambda: self.us  # type: ignore[method-assign]
 
-    def pass_s(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.us += int(seconds * 1e6)
 
 
 def make_queue(store: Database, folder: Path, **limits: object) -> Queue:
-    """One that sweeps only when it is told to."""
+    """A queue without a background sweeper."""
     return Queue(store, BlobStore(folder / "blobs"), QueueLimits(**limits))  # type: ignore[arg-type]
 
 
-def line(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewJob:
+def new_job(i: int, model: str = MODEL, text: str = "", prefix: int = 0) -> NewJob:
     request = GenerateRequest(
         id="", model=model, messages=(Message("user", text or f"question {i}"),), sampling=SamplingParams(max_tokens=8)
     )
     return NewJob(f"c{i}", request, prefix=prefix)
 
 
-def lines(n: int, model: str = MODEL) -> list[NewJob]:
-    return [line(i, model) for i in range(n)]
+def new_jobs(n: int, model: str = MODEL) -> list[NewJob]:
+    return [new_job(i, model) for i in range(n)]
 
 
-def new(account: str = "a", **fields: object) -> NewBatch:
+def new_batch(account: str = "a", **fields: object) -> NewBatch:
     return NewBatch(account=account, **{"kind": "openai", "model": MODEL, **fields})  # type: ignore[arg-type]
 
 
@@ -70,13 +70,13 @@ def usage(lease: Lease) -> UsageRow:
     )
 
 
-_LINES = "SELECT batch_id, number, account, model, state, cost, owner FROM lines"
+_JOBS = "SELECT batch_id, number, account, model, state, cost, owner FROM lines"
 _COUNTED = {"succeeded": 0, "failed": 1, "dead": 1, "cancelled": 2, "expired": 3}
 
 
 async def audit(store: Database) -> None:
-    """Every counter says what counting the lines says; every result is there once, of lines that have one."""
-    rows = await store.read(_LINES)
+    """Every counter matches the jobs in the store, and every ended job has exactly one result."""
+    rows = await store.read(_JOBS)
     shown = {row[0]: row for row in await store.read("SELECT id, status, ended, total, n_released FROM batches")}
     await _audit_lanes(store, rows)
     ended: dict[object, list[int]] = {batch_id: [0, 0, 0, 0] for batch_id in shown}

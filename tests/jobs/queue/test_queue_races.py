@@ -1,4 +1,4 @@
-"""Two transactions at once: what one decides must hold although the other changes the line it looks at."""
+"""Concurrent transactions: the decision of one must hold although another changes the same job."""
 
 import asyncio
 import contextlib
@@ -14,31 +14,24 @@ from emberline.jobs.queue.enqueue import encode_jobs, insert_jobs, release_jobs,
 from emberline.jobs.queue.job import JobOutcome
 from emberline.jobs.queue.queue import Queue
 from emberline.store import Database, Transaction
-from tests.databases import Place
-from tests.jobs.queues import MODEL, audit, line, lines, make_queue, new
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.helpers import MODEL, audit, make_queue, new_batch, new_job, new_jobs
 
 ROUNDS = 12
 LEFT = "SELECT number, state, stopping FROM lines WHERE batch_id = ? AND (state <> 'leased' OR stopping = 0)"
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
-    store = await database.open()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def queue(store: Database, tmp_path: Path) -> AsyncIterator[Queue]:
-    queue = make_queue(store, tmp_path)  # no sweeper mends what a call left undone
+    queue = make_queue(store, tmp_path)  # without a sweeper, which would repair an incomplete call
     yield queue
     await queue.close()
     await audit(store)
 
 
 @contextlib.asynccontextmanager
-async def over_and_over(act: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
-    """While the body runs, somebody else does this."""
+async def repeating(act: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Repeat `act` concurrently while the body runs."""
 
     async def forever() -> None:
         while True:
@@ -53,38 +46,38 @@ async def over_and_over(act: Callable[[], Awaitable[Any]]) -> AsyncIterator[None
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def waiting(store: Database, batch: Batch) -> list[Any]:
-    """Lines that may still run although nobody would tell their worker to stop."""
+async def still_open(store: Database, batch: Batch) -> list[Any]:
+    """Jobs that may still run although their workers would not be asked to stop."""
     rows = await store.read(LEFT, (batch.id,))
     return [row for row in rows if row[1] in ("held", "queued", "leased")]
 
 
-async def test_a_sign_of_life_does_not_keep_the_lines_of_one_known_to_be_dead(queue: Queue) -> None:
-    """What a process wrote to its socket before it was killed, the database may carry out afterwards."""
-    async with over_and_over(lambda: queue.heartbeat("dead", [])):
+async def test_a_late_heartbeat_does_not_keep_the_jobs_of_a_dead_worker(queue: Queue) -> None:
+    """The database may execute a statement after the process that sent it was killed."""
+    async with repeating(lambda: queue.heartbeat("dead", [])):
         for i in range(ROUNDS):
-            batch = await queue.submit(new(), lines(3))
+            batch = await queue.submit(new_batch(), new_jobs(3))
             assert len(await queue.claim("dead", MODEL, 3)) == 3
             await queue.reclaim_from("dead")
             assert [item.state for item in await queue.jobs(batch.id)] == ["queued"] * 3, i
             await queue.cancel("a", batch.id)
 
 
-async def test_a_batch_that_is_cancelled_while_its_lines_come_and_go(
-    queue: Queue, database: Place, store: Database, tmp_path: Path
+async def test_cancel_races_with_claims_and_returns(
+    queue: Queue, database: DatabaseLocation, store: Database, tmp_path: Path
 ) -> None:
     other_store = await database.open()
     other = make_queue(other_store, tmp_path)
 
-    async def take_and_give_back() -> None:
+    async def claim_and_release() -> None:
         await other.release(await other.claim("w", MODEL, 8))
 
-    async with over_and_over(take_and_give_back):
+    async with repeating(claim_and_release):
         for i in range(ROUNDS):
-            batch = await queue.submit(new(), lines(40))
+            batch = await queue.submit(new_batch(), new_jobs(40))
             await asyncio.sleep(0.003 * i)
             await queue.cancel("a", batch.id)
-            assert await waiting(store, batch) == [], i
+            assert await still_open(store, batch) == [], i
     await other.deregister("w")
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.cancelled) == ("cancelled", 40)
@@ -93,7 +86,7 @@ async def test_a_batch_that_is_cancelled_while_its_lines_come_and_go(
 
 
 class Paused:
-    """A transaction on a connection of its own that has done its work and does not commit yet."""
+    """A transaction on its own connection that commits when the block ends."""
 
     def __init__(self, connection: Any, work: Transaction[Any]) -> None:
         self._connection = connection
@@ -115,7 +108,7 @@ class Paused:
 
 
 @pytest.fixture
-async def connection(database: Place) -> AsyncIterator[Any]:
+async def connection(database: DatabaseLocation) -> AsyncIterator[Any]:
     if database.kind != "postgres":
         pytest.skip("SQLite has one writer")
     import asyncpg
@@ -126,7 +119,7 @@ async def connection(database: Place) -> AsyncIterator[Any]:
 
 
 async def blocked(connection: Any) -> None:
-    """Until somebody waits for a lock that this connection holds."""
+    """Wait until another connection waits for a lock that this one holds."""
     pid = await connection.fetchval("SELECT pg_backend_pid()")
     look = "SELECT COUNT(*) FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))"
     async with asyncio.timeout(10):
@@ -134,13 +127,13 @@ async def blocked(connection: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Database, connection: Any) -> None:
+async def test_cancel_during_release(queue: Queue, store: Database, connection: Any) -> None:
     file = await queue.files.add("a", "in.jsonl", "batch", b"two\nlines")
-    batch = await queue.create(new(input_file_id=file.id))
+    batch = await queue.create(new_batch(input_file_id=file.id))
     loading = await queue.claim_validating("loader")
     assert loading is not None
     load = queue._load_of(loading)
-    encoded = await encode_jobs(batch.id, 0, lines(2), queue.blobs, queue.limits)
+    encoded = await encode_jobs(batch.id, 0, new_jobs(2), queue.blobs, queue.limits)
     await store.run(lambda: insert_jobs(load, encoded))
     await store.run(lambda: start_batch(load, queue.limits))
     async with Paused(connection, release_jobs(batch.id, "a", 0, 2)):
@@ -150,8 +143,8 @@ async def test_cancelled_while_its_lines_are_released(queue: Queue, store: Datab
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: Any, whole: bool) -> None:
-    batch = await queue.submit(new(), [line(0)])
+async def test_cancel_during_return(queue: Queue, connection: Any, whole: bool) -> None:
+    batch = await queue.submit(new_batch(), [new_job(0)])
     (lease,) = await queue.claim("w", MODEL, 1)
     back = JobOutcome(key=lease.key, epoch=lease.epoch, owner="w", state="queued", attempts=-1)
     async with Paused(connection, apply_outcomes([back], queue.now_us(), queue.limits)):
@@ -163,10 +156,10 @@ async def test_cancelled_while_a_line_is_given_back(queue: Queue, connection: An
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_cancelled_while_a_line_is_claimed(queue: Queue, connection: Any, whole: bool) -> None:
+async def test_cancel_during_claim(queue: Queue, connection: Any, whole: bool) -> None:
     from emberline.jobs.queue.claims import claim
 
-    batch = await queue.submit(new(), [line(0)])
+    batch = await queue.submit(new_batch(), [new_job(0)])
     async with Paused(connection, claim("w", MODEL, 1, False, queue.now_us(), queue.limits)):
         stop = queue.cancel("a", batch.id) if whole else queue.cancel_job("a", batch.id, 0)
         cancelling = asyncio.ensure_future(stop)

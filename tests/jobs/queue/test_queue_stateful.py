@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: no line is lost, none shows two results, every count is exact."""
+"""Random sequences of operations: no job is lost, none has two results, and every counter is exact."""
 
 import asyncio
 import tempfile
@@ -22,8 +22,9 @@ from emberline.jobs.queue.job import Lease, NewJob
 from emberline.jobs.queue.queue import Queue
 from emberline.protocol.errors import ErrorInfo, NotFound
 from emberline.store import Database
-from tests.databases import Place, drop_schema, make_schema
-from tests.jobs.queues import MODEL, Time, answer, audit, line, make_queue, new, usage
+from tests.databases import DatabaseLocation, drop_schema, make_schema
+from tests.examples import n_examples
+from tests.jobs.queue.helpers import MODEL, ManualClock, answer, audit, make_queue, new_batch, new_job, usage
 
 T = TypeVar("T")
 OWNERS = st.sampled_from(["w1", "w2", "w3"])
@@ -33,7 +34,7 @@ FINAL = ("succeeded", "failed", "cancelled", "expired", "dead")
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Beside the queue runs a model: what each line has been seen as, and which leases are out."""
+    """Compares the queue with a model: the results that were visible, and all leases ever granted."""
 
     server: str | None = None  # of PostgreSQL; None: SQLite
 
@@ -42,7 +43,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.shown: dict[tuple[str, int], object] = {}  # results that a client has seen
-        self.leases: list[Lease] = []  # every lease ever given, the oldest included
+        self.leases: list[Lease] = []  # every lease ever granted
         self.account_of: dict[str, str] = {}
         self.total: dict[str, int] = {}
 
@@ -54,9 +55,9 @@ class QueueMachine(RuleBasedStateMachine):
         where = f"{self.folder.name}/t.db"
         if self.server is not None:
             where = self.do(make_schema(self.server))
-        self.place = Place("", where)
+        self.place = DatabaseLocation("", where)
         self.store: Database = self.do(self.place.open())
-        self.time = Time(self.store)
+        self.time = ManualClock(self.store)
         self.queue = self._queue()
 
     def _queue(self) -> Queue:
@@ -66,10 +67,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(account=ACCOUNTS, n=st.integers(1, 6), bad=st.booleans(), window_s=st.sampled_from([120.0, 4000.0, 86400.0]))
     def submit(self, account: str, n: int, bad: bool, window_s: float) -> None:
-        lines = [line(i) for i in range(n)]
+        new_jobs = [new_job(i) for i in range(n)]
         if bad:
-            lines[0] = NewJob("bad", None, ErrorInfo("bad_input", "bad"))
-        batch = self.do(self.queue.submit(new(account, window_s=window_s), lines))
+            new_jobs[0] = NewJob("bad", None, ErrorInfo("bad_input", "bad"))
+        batch = self.do(self.queue.submit(new_batch(account, window_s=window_s), new_jobs))
         self.account_of[batch.id] = account
         self.total[batch.id] = n
 
@@ -78,7 +79,7 @@ class QueueMachine(RuleBasedStateMachine):
         leases = self.do(self.queue.claim(owner, MODEL, n, quarantined=alone))
         assert len({lease.key for lease in leases}) == len(leases) <= n
         known = {(lease.key, lease.epoch) for lease in self.leases}
-        assert not known & {(lease.key, lease.epoch) for lease in leases}  # an epoch is given once
+        assert not known & {(lease.key, lease.epoch) for lease in leases}  # an epoch is granted once
         self.leases += leases
 
     def pick(self, data: st.DataObject) -> Lease:
@@ -106,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS)
     def heartbeat(self, owner: str) -> None:
-        """With all it ever had: what it still has is not lost, the rest is."""
+        """With all leases the owner ever had: exactly those it no longer holds are reported lost."""
         mine = {lease.key: lease for lease in self.leases if lease.owner == owner}
         told = self.do(self.queue.heartbeat(owner, mine.values()))
         for key, lease in mine.items():
@@ -134,7 +135,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0, 200.0, 5000.0]))
     def wait(self, seconds: float) -> None:
-        self.time.pass_s(seconds)
+        self.time.advance(seconds)
         self.do(self.queue.sweep())
 
     @precondition(lambda self: self.total)
@@ -144,7 +145,7 @@ class QueueMachine(RuleBasedStateMachine):
         dead = {item.key for item in self._lines(batch_id) if item.state == "dead"}
         assert self.do(self.queue.replay(batch_id)) == len(dead)
         for key in dead:
-            self.shown.pop(key, None)  # its death is no longer the last word
+            self.shown.pop(key, None)  # its error is no longer final
 
     @rule()
     def restart(self) -> None:
@@ -197,9 +198,9 @@ class QueueMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def _drain(self) -> None:
-        """Everything ends once workers are well: nothing is stuck."""
+        """Everything ends once workers succeed: nothing is stuck."""
         for _ in range(40):
-            self.time.pass_s(61)
+            self.time.advance(61)
             self.do(self.queue.sweep())
             for alone in (False, True):
                 for lease in self.do(self.queue.claim("last", MODEL, 50, quarantined=alone)):
@@ -223,9 +224,9 @@ def run(server: str | None, examples: int, steps: int) -> None:
 
 
 def test_on_sqlite() -> None:
-    run(None, examples=60, steps=40)
+    run(None, examples=n_examples(60), steps=40)
 
 
 @pytest.mark.timeout(240)
 def test_on_postgres(postgres: str) -> None:
-    run(postgres, examples=10, steps=30)
+    run(postgres, examples=n_examples(20), steps=30)

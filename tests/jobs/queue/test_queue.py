@@ -13,26 +13,19 @@ from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, NotFound, Overloaded, TooLarge
 from emberline.protocol.events import Usage
 from emberline.store import Database
-from tests.databases import Place
-from tests.jobs.queues import MODEL, Time, answer, audit, line, lines, make_queue, new, usage
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.helpers import MODEL, ManualClock, answer, audit, make_queue, new_batch, new_job, new_jobs, usage
 
 DAY_S = 86_400
 
 
 @pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
-    store = await database.open()
-    yield store
-    await store.close()
+async def time(store: Database) -> ManualClock:
+    return ManualClock(store)
 
 
 @pytest.fixture
-async def time(store: Database) -> Time:
-    return Time(store)
-
-
-@pytest.fixture
-async def queue(store: Database, time: Time, tmp_path: Path) -> AsyncIterator[Queue]:
+async def queue(store: Database, time: ManualClock, tmp_path: Path) -> AsyncIterator[Queue]:
     queue = make_queue(store, tmp_path, lease_s=60)
     yield queue
     await queue.close()
@@ -52,7 +45,7 @@ async def types_of(store: Database) -> list[str]:
 
 
 async def test_from_submission_to_results(queue: Queue, store: Database) -> None:
-    batch = await queue.submit(new(metadata={"k": "v"}, attributes={"x": 1}, key_id="key"), lines(5))
+    batch = await queue.submit(new_batch(metadata={"k": "v"}, attributes={"x": 1}, key_id="key"), new_jobs(5))
     assert (batch.status, batch.counts.total, batch.metadata, batch.attributes) == (
         "in_progress",
         5,
@@ -86,7 +79,7 @@ async def test_from_submission_to_results(queue: Queue, store: Database) -> None
     assert await types_of(store) == ["batch.completed"]
 
 
-async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, store: Database) -> None:
+async def test_a_large_batch_is_not_claimable_before_it_is_complete(queue: Queue, store: Database) -> None:
     seen: list[int] = []
 
     async def slowly() -> AsyncIterator[NewJob]:
@@ -96,9 +89,9 @@ async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, sto
                 with pytest.raises(NotFound):
                     await queue.batch("a", batch_new.id)
                 assert (await queue.batches("a", "openai"))[0] == []
-            yield line(i)
+            yield new_job(i)
 
-    batch_new = new()
+    batch_new = new_batch()
     batch = await queue.submit(batch_new, slowly())
     assert seen == [0]
     assert batch.counts.total == 2 * INSERT_CHUNK + 10
@@ -107,82 +100,82 @@ async def test_a_large_batch_is_claimed_only_when_all_is_there(queue: Queue, sto
     assert (await queue.batch("a", batch.id)).status == "completed"
 
 
-async def test_a_submission_that_fails_or_dies_leaves_nothing(queue: Queue, store: Database, time: Time) -> None:
+async def test_a_failed_or_killed_submission_leaves_nothing(queue: Queue, store: Database, time: ManualClock) -> None:
     def broken() -> "list[NewJob]":
-        yield from lines(INSERT_CHUNK + 3)  # type: ignore[misc]
+        yield from new_jobs(INSERT_CHUNK + 3)  # type: ignore[misc]
         raise BadInput("the body ended early")
 
     with pytest.raises(BadInput, match="ended early"):
-        await queue.submit(new(id="b1"), broken())
+        await queue.submit(new_batch(id="b1"), broken())
     assert await store.read("SELECT COUNT(*) FROM lines") == [(0,)]
 
     stuck = asyncio.Event()
 
     async def hanging() -> AsyncIterator[NewJob]:
-        for item in lines(INSERT_CHUNK + 3):
+        for item in new_jobs(INSERT_CHUNK + 3):
             yield item
         stuck.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(queue.submit(new(id="b2"), hanging()))
+    task = asyncio.create_task(queue.submit(new_batch(id="b2"), hanging()))
     await stuck.wait()
     ((n,),) = await store.read("SELECT COUNT(*) FROM lines")
     assert n == INSERT_CHUNK
     with pytest.raises(Conflict, match="being submitted"):
-        await queue.submit(new(id="b2"), lines(3))
-    time.pass_s(61)  # as if its process were dead
+        await queue.submit(new_batch(id="b2"), new_jobs(3))
+    time.advance(61)  # as if its process were dead
     await queue.sweep()
     assert await store.read("SELECT COUNT(*) FROM lines") == [(0,)]
-    assert (await queue.submit(new(id="b2"), lines(3))).counts.total == 3
+    assert (await queue.submit(new_batch(id="b2"), new_jobs(3))).counts.total == 3
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (await queue.batch("a", "b2")).counts.total == 3
 
 
-async def test_the_same_id_is_the_same_batch(queue: Queue) -> None:
-    first = await queue.submit(new(id="mine"), lines(2))
-    assert await queue.submit(new(id="mine"), lines(9)) == first
+async def test_submitting_an_existing_id_returns_that_batch(queue: Queue) -> None:
+    first = await queue.submit(new_batch(id="mine"), new_jobs(2))
+    assert await queue.submit(new_batch(id="mine"), new_jobs(9)) == first
     with pytest.raises(Conflict):
-        await queue.submit(new("other", id="mine"), lines(1))
+        await queue.submit(new_batch("other", id="mine"), new_jobs(1))
     with pytest.raises(BadInput, match="at least one line"):
-        await queue.submit(new(), [])
+        await queue.submit(new_batch(), [])
 
 
-async def test_bad_lines_fail_and_the_rest_goes_on(queue: Queue, store: Database) -> None:
+async def test_invalid_requests_fail_and_the_others_run(queue: Queue, store: Database) -> None:
     bad = NewJob("bad\0", None, ErrorInfo("bad_input", "line 2 is not JSON"))
-    batch = await queue.submit(new(), [line(0), bad, line(2)])
+    batch = await queue.submit(new_batch(), [new_job(0), bad, new_job(2)])
     assert batch.counts.failed == 1
     assert len(await finish_all(queue)) == 2
     ended = await queue.batch("a", batch.id)
     assert (ended.status, ended.counts.completed, ended.counts.failed) == ("completed", 2, 1)
     failed = await queue.jobs(batch.id, states=["failed"])
     assert failed[0].error == ErrorInfo("bad_input", "line 2 is not JSON")
-    only_bad = await queue.submit(new(kind="workers_ai"), [bad, bad])
+    only_bad = await queue.submit(new_batch(kind="workers_ai"), [bad, bad])
     assert (only_bad.status, only_bad.counts.failed) == ("completed", 2)
     assert (await types_of(store))[-2:] == ["cf.workersAi.model.batch.queued", "cf.workersAi.model.batch.failed"]
 
 
-async def test_a_line_too_large_fails_alone(store: Database, time: Time, tmp_path: Path) -> None:
+async def test_only_a_too_large_request_fails(store: Database, time: ManualClock, tmp_path: Path) -> None:
     queue = make_queue(store, tmp_path, max_job_bytes=1000, max_jobs=INSERT_CHUNK + 100)
-    batch = await queue.submit(new(), [line(0), line(1, text="x" * 2000)])
+    batch = await queue.submit(new_batch(), [new_job(0), new_job(1, text="x" * 2000)])
     assert batch.counts.failed == 1
     (failed,) = await queue.jobs(batch.id, states=["failed"])
     assert failed.error is not None
     assert failed.error.kind == "too_large"
     with pytest.raises(TooLarge, match="at most 600 lines"):
-        await queue.submit(new(), lines(INSERT_CHUNK + 101))
+        await queue.submit(new_batch(), new_jobs(INSERT_CHUNK + 101))
     assert len((await queue.batches("a", "openai"))[0]) == 1
     await audit(store)
 
 
-async def test_room_of_an_account(store: Database, time: Time, tmp_path: Path) -> None:
+async def test_account_quotas(store: Database, time: ManualClock, tmp_path: Path) -> None:
     queue = make_queue(store, tmp_path, max_account_bytes=1500, max_queued_jobs=4)
-    await queue.submit(new(), lines(4))
+    await queue.submit(new_batch(), new_jobs(4))
     with pytest.raises(Overloaded, match="4 lines in the queue"):
-        await queue.submit(new(), lines(1))
-    await queue.submit(new("b"), [line(0, text="x" * 2000)])
+        await queue.submit(new_batch(), new_jobs(1))
+    await queue.submit(new_batch("b"), [new_job(0, text="x" * 2000)])
     with pytest.raises(TooLarge, match="storage"):
-        await queue.submit(new("b"), lines(1))
+        await queue.submit(new_batch("b"), new_jobs(1))
     with pytest.raises(TooLarge, match="storage"):
         await queue.files.add("b", "f", "batch", b"x")
     await audit(store)
@@ -191,61 +184,63 @@ async def test_room_of_an_account(store: Database, time: Time, tmp_path: Path) -
 # --- from a file -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_of_a_file_goes_on_where_its_loader_died(queue: Queue, time: Time) -> None:
+async def test_loading_a_file_resumes_where_the_loader_died(queue: Queue, time: ManualClock) -> None:
     file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
-    batch = await queue.create(new(input_file_id=file.id))
+    batch = await queue.create(new_batch(input_file_id=file.id))
     assert (batch.status, batch.input_blob) == ("validating", file.blob)
-    first = await queue.claim_validating("door-1")
+    first = await queue.claim_validating("loader-1")
     assert first is not None
     assert first.id == batch.id
-    assert await queue.claim_validating("door-2") is None
-    await queue.append(first, lines(2))
+    assert await queue.claim_validating("loader-2") is None
+    await queue.append(first, new_jobs(2))
     assert await queue.files.delete("a", file.id)
     assert await queue.claim("w", MODEL, 9) == []
-    time.pass_s(61)
-    second = await queue.claim_validating("door-2")
+    time.advance(61)
+    second = await queue.claim_validating("loader-2")
     assert second is not None
     assert second.counts.total == 2
     assert b"".join([chunk async for chunk in queue.blobs.stream(str(second.input_blob))]) == b"three\nlines\nhere"
     with pytest.raises(Conflict):
-        await queue.append(first, [line(2)])
-    await queue.append(second, [line(2)])
+        await queue.append(first, [new_job(2)])
+    await queue.append(second, [new_job(2)])
     started = await queue.start(second)
     assert (started.status, started.counts.total, started.input_blob) == ("in_progress", 3, file.blob)
     assert len(await finish_all(queue)) == 3
     with pytest.raises(BadInput, match="upload it first"):
-        await queue.create(new(input_file_id=file.id))
+        await queue.create(new_batch(input_file_id=file.id))
 
 
-async def test_a_file_that_cannot_be_used(queue: Queue, store: Database, time: Time) -> None:
+async def test_a_validating_batch_is_rejected_cancelled_or_expired(
+    queue: Queue, store: Database, time: ManualClock
+) -> None:
     file = await queue.files.add("a", "in.jsonl", "batch", b"")
     for end in ("reject", "cancel", "expire"):
-        await queue.create(new(input_file_id=file.id, window_s=100))
-        batch = await queue.claim_validating("door")
+        await queue.create(new_batch(input_file_id=file.id, window_s=100))
+        batch = await queue.claim_validating("loader")
         assert batch is not None
-        await queue.append(batch, [line(0), NewJob("x", None)])
+        await queue.append(batch, [new_job(0), NewJob("x", None)])
         if end == "reject":
             ended = await queue.reject(batch, [ErrorInfo("bad_input", "no")])
             assert (ended.status, ended.errors) == ("failed", [ErrorInfo("bad_input", "no")])
         elif end == "cancel":
             assert (await queue.cancel("a", batch.id)).status == "cancelled"
         else:
-            time.pass_s(101)
+            time.advance(101)
             await queue.sweep()
             assert (await queue.batch("a", batch.id)).status == "expired"
         assert (await queue.batch("a", batch.id)).counts.total == 0
         assert await queue.jobs(batch.id) == []
         with pytest.raises(Conflict):
-            await queue.append(batch, [line(2)])
+            await queue.append(batch, [new_job(2)])
     assert await types_of(store) == ["batch.failed", "batch.cancelled", "batch.expired"]
 
 
 # --- who goes first --------------------------------------------------------------------------------------------------
 
 
-async def test_by_deadline_then_prefix_then_number(queue: Queue) -> None:
-    late = await queue.submit(new(), [line(i, prefix=1 + i % 2) for i in range(4)])
-    soon = await queue.submit(new(window_s=DAY_S / 2), [line(0, prefix=7)])
+async def test_claim_order_is_deadline_prefix_number(queue: Queue) -> None:
+    late = await queue.submit(new_batch(), [new_job(i, prefix=1 + i % 2) for i in range(4)])
+    soon = await queue.submit(new_batch(window_s=DAY_S / 2), [new_job(0, prefix=7)])
     leases = await queue.claim("w", MODEL, 4)
     assert [(lease.batch_id, lease.prefix, lease.number) for lease in leases] == [
         (soon.id, 7, 0),
@@ -257,9 +252,9 @@ async def test_by_deadline_then_prefix_then_number(queue: Queue) -> None:
     assert await queue.claim("w", MODEL, 0) == []
 
 
-async def test_accounts_take_turns_by_tokens(queue: Queue) -> None:
-    await queue.submit(new("greedy"), lines(300))
-    await queue.submit(new("small"), lines(20))
+async def test_fair_queueing_counts_tokens(queue: Queue) -> None:
+    await queue.submit(new_batch("greedy"), new_jobs(300))
+    await queue.submit(new_batch("small"), new_jobs(20))
     leases = await queue.claim("w", MODEL, 20)
     assert Counter(lease.account for lease in leases) == {"greedy": 10, "small": 10}
     for lease in leases:  # the greedy one's answers are a hundred times as long
@@ -268,17 +263,17 @@ async def test_accounts_take_turns_by_tokens(queue: Queue) -> None:
     leases = await queue.claim("w", MODEL, 10)
     assert Counter(lease.account for lease in leases) == {"small": 10}
     assert len(await queue.claim("w", MODEL, 10)) == 10
-    latecomer = await queue.submit(new("late"), lines(50))
+    latecomer = await queue.submit(new_batch("late"), new_jobs(50))
     leases = await queue.claim("w", MODEL, 8)
     assert latecomer.counts.total == 50
     assert {lease.account for lease in leases} == {"greedy", "late"}  # no credit for having been idle
 
 
-async def test_near_the_deadline_goes_before_fairness(queue: Queue, time: Time) -> None:
-    await queue.submit(new("a", window_s=4000), lines(10))
+async def test_urgent_jobs_go_before_fair_queueing(queue: Queue, time: ManualClock) -> None:
+    await queue.submit(new_batch("a", window_s=4000), new_jobs(10))
     await finish_some(queue, 5, tokens=10_000)
-    await queue.submit(new("b"), lines(50))
-    time.pass_s(1000)  # 3,000 s are left to a
+    await queue.submit(new_batch("b"), new_jobs(50))
+    time.advance(1000)  # 3,000 s are left to a
     leases = await queue.claim("w", MODEL, 8)
     assert Counter(lease.account for lease in leases) == {"a": 5, "b": 3}
 
@@ -291,8 +286,8 @@ async def finish_some(queue: Queue, n: int, tokens: int) -> None:
 # --- what can go wrong with a line -----------------------------------------------------------------------------------
 
 
-async def test_a_failure_that_may_pass_is_tried_again_after_a_while(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(), lines(1))
+async def test_a_transient_failure_is_retried_with_backoff(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(1))
     waits: list[float] = []
     for attempt in range(1, 6):
         (lease,) = await queue.claim("w", MODEL, 5)
@@ -303,7 +298,7 @@ async def test_a_failure_that_may_pass_is_tried_again_after_a_while(queue: Queue
         for _ in range(130):
             if (await queue.batch("a", batch.id)).ended:
                 break
-            time.pass_s(0.5)
+            time.advance(0.5)
             found = await queue.claim("probe", MODEL, 1)
             if found:
                 await queue.release(found)
@@ -317,26 +312,26 @@ async def test_a_failure_that_may_pass_is_tried_again_after_a_while(queue: Queue
     assert (await queue.job(batch.id, 0)).error == ErrorInfo("internal", "oops")
 
 
-async def test_a_final_failure(queue: Queue, store: Database) -> None:
-    batch = await queue.submit(new(kind="response"), lines(1))
+async def test_a_permanent_failure(queue: Queue, store: Database) -> None:
+    batch = await queue.submit(new_batch(kind="response"), new_jobs(1))
     (lease,) = await queue.claim("w", MODEL, 1)
     assert await queue.fail(lease, ErrorInfo("bad_input", "no such tool"), retry=False)
     assert (await queue.batch("a", batch.id)).status == "failed"
     assert await types_of(store) == ["response.failed"]
 
 
-async def test_a_dead_workers_lines_come_back_and_its_answers_are_refused(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(), lines(3))
+async def test_jobs_of_a_dead_worker_are_reclaimed_and_its_results_fenced_off(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(3))
     old = await queue.claim("dead", MODEL, 3)
-    time.pass_s(50)
+    time.advance(50)
     assert (await queue.heartbeat("dead", old)).lost == frozenset()
-    time.pass_s(50)
+    time.advance(50)
     await queue.sweep()
     assert await queue.claim("w", MODEL, 3) == []  # its heartbeat keeps them
-    time.pass_s(11)
+    time.advance(11)
     await queue.sweep()
     assert not await queue.complete(old[0], answer("too late"))
-    time.pass_s(61)
+    time.advance(61)
     again = await queue.claim("w", MODEL, 3)
     assert [(lease.epoch, lease.kills) for lease in again] == [(2, 1)] * 3
     assert not await queue.complete(old[0], answer("too late"))
@@ -346,12 +341,12 @@ async def test_a_dead_workers_lines_come_back_and_its_answers_are_refused(queue:
     assert [item.answer for item in await queue.jobs(batch.id)] == [answer("in time")] * 3
 
 
-async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queue, store: Database, time: Time) -> None:
-    batch = await queue.submit(new(), lines(2))
+async def test_quarantine_dead_letter_and_replay(queue: Queue, store: Database, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(2))
     for _ in range(2):
         for lease in await queue.claim("w", MODEL, 5):
             assert await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
-        time.pass_s(61)
+        time.advance(61)
     assert await queue.claim("w", MODEL, 5) == []  # neither runs beside others any more
     assert [depth.n_quarantined for depth in await queue.depths()] == [2]
     (guilty,) = await queue.claim("w", MODEL, 5, quarantined=True)
@@ -376,8 +371,8 @@ async def test_a_line_that_kills_is_isolated_then_dead_then_replayed(queue: Queu
     assert await types_of(store) == ["batch.completed"]
 
 
-async def test_what_was_not_used_goes_back_at_once(queue: Queue) -> None:
-    await queue.submit(new(), lines(4))
+async def test_released_leases_are_claimable_at_once(queue: Queue) -> None:
+    await queue.submit(new_batch(), new_jobs(4))
     leases = await queue.claim("w", MODEL, 4)
     await queue.release(leases[:2])
     await queue.deregister("w")
@@ -386,13 +381,13 @@ async def test_what_was_not_used_goes_back_at_once(queue: Queue) -> None:
     assert not await queue.complete(leases[0], answer())
 
 
-async def test_lines_that_a_worker_forgot_go_back(queue: Queue, time: Time) -> None:
-    await queue.submit(new(), lines(2))
+async def test_jobs_missing_in_heartbeats_return_to_the_queue(queue: Queue, time: ManualClock) -> None:
+    await queue.submit(new_batch(), new_jobs(2))
     leases = await queue.claim("w", MODEL, 2)
     await queue.heartbeat("w", leases[:1])  # the other may be on its way
     assert await queue.claim("x", MODEL, 2) == []
     for _ in range(3):
-        time.pass_s(25)
+        time.advance(25)
         await queue.heartbeat("w", leases[:1])
     (back,) = await queue.claim("x", MODEL, 2)
     assert back.number == leases[1].number
@@ -402,7 +397,7 @@ async def test_lines_that_a_worker_forgot_go_back(queue: Queue, time: Time) -> N
 
 
 async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
-    batch = await queue.submit(new(), lines(6))
+    batch = await queue.submit(new_batch(), new_jobs(6))
     leases = await queue.claim("w", MODEL, 3)
     assert await queue.complete(leases[0], answer())
     stopped = await queue.cancel("a", batch.id)
@@ -422,8 +417,8 @@ async def test_cancelling_a_batch(queue: Queue, store: Database) -> None:
         await queue.cancel("someone else", batch.id)
 
 
-async def test_cancelling_a_line(queue: Queue) -> None:
-    batch = await queue.submit(new(), lines(3))
+async def test_cancelling_a_job(queue: Queue) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(3))
     (lease,) = await queue.claim("w", MODEL, 1)
     other = next(n for n in range(3) if n != lease.number)
     assert (await queue.cancel_job("a", batch.id, other)).state == "cancelled"
@@ -437,21 +432,21 @@ async def test_cancelling_a_line(queue: Queue) -> None:
         await queue.cancel_job("a", batch.id, 17)
 
 
-async def test_a_dead_workers_line_of_a_cancelled_batch_does_not_come_back(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(), lines(1))
+async def test_a_cancelled_job_of_a_dead_worker_is_not_requeued(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(1))
     await queue.claim("w", MODEL, 1)
     await queue.cancel("a", batch.id)
-    time.pass_s(61)
+    time.advance(61)
     await queue.sweep()
     assert (await queue.batch("a", batch.id)).status == "cancelled"
 
 
-async def test_time_runs_out_with_part_of_the_results(queue: Queue, store: Database, time: Time) -> None:
-    batch = await queue.submit(new(window_s=600), lines(5))
+async def test_an_expired_batch_keeps_its_results(queue: Queue, store: Database, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(window_s=600), new_jobs(5))
     leases = await queue.claim("w", MODEL, 3)
     assert await queue.complete(leases[0], answer())
     for _ in range(20):
-        time.pass_s(30)
+        time.advance(30)
         await queue.heartbeat("w", leases[1:])
     assert await queue.claim("w", MODEL, 9) == []  # too late to begin
     await queue.sweep()
@@ -467,12 +462,12 @@ async def test_time_runs_out_with_part_of_the_results(queue: Queue, store: Datab
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-async def test_pages(queue: Queue, time: Time) -> None:
+async def test_pagination(queue: Queue, time: ManualClock) -> None:
     made = []
     for _ in range(5):
-        made.append((await queue.submit(new(), lines(1))).id)
-        time.pass_s(1)
-    await queue.submit(new(kind="anthropic"), lines(1))
+        made.append((await queue.submit(new_batch(), new_jobs(1))).id)
+        time.advance(1)
+    await queue.submit(new_batch(kind="anthropic"), new_jobs(1))
     newest = made[::-1]
     page, more = await queue.batches("a", "openai", limit=2)
     assert ([batch.id for batch in page], more) == (newest[:2], True)
@@ -483,7 +478,7 @@ async def test_pages(queue: Queue, time: Time) -> None:
     assert await queue.batches("b", "openai") == ([], False)
     with pytest.raises(NotFound):
         await queue.batches("a", "openai", after="nothing")
-    batch = await queue.submit(new(), lines(7))
+    batch = await queue.submit(new_batch(), new_jobs(7))
     assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3)] == [3, 4, 5]
     assert [item.number for item in await queue.jobs(batch.id, after=2, limit=3, states=["queued", "dead"])] == [
         3,
@@ -492,16 +487,16 @@ async def test_pages(queue: Queue, time: Time) -> None:
     ]
 
 
-async def test_position_and_estimate(queue: Queue, time: Time) -> None:
-    await queue.submit(new(window_s=DAY_S / 2), lines(30))
-    mine = await queue.submit(new(), lines(10))
+async def test_position_and_eta(queue: Queue, time: ManualClock) -> None:
+    await queue.submit(new_batch(window_s=DAY_S / 2), new_jobs(30))
+    mine = await queue.submit(new_batch(), new_jobs(10))
     assert (await queue.position(mine)).position == 30
     assert (await queue.position(mine)).eta_s is None
-    await queue.submit(new("b"), lines(50))
+    await queue.submit(new_batch("b"), new_jobs(50))
     assert (await queue.position(mine)).position == 60  # turns with the other account
     leases = await queue.claim("w", MODEL, 2)
     for _ in range(10):
-        time.pass_s(30)
+        time.advance(30)
         for lease in leases:
             assert await queue.complete(lease, answer(n_in=264, n_out=0))
         leases = await queue.claim("w", MODEL, 2)
@@ -511,8 +506,8 @@ async def test_position_and_estimate(queue: Queue, time: Time) -> None:
     assert [(depth.account, depth.n_queued) for depth in await queue.depths()] == [("a", 29), ("b", 39)]
 
 
-async def test_who_waits_is_woken(queue: Queue) -> None:
-    batch = await queue.submit(new(), lines(1))
+async def test_wait_for_change_is_notified(queue: Queue) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(1))
     waiting = asyncio.create_task(queue.wait_for_change(batch.id, 30))
     await asyncio.sleep(0.3)
     (lease,) = await queue.claim("w", MODEL, 1)
@@ -524,13 +519,11 @@ async def test_who_waits_is_woken(queue: Queue) -> None:
 # --- bodies, retention -----------------------------------------------------------------------------------------------
 
 
-async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
-    store: Database, time: Time, tmp_path: Path
-) -> None:
+async def test_large_bodies_are_blobs_and_are_collected(store: Database, time: ManualClock, tmp_path: Path) -> None:
     queue = make_queue(store, tmp_path, blob_grace_s=0)
     big = "long " * 30_000
-    batch = await queue.submit(new(), [line(0, text=big), line(1)])
-    again = await queue.submit(new(), [line(0, text=big)])
+    batch = await queue.submit(new_batch(), [new_job(0, text=big), new_job(1)])
+    again = await queue.submit(new_batch(), [new_job(0, text=big)])
     blobs = lambda: [path for path in (tmp_path / "blobs").rglob("*") if path.is_file() and path.name != ".lock"]  # noqa: E731
     assert len(blobs()) == 2  # the ids in them differ
     leases = await queue.claim("w", MODEL, 5)
@@ -546,10 +539,10 @@ async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
     await queue.purge_expired()
     assert len(blobs()) == 2
     assert (await queue.job(batch.id, 0)).answer == reply
-    time.pass_s(29 * DAY_S)
+    time.advance(29 * DAY_S)
     await queue.purge_expired()
     assert (await queue.batch("a", batch.id)).status == "completed"
-    time.pass_s(2 * DAY_S)
+    time.advance(2 * DAY_S)
     await queue.purge_expired()
     with pytest.raises(NotFound):
         await queue.batch("a", batch.id)
@@ -559,8 +552,8 @@ async def test_large_bodies_are_files_and_go_when_nothing_refers_to_them(
     await audit(store)
 
 
-async def test_only_what_has_ended_is_deleted(queue: Queue) -> None:
-    batch = await queue.submit(new(), lines(1))
+async def test_only_ended_batches_can_be_deleted(queue: Queue) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(1))
     with pytest.raises(Conflict, match="cancel it first"):
         await queue.delete("a", batch.id)
     await finish_all(queue)
@@ -569,23 +562,23 @@ async def test_only_what_has_ended_is_deleted(queue: Queue) -> None:
         await queue.batch("a", batch.id)
 
 
-async def test_a_clock_that_was_set_back_keeps_no_dead_workers_lease(queue: Queue, time: Time) -> None:
-    await queue.submit(new(), lines(1))
+async def test_leases_are_shortened_after_the_clock_was_set_back(queue: Queue, time: ManualClock) -> None:
+    await queue.submit(new_batch(), new_jobs(1))
     await queue.claim("w", MODEL, 1)
-    time.pass_s(-3600)  # a restart after the clock was set
+    time.advance(-3600)  # a restart after the clock was set
     await queue.sweep()
-    time.pass_s(61)
+    time.advance(61)
     await queue.sweep()
-    time.pass_s(5)
+    time.advance(5)
     assert len(await queue.claim("w2", MODEL, 1)) == 1
 
 
-async def test_a_clock_set_forward_runs_a_line_again_but_shows_one_result(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(window_s=10 * DAY_S), lines(1))
+async def test_a_clock_set_forward_repeats_a_job_but_keeps_one_result(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(window_s=10 * DAY_S), new_jobs(1))
     (first,) = await queue.claim("w", MODEL, 1)
-    time.pass_s(7200)
+    time.advance(7200)
     await queue.sweep()
-    time.pass_s(10)
+    time.advance(10)
     (second,) = await queue.claim("w2", MODEL, 1)
     assert not await queue.complete(first, answer("first"))
     assert await queue.complete(second, answer("second"))
@@ -595,10 +588,10 @@ async def test_a_clock_set_forward_runs_a_line_again_but_shows_one_result(queue:
 # --- many at once ----------------------------------------------------------------------------------------------------
 
 
-async def test_four_pullers_share_the_lines(database: Place, tmp_path: Path) -> None:
+async def test_four_workers_on_two_connections_share_the_jobs(database: DatabaseLocation, tmp_path: Path) -> None:
     stores = [await database.open() for _ in range(2)]
     queues = [make_queue(store, tmp_path) for store in stores]
-    batches = [await queues[i % 2].submit(new(f"account {i % 3}"), lines(150)) for i in range(4)]
+    batches = [await queues[i % 2].submit(new_batch(f"account {i % 3}"), new_jobs(150)) for i in range(4)]
     ran: list[tuple[str, int]] = []
 
     async def pull(owner: str, queue: Queue) -> None:
@@ -618,14 +611,14 @@ async def test_four_pullers_share_the_lines(database: Place, tmp_path: Path) -> 
         await store.close()
 
 
-async def test_a_line_cancelled_while_it_is_released_is_cancelled(queue: Queue) -> None:
+async def test_a_job_cancelled_during_its_release_is_cancelled(queue: Queue) -> None:
     """`start` shows the batch first and lets its lines go a moment later."""
     file = await queue.files.add("a", "in.jsonl", "batch", b"three\nlines\nhere")
     for _ in range(12):
-        batch = await queue.create(new(input_file_id=file.id))
+        batch = await queue.create(new_batch(input_file_id=file.id))
         loading = await queue.claim_validating("loader")
         assert loading is not None
-        await queue.append(loading, lines(3))
+        await queue.append(loading, new_jobs(3))
         starting = asyncio.create_task(queue.start(loading))
         while (await queue.batch("a", batch.id)).status != "in_progress":
             await asyncio.sleep(0)

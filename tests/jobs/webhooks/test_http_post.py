@@ -12,8 +12,7 @@ import pytest
 from emberline.jobs.webhooks import http_post as post_module
 from emberline.jobs.webhooks.egress_policy import parse_target
 from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
-
-from .receiver import Receiver
+from tests.jobs.webhooks.receiver import Receiver
 
 NAME = "receiver.example"
 
@@ -73,13 +72,15 @@ async def send(receiver: TlsReceiver, host: str) -> PostResponse:
     return await post(parse_target(f"https://{host}:{receiver.port}/"), ["127.0.0.1"], {}, b"{}")
 
 
-async def test_an_unknown_certificate(receiver: TlsReceiver) -> None:
+async def test_an_untrusted_certificate_is_refused(receiver: TlsReceiver) -> None:
     with pytest.raises(PostFailed, match="certificate is not valid: self"):
         await send(receiver, NAME)
     assert not receiver.got
 
 
-async def test_the_name_counts_not_the_address(receiver: TlsReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_certificate_is_checked_against_the_host_name(
+    receiver: TlsReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trusting = ssl.create_default_context(cafile=str(receiver.certificate))
     monkeypatch.setattr(post_module, "_tls", lambda: trusting)
     assert await send(receiver, NAME) == PostResponse(200)
@@ -90,7 +91,7 @@ async def test_the_name_counts_not_the_address(receiver: TlsReceiver, monkeypatc
     assert len(receiver.got) == 1
 
 
-async def test_no_tls_there() -> None:
+async def test_a_receiver_without_tls() -> None:
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         writer.close()

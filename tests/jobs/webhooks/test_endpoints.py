@@ -11,14 +11,13 @@ from standardwebhooks import Webhook, WebhookVerificationError
 
 from emberline.jobs.webhooks.endpoints import encode_secret, signature_headers, signing_key
 from emberline.jobs.webhooks.events import Event, webhook_body
-
-from .desks import SECRET
+from tests.jobs.webhooks.helpers import SECRET
 
 OLD, NEW = signing_key(SECRET, "we_1", 1), signing_key(SECRET, "we_1", 2)
 
 
 @given(st.dictionaries(st.text(), st.text() | st.integers(), max_size=4), st.text("abc123_", min_size=1, max_size=40))
-def test_the_reference_verifies(payload: dict[str, object], message_id: str) -> None:
+def test_the_reference_implementation_verifies_signatures(payload: dict[str, object], message_id: str) -> None:
     body = json.dumps(payload).encode()
     headers = signature_headers([NEW], message_id, int(time.time()), body)
     assert Webhook(encode_secret(NEW)).verify(body, headers) == payload
@@ -42,7 +41,7 @@ def test_secrets_differ_by_endpoint_and_version() -> None:
     assert len(OLD) == 32
 
 
-def test_openai_s_client_unwraps_it() -> None:
+def test_openai_client_unwraps_a_delivery() -> None:
     event = Event(
         account="local",
         number=10,

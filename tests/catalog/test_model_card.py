@@ -10,7 +10,7 @@ from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, TASKS, ModelCa
 from emberline.weights.checkpoint import open_checkpoint
 
 
-def test_names_lead_to_one_card_each() -> None:
+def test_names_are_unique() -> None:
     names = [name for card in BUILT_IN for name in (card.id, *card.aliases)]
     assert len(names) == len(set(names))
     assert all(built_in(name) is not None for name in names)
@@ -18,7 +18,7 @@ def test_names_lead_to_one_card_each() -> None:
     assert built_in("nothing") is None
 
 
-def test_ids_stay_the_same() -> None:
+def test_ids_are_stable() -> None:
     card = built_in("smollm2")
     assert card is not None
     assert card.uuid == "7b362890-e2d8-5c31-8829-f40fe14ee259"
@@ -42,7 +42,7 @@ def test_rows_for_the_search_endpoints() -> None:
     assert task("Translation") is None
 
 
-def test_the_default_card_tells_the_truth(smollm2: Path) -> None:
+def test_the_default_card_matches_its_checkpoint(smollm2: Path) -> None:
     card = built_in(DEFAULT_MODEL)
     assert card is not None
     config = open_checkpoint(smollm2).config

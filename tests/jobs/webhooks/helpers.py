@@ -1,4 +1,4 @@
-"""Event desks on a real store, with a clock that tests can move."""
+"""Helpers of the webhook tests: a webhook service on a real store whose clock tests can move."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,8 +17,8 @@ SECRET = Secret("7" * 64)
 LOOPBACK = ("127.0.0.0/8",)
 
 
-class Moved:
-    """A database whose clock is ahead by what the test says."""
+class ShiftedClock:
+    """A database whose clock runs ahead by `ahead_s`."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -31,7 +31,7 @@ class Moved:
         return self._db.now_us() + int(self.ahead_s * 1e6)
 
     def skip_to(self, log: list[DeliveryRecord]) -> None:
-        """To when the first of the deliveries is due again, unless one is under way: its lease must not end."""
+        """Move to the next due delivery, unless an attempt is running: its lease must not end."""
         waiting = [item for item in log if item.delivery.state == "pending"]
         if all(a.status or a.problem for item in waiting for a in item.attempts) and waiting:
             due_us = min(item.delivery.ready_us for item in waiting)
@@ -39,27 +39,29 @@ class Moved:
 
 
 @asynccontextmanager
-async def desk_on(
+async def webhook_service(
     db: Database, *, deliver: bool = True, resolve: Resolve | None = None, **settings: Any
 ) -> AsyncIterator[WebhookService]:
     settings = {"allow": LOOPBACK, "poll_s": 0.1, "timeout_s": 1.0} | settings
-    desk = WebhookService(db, SECRET, WebhookSettings(**settings), resolve)
+    webhooks = WebhookService(db, SECRET, WebhookSettings(**settings), resolve)
     if deliver:
-        desk.deliver()
+        webhooks.deliver()
     try:
-        yield desk
+        yield webhooks
     finally:
-        await desk.close()
+        await webhooks.close()
 
 
-async def endpoint_at(
-    desk: WebhookService, url: str, types: Sequence[str] = ("*",), account: str = "acme"
+async def create_endpoint(
+    webhooks: WebhookService, url: str, types: Sequence[str] = ("*",), account: str = "acme"
 ) -> WebhookEndpoint:
-    return await desk.endpoints.create(account, "standard", EndpointUpdate(url=url, types=types))
+    return await webhooks.endpoints.create(account, "standard", EndpointUpdate(url=url, types=types))
 
 
-async def happen(db: Database, batch_id: str, status: str = "completed", account: str = "acme", **about: Any) -> None:
-    """A batch reaches a status, as the queue would tell it."""
+async def emit_event(
+    db: Database, batch_id: str, status: str = "completed", account: str = "acme", **about: Any
+) -> None:
+    """Write the event of a batch that reaches a status, as the queue does."""
     kind = about.pop("kind", "openai")
     event = batch_event(kind, status, account=account, batch_id=batch_id, now_us=db.now_us(), **about)
     assert event is not None
@@ -67,16 +69,16 @@ async def happen(db: Database, batch_id: str, status: str = "completed", account
     await db.notify(EVENTS_CHANNEL)
 
 
-async def log_of(desk: WebhookService, endpoint: WebhookEndpoint) -> list[DeliveryRecord]:
-    """Oldest first."""
-    return (await desk.deliveries.records(endpoint, None, None, 100))[::-1]
+async def delivery_records(webhooks: WebhookService, endpoint: WebhookEndpoint) -> list[DeliveryRecord]:
+    """The endpoint's deliveries, oldest first."""
+    return (await webhooks.deliveries.records(endpoint, None, None, 100))[::-1]
 
 
-async def log_when(
-    desk: WebhookService, endpoint: WebhookEndpoint, ready: Callable[[list[DeliveryRecord]], bool]
+async def wait_for_records(
+    webhooks: WebhookService, endpoint: WebhookEndpoint, ready: Callable[[list[DeliveryRecord]], bool]
 ) -> list[DeliveryRecord]:
-    """The log as soon as it says something."""
+    """The records as soon as `ready` accepts them."""
     async with asyncio.timeout(10):
-        while not ready(found := await log_of(desk, endpoint)):
+        while not ready(found := await delivery_records(webhooks, endpoint)):
             await asyncio.sleep(0.02)
     return found

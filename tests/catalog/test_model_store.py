@@ -11,8 +11,7 @@ from emberline.catalog.model_card import PathSource
 from emberline.catalog.model_store import CARD, ModelStore
 from emberline.catalog.pull import pull
 from emberline.protocol.errors import BadInput, ModelNotFound
-
-from .tiny import folder_files, gguf_bytes
+from tests.catalog.tiny_models import folder_files, gguf_bytes
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_a_file_cannot_take_a_built_in_name(store: ModelStore, model: Path) -> N
     assert store.find("smollm2") is None
 
 
-def test_what_is_not_a_model_is_refused(store: ModelStore, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_refused(store: ModelStore, tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(10))
     with pytest.raises(BadInput, match=r"bad\.gguf is not a model"):
@@ -98,7 +97,7 @@ def test_what_is_not_a_model_is_refused(store: ModelStore, tmp_path: Path) -> No
     ("name", "advice"),
     [("smollm2", "emberline pull smollm2"), ("hf:a/b", "emberline pull"), ("@cf/a/b", "emberline ls")],
 )
-def test_what_is_not_there_says_how_to_get_it(store: ModelStore, name: str, advice: str) -> None:
+def test_an_unpulled_model_names_the_pull_command(store: ModelStore, name: str, advice: str) -> None:
     with pytest.raises(ModelNotFound, match=advice):
         store.resolve(name)
 
@@ -108,7 +107,7 @@ def test_pulling_an_unknown_name_lists_the_known(store: ModelStore) -> None:
         pull("no-such-model", store)
 
 
-def test_removing_forgets_the_link_and_keeps_the_file(store: ModelStore, model: Path) -> None:
+def test_removing_a_linked_model_keeps_the_file(store: ModelStore, model: Path) -> None:
     card = pull(str(model), store).card
     assert store.remove(card.id) == card
     assert model.exists()
@@ -117,7 +116,7 @@ def test_removing_forgets_the_link_and_keeps_the_file(store: ModelStore, model: 
         store.remove(card.id)
 
 
-def test_a_linked_file_that_went_away_is_not_listed_but_can_be_removed(store: ModelStore, model: Path) -> None:
+def test_a_missing_linked_file_is_not_listed_but_can_be_removed(store: ModelStore, model: Path) -> None:
     card = pull(str(model), store).card
     model.unlink()
     assert store.entries() == []
@@ -132,7 +131,7 @@ def test_a_damaged_card_hides_its_model_only(store: ModelStore, model: Path, tmp
     assert store.entries() == [good]
 
 
-def test_the_lock_lets_one_in_at_a_time(store: ModelStore) -> None:
+def test_the_lock_is_exclusive(store: ModelStore) -> None:
     order: list[str] = []
 
     def second() -> None:

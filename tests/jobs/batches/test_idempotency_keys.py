@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -7,15 +6,7 @@ from emberline.jobs.batches.idempotency_keys import FirstUse, IdempotencyKeys, S
 from emberline.jobs.limits import QueueLimits
 from emberline.protocol.errors import BadInput, Conflict, IdempotencyMismatch
 from emberline.store import Database
-from tests.databases import Place
-from tests.jobs.queues import Time
-
-
-@pytest.fixture
-async def store(database: Place) -> AsyncIterator[Database]:
-    store = await database.open()
-    yield store
-    await store.close()
+from tests.jobs.queue.helpers import ManualClock
 
 
 @pytest.fixture
@@ -23,7 +14,7 @@ def keys(store: Database) -> IdempotencyKeys:
     return IdempotencyKeys(store, QueueLimits())
 
 
-async def test_the_same_again_is_answered_again(keys: IdempotencyKeys) -> None:
+async def test_a_repeated_request_gets_the_stored_answer(keys: IdempotencyKeys) -> None:
     assert await keys.begin("a", "k", b"body", "id1") == FirstUse("id1")
     with pytest.raises(Conflict, match="still running") as conflict:
         await keys.begin("a", "k", b"body", "id2")
@@ -35,20 +26,20 @@ async def test_the_same_again_is_answered_again(keys: IdempotencyKeys) -> None:
     assert await keys.begin("b", "k", b"another body", "id5") == FirstUse("id5")
 
 
-async def test_a_try_that_died_or_failed_is_gone_on_with_under_its_id(keys: IdempotencyKeys, store: Database) -> None:
-    time = Time(store)
+async def test_a_failed_or_dead_request_is_repeated_under_its_id(keys: IdempotencyKeys, store: Database) -> None:
+    time = ManualClock(store)
     assert await keys.begin("a", "k", b"body", "id1") == FirstUse("id1")
-    time.pass_s(61)
+    time.advance(61)
     assert await keys.begin("a", "k", b"body", "id2") == FirstUse("id1")
     await keys.abandon("a", "k")
     assert await keys.begin("a", "k", b"body", "id3") == FirstUse("id1")
-    time.pass_s(-3600)  # the clock was set back: nobody waits an hour
+    time.advance(-3600)  # the clock was set back: nobody waits an hour
     assert await keys.begin("a", "k", b"body", "id3") == FirstUse("id1")
-    time.pass_s(30 * 3600)
+    time.advance(30 * 3600)
     assert await keys.begin("a", "k", b"new", "id4") == FirstUse("id4")
 
 
-async def test_of_many_at_once_one_is_first(keys: IdempotencyKeys) -> None:
+async def test_one_of_many_concurrent_requests_executes(keys: IdempotencyKeys) -> None:
     tries = (keys.begin("a", "k", b"body", f"id{i}") for i in range(20))
     outcomes = await asyncio.gather(*tries, return_exceptions=True)
     assert sum(isinstance(outcome, FirstUse) for outcome in outcomes) == 1
@@ -56,6 +47,6 @@ async def test_of_many_at_once_one_is_first(keys: IdempotencyKeys) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "line\nbreak", "nul\0"])
-async def test_bad_keys(keys: IdempotencyKeys, key: str) -> None:
+async def test_invalid_keys(keys: IdempotencyKeys, key: str) -> None:
     with pytest.raises(BadInput, match="Idempotency-Key"):
         await keys.begin("a", key, b"", "id")

@@ -3,7 +3,7 @@ import asyncio
 import msgspec
 
 from emberline.accounts.usage_ledger import UsageLedger, UsageRow
-from tests.databases import Place
+from tests.databases import DatabaseLocation
 
 ROW = UsageRow(
     id="r1",
@@ -23,7 +23,7 @@ ROW = UsageRow(
 )
 
 
-async def test_a_row_comes_back_whole_and_stands(database: Place) -> None:
+async def test_a_usage_row_round_trips_and_is_immutable(database: DatabaseLocation) -> None:
     store = await database.open()
     ledger = UsageLedger(store)
     bare = UsageRow(id="r2", account="a", model="m", model_version="", status="cancelled", created_us=1, finished_us=2)

@@ -7,34 +7,34 @@ import pytest
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.store import Database
-from tests.databases import Place
-from tests.jobs.queues import MODEL, Time, answer, lines, make_queue, new
+from tests.databases import DatabaseLocation
+from tests.jobs.queue.helpers import MODEL, ManualClock, answer, make_queue, new_batch, new_jobs
 
 
 @pytest.fixture
-async def store(database: Place):  # type: ignore[no-untyped-def]
+async def store(database: DatabaseLocation):  # type: ignore[no-untyped-def]
     store = await database.open()
     yield store
     await store.close()
 
 
 @pytest.fixture
-def time(store: Database) -> Time:
-    return Time(store)
+def time(store: Database) -> ManualClock:
+    return ManualClock(store)
 
 
 @pytest.fixture
-async def queue(store: Database, tmp_path: Path, time: Time):  # type: ignore[no-untyped-def]
+async def queue(store: Database, tmp_path: Path, time: ManualClock):  # type: ignore[no-untyped-def]
     queue = make_queue(store, tmp_path, lease_s=3600.0)
     yield queue
     await queue.close()
 
 
-async def work(queue: Queue, time: Time, n_running: int, line_s: float, rounds: int) -> list[Lease]:
+async def work(queue: Queue, time: ManualClock, n_running: int, line_s: float, rounds: int) -> list[Lease]:
     """So many lines at once, each for so long, over and over; those that run at the end."""
     leases = await queue.claim("w", MODEL, n_running)
     for _ in range(rounds):
-        time.pass_s(line_s)
+        time.advance(line_s)
         for lease in leases:
             assert await queue.complete(lease, answer())
         leases = await queue.claim("w", MODEL, n_running)
@@ -42,10 +42,10 @@ async def work(queue: Queue, time: Time, n_running: int, line_s: float, rounds: 
 
 
 @pytest.mark.parametrize("second", [0, 7, 58])
-async def test_the_estimate_is_right_from_the_first_line_on(queue: Queue, time: Time, second: int) -> None:
+async def test_eta_is_right_from_the_first_completed_job(queue: Queue, time: ManualClock, second: int) -> None:
     """Whenever in a minute of the clock it begins."""
     time.us = (time.us // 60_000_000) * 60_000_000 + second * 1_000_000
-    batch = await queue.submit(new(), lines(100))
+    batch = await queue.submit(new_batch(), new_jobs(100))
     assert (await queue.position(batch)).eta_s is None
     await work(queue, time, n_running=4, line_s=2.0, rounds=1)
     batch = await queue.batch(batch.account, batch.id)
@@ -54,37 +54,37 @@ async def test_the_estimate_is_right_from_the_first_line_on(queue: Queue, time: 
     assert place.eta_s == pytest.approx(48.0)
 
 
-async def test_idle_time_before_does_not_slow_it_down(queue: Queue, time: Time) -> None:
-    first = await queue.submit(new(), lines(4))
+async def test_idle_time_does_not_lower_the_rate(queue: Queue, time: ManualClock) -> None:
+    first = await queue.submit(new_batch(), new_jobs(4))
     await work(queue, time, n_running=4, line_s=2.0, rounds=1)
     assert (await queue.batch(first.account, first.id)).ended
-    time.pass_s(8 * 60)
-    batch = await queue.submit(new(), lines(40))
+    time.advance(8 * 60)
+    batch = await queue.submit(new_batch(), new_jobs(40))
     await queue.claim("w", MODEL, 4)
     place = await queue.position(batch)
     assert place.eta_s == pytest.approx(20.0), "known at once from what came before"
 
 
-async def test_a_few_long_lines(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(), lines(10))
+async def test_eta_of_a_few_long_jobs(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(10))
     await work(queue, time, n_running=2, line_s=90.0, rounds=2)
     batch = await queue.batch(batch.account, batch.id)
     assert (await queue.position(batch)).eta_s == pytest.approx(6 / 2 * 90.0)
 
 
-async def test_lines_that_never_ran_tell_nothing(queue: Queue, time: Time) -> None:
-    batch = await queue.submit(new(), lines(10))
+async def test_jobs_that_never_ran_do_not_count_in_the_rate(queue: Queue, time: ManualClock) -> None:
+    batch = await queue.submit(new_batch(), new_jobs(10))
     await queue.cancel_job(batch.account, batch.id, 3)
     batch = await queue.batch(batch.account, batch.id)
     place = await queue.position(batch)
     assert (place.position, place.running, place.eta_s) == (0, False, None)
 
 
-async def test_usage_of_a_batch_has_its_parts(queue: Queue) -> None:
+async def test_batch_usage_includes_cached_and_reasoning_tokens(queue: Queue) -> None:
     from emberline.protocol.answer import Answer, AnswerChoice, TextPart
     from emberline.protocol.events import Usage
 
-    batch = await queue.submit(new(), lines(3))
+    batch = await queue.submit(new_batch(), new_jobs(3))
     for lease in await queue.claim("w", MODEL, 3):
         used = Usage(prompt_tokens=10, completion_tokens=5, reasoning_tokens=2, cached_by_tier={"device": 6, "host": 1})
         assert await queue.complete(lease, Answer([AnswerChoice([TextPart("x")])], used))

@@ -1,4 +1,4 @@
-"""A service that answers lines as their prompts say, and room that the test decides on."""
+"""Fakes of the service and of admission for tests of the puller."""
 
 import asyncio
 import time
@@ -19,15 +19,17 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 
-class ScriptedService:
-    """A prompt of "kill" takes its engine along, "busy:2" fails twice, "hold" waits for the test, others are echoed."""
+class FakeService:
+    """Acts on the prompt: "kill" loses the engine, "busy:2" fails twice, "hold" waits for the test, others echo."""
 
     def __init__(self) -> None:
-        self.tries: Counter[str] = Counter()  # by request id
+        self.attempts: Counter[str] = Counter()  # by request id
         self.running: dict[str, tuple[str, str]] = {}  # by request id: prompt and engine
-        self.beside: list[tuple[str, frozenset[str]]] = []  # a prompt that began, and what ran on its engine then
-        self.most = 0
-        self.closed: list[str] = []
+        self.neighbours: list[
+            tuple[str, frozenset[str]]
+        ] = []  # a prompt that started, and the prompts running on its engine then
+        self.max_running = 0
+        self.aborted: list[str] = []
         self.principals: list[Principal] = []
         self.hold = asyncio.Event()
 
@@ -39,23 +41,23 @@ class ScriptedService:
         assert request.deadline_s is not None
         assert request.messages is not None
         prompt = request.messages[0].content
-        self.tries[request.id] += 1
+        self.attempts[request.id] += 1
         self.principals.append(principal)
         others = frozenset(said for said, engine in self.running.values() if engine == job.engine)
-        self.beside.append((prompt, others))
+        self.neighbours.append((prompt, others))
         self.running[request.id] = (prompt, job.engine)
-        self.most = max(self.most, len(self.running))
+        self.max_running = max(self.max_running, len(self.running))
         try:
             yield Started(Usage(prompt_tokens=3))
-            await self._act(prompt, self.tries[request.id])
+            await self._act(prompt, self.attempts[request.id])
             yield TextDelta(0, f"said {prompt}")
             yield ChoiceDone(0, "stop")
         except GeneratorExit:
-            self.closed.append(prompt)
+            self.aborted.append(prompt)
             job.record_usage(_row(request, principal, "cancelled", 1))
             raise
         except asyncio.CancelledError:
-            self.closed.append(prompt)
+            self.aborted.append(prompt)
             job.record_usage(_row(request, principal, "cancelled", 1))
             raise
         except Exception:
@@ -66,11 +68,11 @@ class ScriptedService:
         job.record_usage(_row(request, principal, "finished", 2))
         yield Completed(Usage(prompt_tokens=3, completion_tokens=2))
 
-    async def _act(self, prompt: str, n_try: int) -> None:
+    async def _act(self, prompt: str, attempt: int) -> None:
         what, _, times = prompt.partition(":")
         if what == "kill":
             raise EngineLost("e")
-        if what in ERRORS and (not times or n_try <= int(times)):
+        if what in ERRORS and (not times or attempt <= int(times)):
             raise ERRORS[what]()
         if what == "hold":
             await self.hold.wait()
@@ -94,27 +96,27 @@ def _row(request: GenerateRequest, principal: Principal, status: UsageStatus, n_
     )
 
 
-class Places:
-    """So many on one engine; or all of it, for a line alone."""
+class FakeAdmission:
+    """Grants for `n` sequences on one engine, or an exclusive one."""
 
     def __init__(self, n: int = 4) -> None:
         self.n = n
         self.taken = 0
-        self.emptied = False
+        self.draining = False
         self._room = asyncio.Event()
 
-    def issue(self, model: str, most: int) -> list["Seat"]:
-        free = 0 if self.emptied else max(0, self.n - self.taken)
-        return [Seat(self) for _ in range(min(free, most))]
+    def issue(self, model: str, most: int) -> list["FakeGrant"]:
+        free = 0 if self.draining else max(0, self.n - self.taken)
+        return [FakeGrant(self) for _ in range(min(free, most))]
 
-    def issue_exclusive(self, model: str) -> "Seat | None":
+    def issue_exclusive(self, model: str) -> "FakeGrant | None":
         if not self.n:
             return None
-        self.emptied = True
-        return Seat(self, alone=True) if not self.taken else None
+        self.draining = True
+        return FakeGrant(self, exclusive=True) if not self.taken else None
 
     def cancel_exclusive(self, model: str) -> None:
-        self.emptied = False
+        self.draining = False
         self.notify_room()
 
     def notify_room(self) -> None:
@@ -125,23 +127,23 @@ class Places:
         self._room.clear()
 
 
-class Seat:
+class FakeGrant:
     engine = "e"
 
-    def __init__(self, places: Places, alone: bool = False) -> None:
-        self._places = places
-        self._alone = alone
+    def __init__(self, admission: FakeAdmission, exclusive: bool = False) -> None:
+        self._admission = admission
+        self._exclusive = exclusive
         self._n = 1
-        places.taken += 1
+        admission.taken += 1
 
     def resize(self, n: int) -> None:
-        self._places.taken += n - self._n
+        self._admission.taken += n - self._n
         self._n = n
 
     def release(self) -> None:
         assert self._n, "given back once"
-        self._places.taken -= self._n
+        self._admission.taken -= self._n
         self._n = 0
-        if self._alone:
-            self._places.emptied = False
-        self._places.notify_room()
+        if self._exclusive:
+            self._admission.draining = False
+        self._admission.notify_room()

@@ -1,4 +1,4 @@
-"""A webhook receiver on loopback that does as it is told, one instruction for each connection."""
+"""A webhook receiver on loopback with one scripted response per connection."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -70,7 +70,7 @@ class Receiver:
 
 @asynccontextmanager
 async def receiving(*instructions: Instruction, then: Instruction = 200) -> AsyncIterator[Receiver]:
-    """After the instructions, every further connection gets `then`."""
+    """After the scripted responses, every further connection gets `then`."""
     receiver = Receiver(instructions, then)
     server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
     receiver.port = server.sockets[0].getsockname()[1]
