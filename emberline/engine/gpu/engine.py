@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from emberline.engine.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget, runner_state_bytes
 from emberline.engine.gpu.runner import GpuRunner
 from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.gpu.slots import SlotSampler
-from emberline.engine.memory import DeviceMemoryBudget, device_memory_budget, runner_state_bytes
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.kernels.gpu import decode_inputs as inputs

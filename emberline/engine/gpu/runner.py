@@ -143,9 +143,9 @@ class GpuRunner:
         """Steps worth capturing ahead of requests, the most common last."""
         decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows)
         sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
-        beside = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
+        mixed_sharing = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
         plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, decoding, all else
-        shared: list[int | MixedShape] = [*sharing, *beside]
+        shared: list[int | MixedShape] = [*sharing, *mixed_sharing]
         return [*map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)][::-1]
 
     def capture_next(self) -> bool:

@@ -1,0 +1,56 @@
+"""The memory budget of an accelerator: counted before it is allocated, shown in the log, and kept to."""
+
+from dataclasses import dataclass
+
+from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, table_width
+from emberline.engine.scheduler.limits import Limits
+from emberline.protocol.errors import BadInput
+
+RESERVE_BYTES = 448 << 20  # CUDA graphs, workspaces of libraries, small temporary tensors
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemoryBudget:
+    """Bytes of an accelerator, counted before they are allocated."""
+
+    total: int
+    elsewhere: int  # the driver and other processes
+    weights: int
+    workspace: int
+    state: int  # tables and buffers by slot, including the sampler
+    reserve: int
+    kv: int
+
+    @property
+    def free(self) -> int:
+        return self.total - self.elsewhere - self.weights - self.workspace - self.state - self.reserve - self.kv
+
+    def table(self) -> str:
+        parts = ("weights", "kv", "workspace", "state", "reserve", "elsewhere", "free")
+        cells = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts]
+        return f"memory, GiB of {self.total / GIB:.2f}: " + ", ".join(cells)
+
+
+def runner_state_bytes(limits: Limits, n_groups: int) -> int:
+    """What the GPU runner keeps: block tables (of slots, of decode rows, of mixed steps), packets, outputs."""
+    n_rows = limits.max_running + CHUNK_ROWS
+    tables = 3 * n_groups * n_rows * table_width(limits.context_len) * 4
+    tokens = max(limits.token_budget, MAX_GRAPH_TOKENS)
+    return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
+
+
+def device_memory_budget(
+    total: int, free: int, weights: int, workspace: int, state: int, allocated: int, kv_bytes: int | None
+) -> DeviceMemoryBudget:
+    """`free` and `allocated` are current; `allocated` includes the weights and what else is already taken."""
+    elsewhere = total - free - allocated
+    most = total - elsewhere - weights - workspace - state - RESERVE_BYTES
+    if most <= 0 or (kv_bytes is not None and kv_bytes > most):
+        raise BadInput(
+            f"{(total - elsewhere) / GIB:.1f} GiB of the device are available; weights take {weights / GIB:.1f},"
+            f" a step {(workspace + state + RESERVE_BYTES) / GIB:.1f}: that leaves {max(most, 0) / GIB:.1f} for KV"
+            " (give less with --kv-bytes, or a smaller --token-budget)",
+            param="kv_bytes",
+        )
+    return DeviceMemoryBudget(total, elsewhere, weights, workspace, state, RESERVE_BYTES, kv_bytes or most)
