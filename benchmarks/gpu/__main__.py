@@ -1,4 +1,4 @@
-"""Checks and measures the GPU engine on this host. `--help` lists what can be left out."""
+"""Check and measure the GPU engine on this host. `--help` lists the sections."""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import disk, report, shapes, workloads
-from benchmarks.gpu.engine import Worker, await_chores, compile_kernels, worker
+from benchmarks.gpu import model_files, report, workloads
+from benchmarks.gpu.engine import Worker, compile_kernels, wait_until_prepared, worker
 from benchmarks.gpu.workloads import Prompts
 
-SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # in one worker's life
+SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # measured in one worker process
 SECTIONS = ("kernels", "models", *sorted(SERVED), "start", "deterministic", "smollm2")
 PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """What can be measured, in order."""
+    """The sections in their order."""
     folder = args.work / "llama-8b"
     return {
         "kernels": lambda: _kernels(),
@@ -51,7 +51,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 def _section(
     name: str, measure: Callable[[], Any], figures: dict[str, Any], peer: dict[str, Any], args: argparse.Namespace
 ) -> None:
-    """A failure is told and the rest goes on: device time is dear."""
+    """Run a section; a failure is reported and the next sections still run, as device time is expensive."""
     begin = time.perf_counter()
     try:
         found = measure()
@@ -67,8 +67,8 @@ def _section(
     _save(args, figures, peer)
 
 
-def _elsewhere(code: str, *arguments: str) -> Any:
-    """What Python code prints as JSON, run in a process of its own, which leaves the device to others when it ends."""
+def _in_subprocess(code: str, *arguments: str) -> Any:
+    """Run Python code in a process of its own, which frees the device when it ends; returns the JSON it prints."""
     command = [sys.executable, "-c", f"import json, sys; from pathlib import Path; {code}", *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -77,30 +77,35 @@ def _elsewhere(code: str, *arguments: str) -> Any:
 
 
 def _kernels() -> dict[str, Any]:
-    return {"kernels": _elsewhere("from benchmarks.gpu import kernels; print(json.dumps(kernels.check()))")}
+    return {"kernels": _in_subprocess("from benchmarks.gpu import kernels; print(json.dumps(kernels.check()))")}
 
 
 def _models() -> dict[str, Any]:
-    return {"models": _elsewhere("from benchmarks.gpu import checks; print(json.dumps(checks.against_transformers()))")}
+    return {
+        "models": _in_subprocess("from benchmarks.gpu import checks; print(json.dumps(checks.against_transformers()))")
+    }
 
 
-def _written(folder: Path, n_layers: int) -> int:
-    """The bytes of a model of random weights, made if need be."""
-    code = "from benchmarks.gpu.shapes import LLAMA_8B as shape, write"
+def _write_model(folder: Path, n_layers: int) -> int:
+    """Write a model of random weights unless it exists; returns its bytes."""
+    code = "from benchmarks.gpu.model_files import LLAMA_8B as shape, write"
     code += "; print(write(Path(sys.argv[1]), shape | {'num_hidden_layers': int(sys.argv[2])}))"
-    return int(_elsewhere(code, str(folder), str(n_layers)))
+    return int(_in_subprocess(code, str(folder), str(n_layers)))
 
 
 def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     begin = time.perf_counter()
-    n_bytes = _written(folder, 32)
+    n_bytes = _write_model(folder, 32)
     figures["written_s"] = time.perf_counter() - begin
     flags = ("--max-running", str(args.max_running))
     if not args.compiled:
         figures["compiled_s"] = compile_kernels(folder, args.work / "worker.log", *flags)
     with worker(folder, args.work / "worker.log", *flags) as engine:
-        figures["ready_s"], figures["all_captured_s"] = engine.ready_s, await_chores(engine, args.work / "worker.log")
+        figures["ready_s"], figures["all_captured_s"] = (
+            engine.ready_s,
+            wait_until_prepared(engine, args.work / "worker.log"),
+        )
         figures["memory"] = _memory(engine, n_bytes)
         client, prompts = engine.client, Prompts(0)
         client.generate(prompts.many(2, 64), 8)
@@ -120,7 +125,7 @@ def _served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             part("agentic", lambda: workloads.agentic(client, prompts))
             part("mixed", lambda: {f"every_{s}s": workloads.mixed(client, prompts, s) for s in args.every})
             part("context.whole_context_s", lambda: workloads.whole_context(client, prompts, client.info.context_len))
-        except Exception as error:  # what was measured before it counts
+        except Exception as error:  # keep what was measured before
             figures["failed"] = {"served": f"{type(error).__name__}: {error}"}
         figures["memory_after"] = _memory(engine, n_bytes)
     return figures
@@ -140,13 +145,13 @@ def _memory(engine: Worker, weights: int) -> dict[str, float]:
 
 
 def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """From process start to the first token, weights dropped from the page cache, kernels compiled and not."""
-    n_bytes = _written(folder, 32)
+    """Seconds from process start to the first token with a cold page cache, with and without compiled kernels."""
+    n_bytes = _write_model(folder, 32)
     found: dict[str, Any] = {}
     for name in ("empty", "cached"):
-        shapes.forget(folder)
-        rate = disk.direct_rate(folder / "model.safetensors")
-        shapes.forget(folder)
+        model_files.drop_from_page_cache(folder)
+        rate = model_files.direct_rate(folder / "model.safetensors")
+        model_files.drop_from_page_cache(folder)
         env = {"TRITON_CACHE_DIR": str(args.work / "triton-of-start")}
         with worker(folder, args.work / "start.log", env=env) as engine:
             engine.client.generate([Prompts(3).of(64)], 1)
@@ -162,7 +167,7 @@ def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _deterministic(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.work / "llama-8b-short"
-    _written(folder, 2)
+    _write_model(folder, 2)
     with worker(folder, args.work / "deterministic.log", "--deterministic", "--kv-bytes", str(8 << 30)) as engine:
         return {"deterministic": {"same_in_any_batch": workloads.same_in_any_batch(engine.client, Prompts(5))}}
 
@@ -177,7 +182,7 @@ def _smollm2(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _vllm(args: argparse.Namespace, peer: dict[str, Any]) -> None:
-    """Into `peer` as it comes. vLLM keeps the device until its process ends: each part has one of its own."""
+    """Fill `peer`. vLLM holds the device until its process ends, so each part has a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm")}
     parts: list[tuple[str, ...]] = [(), *(("--mixed", budget) for budget in args.vllm_mixed)]
     for part in parts:
@@ -195,7 +200,7 @@ def _device() -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        raise SystemExit("this measures a CUDA device, and nvidia-smi finds none here") from None
+        raise SystemExit("no CUDA device: nvidia-smi finds none") from None
 
 
 def _save(args: argparse.Namespace, figures: dict[str, Any], peer: dict[str, Any]) -> None:
@@ -205,19 +210,26 @@ def _save(args: argparse.Namespace, figures: dict[str, Any], peer: dict[str, Any
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-gpu"), help="a folder with 20 GB to spare")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/emberline-gpu"), help="working folder with 20 GB free")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the figures as JSON")
-    parser.add_argument("--add", action="store_true", help="to the figures that are in --out already")
+    parser.add_argument("--add", action="store_true", help="add to the figures already in --out")
     parser.add_argument(
         "--only", nargs="*", default=SECTIONS, choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(workloads.BATCHES))
-    parser.add_argument("--every", nargs="+", type=float, default=[0.5], metavar="S", help="between mixed's prompts")
+    parser.add_argument(
+        "--every",
+        nargs="+",
+        type=float,
+        default=[0.5],
+        metavar="S",
+        help="between prompts in `mixed`",
+    )
     parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--compiled", action="store_true", help="Triton's cache is full: kernels need not be compiled")
+    parser.add_argument("--compiled", action="store_true", help="Triton's cache is warm: skip compiling kernels")
     parser.add_argument("--smollm2", type=Path, metavar="GGUF", help="real weights")
-    parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked bundle of vLLM")
-    parser.add_argument("--vllm-mixed", nargs="*", default=["8192"], metavar="N", help="its tokens a step, for mixed")
+    parser.add_argument("--vllm", type=Path, metavar="DIR", help="folder of an installed vLLM")
+    parser.add_argument("--vllm-mixed", nargs="*", default=["8192"], metavar="N", help="its token budgets in `mixed`")
     parser.add_argument("--strict", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 

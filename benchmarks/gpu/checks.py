@@ -1,4 +1,4 @@
-"""Whole models against transformers, in chunks and token by token."""
+"""Whole models against transformers, in prefill chunks and token by token."""
 
 import tempfile
 from pathlib import Path
@@ -13,12 +13,12 @@ from emberline.models.registry import load_model
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.weights.checkpoint import open_checkpoint
 
-LENGTH, SPLIT = 150, 96  # tokens of a sequence, and how many of them are its first chunk
+LENGTH, SPLIT = 150, 96  # tokens of a sequence, and of its first chunk
 TOLERANCE = 0.03  # relative, of bf16 through a few layers against float32
 
 
 def small_models() -> dict[str, Any]:
-    """Configurations of transformers, small enough to make up on the spot."""
+    """Small transformers configurations."""
     from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
     common = dict(
@@ -39,7 +39,7 @@ def small_models() -> dict[str, Any]:
 
 
 def against_transformers(device: str = "cuda") -> dict[str, float]:
-    """Relative error of the logits of a sequence, by architecture; raises beyond the tolerance."""
+    """Relative error of a sequence's logits by architecture; raises beyond the tolerance."""
     from transformers import AutoModelForCausalLM
 
     errors = {}
@@ -57,12 +57,12 @@ def against_transformers(device: str = "cuda") -> dict[str, float]:
         found = logits(ours, ids, device)
         errors[name] = float((found - expected).norm() / expected.norm())
         if not errors[name] < TOLERANCE:
-            raise AssertionError(f"{name}: logits are off by {errors[name]:.3f} of their size")
+            raise AssertionError(f"{name}: logits have a relative error of {errors[name]:.3f}")
     return errors
 
 
 def logits(model: Decoder, ids: Tensor, device: str) -> Tensor:
-    """Of every position: a first chunk, a second one behind it, then single tokens."""
+    """Logits of every position: a first chunk, a second one, then single tokens."""
     n_blocks = -(-len(ids) // BLOCK_TOKENS) + 1
     model.kernels.reserve(WorkspaceSizes.of(model.config, len(ids), 1, len(ids)))
     kv = [

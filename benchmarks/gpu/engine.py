@@ -1,4 +1,4 @@
-"""A worker process and a client on its socket: what is measured here is what a front door would see."""
+"""An engine worker process and a client on its socket: measurements are those of the worker's clients."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ ALL_PREPARED = "every common step is prepared"  # in the worker's log
 
 
 @dataclass
-class Answer:
-    """One request as its client saw it."""
+class Reply:
+    """One request as its client observes it."""
 
     sent_s: float
     n_prompt: int
@@ -44,7 +44,7 @@ class Client:
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.connect(path)
         self._buffer = FrameBuffer()
-        self.answers: dict[str, Answer] = {}
+        self.replies: dict[str, Reply] = {}
         self._open = 0
         self._serial = 0
         self.load = frames.EngineLoad()
@@ -52,55 +52,55 @@ class Client:
         while not self._receive(WAIT_S):
             pass
 
-    def submit(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> list[Answer]:
-        requests, answers = [], []
+    def submit(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> list[Reply]:
+        requests, replies = [], []
         for prompt in prompts:
             self._serial += 1
             sampling = SamplingParams(max_tokens=n_out, ignore_eos=True, temperature=temperature, seed=self._serial)
             request = EngineRequest(id=f"r{self._serial}", prompt_ids=pack(prompt), sampling=sampling)
             requests.append(request)
-            answers.append(Answer(0.0, len(prompt)))
-            self.answers[request.id] = answers[-1]
+            replies.append(Reply(0.0, len(prompt)))
+            self.replies[request.id] = replies[-1]
         frame = frames.encode(Submit(requests))
         now = time.perf_counter()
-        for answer in answers:
-            answer.sent_s = now
-        self._open += len(answers)
+        for reply in replies:
+            reply.sent_s = now
+        self._open += len(replies)
         self._sock.sendall(frame)
-        return answers
+        return replies
 
-    def begin(self, request: EngineRequest) -> Answer:
-        """Any request, as it is."""
-        answer = self.answers[request.id] = Answer(time.perf_counter(), len(request.prompt_ids) // 4)
+    def begin(self, request: EngineRequest) -> Reply:
+        """Submit any request."""
+        reply = self.replies[request.id] = Reply(time.perf_counter(), len(request.prompt_ids) // 4)
         self._open += 1
         self._sock.sendall(frames.encode(Submit([request])))
-        return answer
+        return reply
 
     def run(self, until_s: float | None = None) -> None:
-        """Receive until every request has ended, or until a moment."""
+        """Receive until every request has finished, or until `until_s`."""
         while self._open:
             wait_s = WAIT_S if until_s is None else until_s - time.perf_counter()
             if wait_s <= 0:
                 return
             self._receive(wait_s)
             if until_s is None and wait_s == 0:
-                raise TimeoutError("the engine says nothing")
+                raise TimeoutError("no message from the engine")
 
-    def generate(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[Answer]]:
+    def generate(self, prompts: list[list[int]], n_out: int, temperature: float = 0.0) -> tuple[float, list[Reply]]:
         begin = time.perf_counter()
-        answers = self.submit(prompts, n_out, temperature)
+        replies = self.submit(prompts, n_out, temperature)
         self.run()
-        wrong = [answer.finish for answer in answers if answer.finish != "length"]
+        wrong = [reply.finish for reply in replies if reply.finish != "length"]
         if wrong:
             raise RuntimeError(f"{len(wrong)} requests ended with {wrong[0]}")
-        return time.perf_counter() - begin, answers
+        return time.perf_counter() - begin, replies
 
     def _receive(self, wait_s: float) -> bool:
         if not select.select([self._sock], [], [], wait_s)[0]:
             return False
         data = self._sock.recv(1 << 20)
         if not data:
-            raise RuntimeError("the engine hung up")
+            raise RuntimeError("the engine closed the connection")
         for payload in self._buffer.feed(data):
             self._take(frames.from_engine_decoder.decode(payload))
         return True
@@ -115,16 +115,16 @@ class Client:
         assert isinstance(message, Step)
         self.load = message.load
         for delta in message.deltas:
-            answer = self.answers[delta.id]
+            reply = self.replies[delta.id]
             ids = unpack(delta.token_ids)
-            answer.tokens += ids
-            answer.times_s += [now] * len(ids)
+            reply.tokens += ids
+            reply.times_s += [now] * len(ids)
             if delta.usage is not None:
-                answer.cached = delta.usage.cached_tokens
+                reply.cached = delta.usage.cached_tokens
             if delta.finish is not None:
-                answer.finish = delta.finish if delta.error is None else delta.error.message
+                reply.finish = delta.finish if delta.error is None else delta.error.message
                 self._open -= 1
-                del self.answers[delta.id]
+                del self.replies[delta.id]
 
     def close(self) -> None:
         self._sock.close()
@@ -134,13 +134,13 @@ class Client:
 class Worker:
     pid: int
     began_s: float
-    ready_s: float  # after the process was started
+    ready_s: float  # after process start
     facts: dict[str, object]
     client: Client
-    log_start: int  # where its lines begin
+    log_start: int  # offset of its first line
 
     def cpu_s(self) -> float:
-        """Time on all cores so far."""
+        """CPU time of the process so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -171,17 +171,17 @@ def worker(model: Path, log: Path, *flags: str, env: dict[str, str] | None = Non
 
 
 def compile_kernels(model: Path, log: Path, *flags: str) -> float:
-    """Let a worker compile what it will need, as a host does once in its life, or an image before that; the seconds."""
+    """Let a worker compile all kernels, as a host or an image does once; returns the seconds."""
     with worker(model, log, *flags) as engine:
-        await_chores(engine, log)
-        engine.client.generate([[7] * 9000], 2)  # what is only launched for long prompts
+        wait_until_prepared(engine, log)
+        engine.client.generate([[7] * 9000], 2)  # kernels that only long prompts use
         return time.perf_counter() - engine.began_s
 
 
-def await_chores(engine: Worker, log: Path) -> float:
-    """Until the worker has captured what it captures when nobody asks for anything; the seconds since its start."""
+def wait_until_prepared(engine: Worker, log: Path) -> float:
+    """Wait until the worker has captured its CUDA graphs in idle time; returns the seconds since its start."""
     while ALL_PREPARED.encode() not in log.read_bytes()[engine.log_start :]:
         if time.perf_counter() - engine.began_s > WAIT_S:
-            raise TimeoutError(f"the worker is still busy preparing steps; see {log}")
+            raise TimeoutError(f"the worker is still capturing CUDA graphs; see {log}")
         time.sleep(0.05)
     return time.perf_counter() - engine.began_s

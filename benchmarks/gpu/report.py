@@ -1,4 +1,4 @@
-"""One table: what was measured, the peer, the ratio, and what it must be."""
+"""The result table: figures, the peer's, their ratio and the target."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ class Line:
     title: str
     key: str  # a dotted path into the figures
     better: str  # "more" or "less"
-    must: float | None = None  # least ratio to the peer
-    limit: float | None = None  # or a bound of the figure itself
+    must: float | None = None  # minimum ratio to the peer
+    limit: float | None = None  # bound of the figure itself
     unit: str = ""
 
 
@@ -22,7 +22,7 @@ LINES = (
         for batch, must in ((1, 1.20), (8, 1.12), (32, 1.12), (64, 1.15), (128, 1.15), (256, 1.12))
     ),
     *(
-        Line(f"batch {batch}, while all of them decode", f"decode.b{batch}.steady_tok_s", "more", unit="tok/s")
+        Line(f"batch {batch}, steady state", f"decode.b{batch}.steady_tok_s", "more", unit="tok/s")
         for batch in (1, 8, 32, 64, 128, 256)
     ),
     *(Line(f"decode, temperature 0.7, batch {b}", f"warm.b{b}.tok_s", "more", unit="tok/s") for b in (1, 64)),
@@ -32,9 +32,9 @@ LINES = (
     Line("agentic 32 × 8", "agentic.s", "less", 1.25, unit="s"),
     Line("mixed, every 0.5 s: ITL p99", "mixed.every_0.5s.itl_ms.p99", "less", limit=20.0, unit="ms"),
     Line("mixed, every 0.5 s: TTFT p50", "mixed.every_0.5s.ttft_s.p50", "less", limit=0.27, unit="s"),
-    Line("start beyond the drive, kernels cached", "start.cached.beyond_disk_s", "less", limit=6.0, unit="s"),
-    Line("start beyond the drive, empty cache", "start.empty.beyond_disk_s", "less", limit=20.0, unit="s"),
-    Line("memory beside weights and KV", "memory.beside_gib", "less", limit=1.5, unit="GiB"),
+    Line("start beyond reading weights, kernels cached", "start.cached.beyond_disk_s", "less", limit=6.0, unit="s"),
+    Line("start beyond reading weights, empty kernel cache", "start.empty.beyond_disk_s", "less", limit=20.0, unit="s"),
+    Line("memory beyond weights and KV", "memory.beside_gib", "less", limit=1.5, unit="GiB"),
     Line("the same, after all workloads", "memory_after.beside_gib", "less", limit=1.5, unit="GiB"),
     Line("CPU per decode step, batch 64", "cpu_ms_per_step", "less", limit=1.5, unit="ms"),
     Line("context of 131,072", "whole_context_s", "less", unit="s"),
@@ -43,7 +43,7 @@ LINES = (
 
 
 def pick(figures: Figures, key: str) -> float | None:
-    """`mixed.every_0.5s.itl_ms.p99`: keys may have dots in them, so the longest that fits is taken."""
+    """`mixed.every_0.5s.itl_ms.p99`: keys may contain dots, so the longest match is taken."""
     if key in figures:
         value = figures[key]
         return float(value) if isinstance(value, int | float) else None

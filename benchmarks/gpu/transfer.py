@@ -1,7 +1,7 @@
-"""KV from one process to another over CUDA IPC on one device: `python -m benchmarks.gpu.transfer [--model FOLDER]`.
+"""KV transfer between processes over CUDA IPC on one device: `python -m benchmarks.gpu.transfer [--model FOLDER]`.
 
-Scattered blocks of a Llama-8B's shape, 2 MiB each: bytes a second, and every block compared on the other side. With
-a model: what of a 32k-token prompt's transfer is not hidden behind its prefill, in two real workers.
+Bandwidth for scattered blocks of Llama-8B's shape, 2 MiB each, every block compared on the receiving side. With a
+model: the part of a 32k-token prompt's transfer that is not overlapped by its prefill, between two real workers.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def receive() -> int:
-    """The other process: exports a pool, then says what came into the blocks it is asked for."""
+    """The receiving process: exports a pool, then prints checksums of the blocks it is asked for."""
     from emberline.engine.gpu.transfer import exported_pools
     from emberline.kv.transfer.cuda_ipc import CudaIpcReceiveTransport
 
@@ -54,7 +54,7 @@ def receive() -> int:
 
 
 def _sums(pool: Any, blocks: list[int]) -> list[int]:
-    """Of each block, weighted by place: a word that is wrong or elsewhere changes it."""
+    """A checksum per block, weighted by position: a wrong or misplaced word changes it."""
     import torch
 
     words = pool.view(pool.shape[0], -1).view(torch.int32)
@@ -100,7 +100,7 @@ def bandwidth() -> dict[str, Any]:
 
 
 def _rate(copy: Callable[[], None], n_blocks: int) -> float:
-    """GB/s, the median of many."""
+    """Median bandwidth in GB/s."""
     for _ in range(3):
         copy()
     times = []
@@ -112,7 +112,7 @@ def _rate(copy: Callable[[], None], n_blocks: int) -> float:
 
 
 def _memcpy(source: Any, target: Any, copies: Any) -> None:
-    """The plain way: a copy per block."""
+    """The baseline: one copy per block."""
     import torch
 
     for each in copies:
@@ -121,7 +121,7 @@ def _memcpy(source: Any, target: Any, copies: Any) -> None:
 
 
 def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any]:
-    """Two real workers on one device; each prompt is new."""
+    """Between two real workers on one device; each prompt is new."""
     from benchmarks.gpu.engine import worker
 
     flags = ("--kv-bytes", str(14 << 30), "--max-running", "64", "--token-budget", "4096")
@@ -132,23 +132,23 @@ def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any
             for role in logs
         )
         rng = random.Random(5)
-        prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)  # kernels are compiled
+        prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)  # compiles the kernels
         decode.client.generate([[7] * 64], 4)
         rounds = []
         for number in range(repeat):
             ids = [rng.randrange(1000, 100_000) for _ in range(n_tokens)]
             rounds.append(_hand_over(prefill, decode, ids, f"t{number}"))
-        _, [answer] = prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)
+        _, [reply] = prefill.client.generate([[rng.randrange(1000, 100_000) for _ in range(n_tokens)]], 1)
     late = [
         json.loads(line)["ms_after_compute"]
         for line in logs["prefill"].read_text().splitlines()
         if "ms_after_compute" in line
     ]
-    return {"ttft_s": rounds, "ttft_alone_s": round(answer.ttft_s, 4), "ms_after_compute": late, "tokens": n_tokens}
+    return {"ttft_s": rounds, "ttft_alone_s": round(reply.ttft_s, 4), "ms_after_compute": late, "tokens": n_tokens}
 
 
 def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> float:
-    """Seconds to the first token."""
+    """TTFT of a disaggregated request, in seconds."""
     from emberline.protocol.request import EngineRequest, Push, SamplingParams
     from emberline.protocol.token_ids import pack
 
@@ -161,12 +161,12 @@ def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> floa
     half = msgspec.structs.replace(
         whole, id=f"{transfer}-p", awaits="", push=Push(transfer=transfer, address=decode.facts["address"])
     )
-    answers = [engine.client.begin(request) for engine, request in ((decode, whole), (prefill, half))]
+    replies = [engine.client.begin(request) for engine, request in ((decode, whole), (prefill, half))]
     decode.client.run()
     prefill.client.run()
-    if [answer.finish for answer in answers] != ["length", "stop"]:
-        raise RuntimeError(f"the halves ended with {[answer.finish for answer in answers]}")
-    return round(float(answers[0].ttft_s), 4)
+    if [reply.finish for reply in replies] != ["length", "stop"]:
+        raise RuntimeError(f"the requests finished with {[answer.finish for answer in answers]}")
+    return round(float(replies[0].ttft_s), 4)
 
 
 def _parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The workloads, as prompts and what is read off the answers. The same prompts' shapes and formulas as the peer's."""
+"""The workloads and their figures, with the same prompt shapes and formulas as the peer's."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.gpu.engine import Answer, Client, Worker
+from benchmarks.gpu.engine import Client, Reply, Worker
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 
@@ -28,26 +28,26 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def steady_tok_s(answers: list[Answer]) -> float:
-    """Tokens a second while all of them run: between the last first token and the first last one."""
-    begin = max(answer.times_s[0] for answer in answers)
-    end = min(answer.times_s[-1] for answer in answers)
-    times = sorted({moment for answer in answers for moment in answer.times_s if begin <= moment <= end})
-    return len(answers) * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 8 else 0.0
+def steady_tok_s(replies: list[Reply]) -> float:
+    """Throughput while all requests run: from the last one's first token to the first one's last token."""
+    begin = max(reply.times_s[0] for reply in replies)
+    end = min(reply.times_s[-1] for reply in replies)
+    times = sorted({moment for reply in replies for moment in reply.times_s if begin <= moment <= end})
+    return len(replies) * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 8 else 0.0
 
 
 def decode(client: Client, prompts: Prompts, batch: int, temperature: float = 0.0) -> dict[str, float]:
-    """`tok_s`: whole minus first, as the peer is measured. `steady_tok_s`: the pace while the full batch decodes.
+    """`tok_s`: total time minus that of one token, as for the peer. `steady_tok_s`: while the full batch decodes.
 
-    For the second the prompts are in the cache, so that all replies begin together.
+    For the latter the prompts are cached, so that all replies begin together.
     """
     n_out = 129
     for _ in range(2 if batch == 1 else 1):
         first_s, _ = client.generate(prompts.many(batch, 512), 1, temperature)
         asked = prompts.many(batch, 512)
         whole_s, _ = client.generate(asked, n_out, temperature)
-    _, answers = client.generate(asked, n_out, temperature)
-    return {"tok_s": batch * (n_out - 1) / (whole_s - first_s), "steady_tok_s": steady_tok_s(answers)}
+    _, replies = client.generate(asked, n_out, temperature)
+    return {"tok_s": batch * (n_out - 1) / (whole_s - first_s), "steady_tok_s": steady_tok_s(replies)}
 
 
 def prefill(client: Client, prompts: Prompts, length: int) -> float:
@@ -55,8 +55,8 @@ def prefill(client: Client, prompts: Prompts, length: int) -> float:
 
 
 def throughput(client: Client, prompts: Prompts, n: int = 512) -> dict[str, float]:
-    seconds, answers = client.generate(prompts.many(n, 1024), 256)
-    return {"s": seconds, "out_tok_s": sum(len(answer.tokens) for answer in answers) / seconds}
+    seconds, replies = client.generate(prompts.many(n, 1024), 256)
+    return {"s": seconds, "out_tok_s": sum(len(reply.tokens) for reply in replies) / seconds}
 
 
 def agentic(client: Client, prompts: Prompts, n: int = 32, turns: int = 8) -> dict[str, float]:
@@ -65,18 +65,18 @@ def agentic(client: Client, prompts: Prompts, n: int = 32, turns: int = 8) -> di
     begin = time.perf_counter()
     cached = Counter[str]()
     for _ in range(turns):
-        _, answers = client.generate(histories, 128)
-        cached["cached"] += sum(answer.cached for answer in answers)
-        cached["prompt"] += sum(answer.n_prompt for answer in answers)
-        histories = [h + answer.tokens + prompts.of(384) for h, answer in zip(histories, answers)]
+        _, replies = client.generate(histories, 128)
+        cached["cached"] += sum(reply.cached for reply in replies)
+        cached["prompt"] += sum(reply.n_prompt for reply in replies)
+        histories = [h + reply.tokens + prompts.of(384) for h, reply in zip(histories, replies)]
     return {"s": time.perf_counter() - begin, "cached_share": cached["cached"] / cached["prompt"]}
 
 
 def mixed(client: Client, prompts: Prompts, every_s: float, length: int = 8192, n_out: int = 1200) -> dict[str, Any]:
-    """The pace of 32 streams while long prompts arrive."""
+    """Inter-token latency of 32 streams while long prompts arrive, and the prompts' TTFT."""
     streams = client.submit(prompts.many(32, 512), n_out)
     client.run(until_s=time.perf_counter() + 0.5)
-    arrivals: list[Answer] = []
+    arrivals: list[Reply] = []
     while any(stream.finish is None for stream in streams):
         arrivals += client.submit([prompts.of(length)], 16)
         client.run(until_s=time.perf_counter() + every_s)
@@ -92,10 +92,10 @@ def mixed(client: Client, prompts: Prompts, every_s: float, length: int = 8192, 
 
 
 def cpu_per_step(worker: Worker, prompts: Prompts, batch: int = 64, n_out: int = 400) -> float:
-    """Seconds of the engine process on a core for each decode step."""
+    """CPU seconds of the engine process per decode step."""
     client = worker.client
-    answers = client.submit(prompts.many(batch, 512), n_out)
-    while min(len(answer.times_s) for answer in answers) < 20:
+    replies = client.submit(prompts.many(batch, 512), n_out)
+    while min(len(reply.times_s) for reply in replies) < 20:
         client.run(until_s=time.perf_counter() + 0.02)
     steps, spent_s = client.load.steps, worker.cpu_s()
     client.run()
@@ -103,13 +103,13 @@ def cpu_per_step(worker: Worker, prompts: Prompts, batch: int = 64, n_out: int =
 
 
 def whole_context(client: Client, prompts: Prompts, context_len: int, n_out: int = 16) -> float:
-    """A prompt that fills the context but for its reply."""
+    """Seconds for a prompt that fills the context up to its reply."""
     return client.generate([prompts.of(context_len - n_out)], n_out)[0]
 
 
 def same_in_any_batch(client: Client, prompts: Prompts, n: int = 12, n_out: int = 48) -> bool:
-    """Whether replies are the same alone, together, and from the cache. The worker must be deterministic."""
+    """Whether replies are the same alone, together and with cached prompts. The worker must be deterministic."""
     asked = [prompts.of(40 + 37 * i) for i in range(n)]
     alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in asked]
-    together = [answer.tokens for answer in client.generate(asked, n_out)[1]]
+    together = [reply.tokens for reply in client.generate(asked, n_out)[1]]
     return alone == together

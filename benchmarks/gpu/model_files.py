@@ -1,11 +1,15 @@
-"""Models of random weights, written as Hugging Face folders: speed does not depend on the values."""
+"""Models of random weights as Hugging Face folders (speed does not depend on the values), and the drive's bandwidth."""
 
 import json
 import math
+import mmap
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+PIECE_BYTES = 16 << 20  # per O_DIRECT read
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -38,7 +42,7 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's weights, in the order of its layers."""
+    """Names and shapes of a Llama's tensors, in layer order."""
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -59,7 +63,7 @@ def tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
-    """A folder with config.json and one safetensors file of random bf16; its bytes. Written once."""
+    """Write config.json and one safetensors file of random bf16, unless present; returns the weights' bytes."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +90,8 @@ def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
     return offset
 
 
-def forget(folder: Path) -> None:
-    """Drop the weights, and nothing else, from the page cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Evict the weights from the page cache."""
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -95,3 +99,22 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def direct_rate(path: Path, n_bytes: int = 4 << 30, threads: int = 12) -> float:
+    """Read bandwidth of the drive in bytes per second, with O_DIRECT on several threads."""
+    n_bytes = min(n_bytes, path.stat().st_size) // PIECE_BYTES * PIECE_BYTES
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(offset: int) -> None:
+        buffer = mmap.mmap(-1, PIECE_BYTES)  # aligned, as direct reads must be
+        os.preadv(descriptor, [buffer], offset)
+        buffer.close()
+
+    try:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, range(0, n_bytes, PIECE_BYTES)))
+        return n_bytes / (time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
