@@ -165,7 +165,7 @@ def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> floa
     decode.client.run()
     prefill.client.run()
     if [reply.finish for reply in replies] != ["length", "stop"]:
-        raise RuntimeError(f"the requests finished with {[answer.finish for answer in answers]}")
+        raise RuntimeError(f"the requests finished with {[reply.finish for reply in replies]}")
     return round(float(replies[0].ttft_s), 4)
 
 
