@@ -56,17 +56,17 @@ def pick(figures: Figures, key: str) -> float | None:
 def table(ours: Figures, theirs: Figures) -> str:
     rows = [("", "Emberline", "vLLM", "ratio", "must", "")]
     for line in LINES:
-        mine, peer = pick(ours, line.key), pick(theirs, line.key.replace("steady_tok_s", "tok_s"))
-        if mine is None:
+        own, peer = pick(ours, line.key), pick(theirs, line.key.replace("steady_tok_s", "tok_s"))
+        if own is None:
             continue
-        ratio = None if not peer or not mine else mine / peer if line.better == "more" else peer / mine
+        ratio = None if not peer or not own else own / peer if line.better == "more" else peer / own
         rows.append(
             (
                 line.title,
-                f"{mine:.4g} {line.unit}",
+                f"{own:.4g} {line.unit}",
                 *map(_text, (peer, ratio)),
                 _must(line),
-                _verdict(line, mine, ratio),
+                _verdict(line, own, ratio),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
@@ -83,10 +83,10 @@ def _must(line: Line) -> str:
     return "" if line.limit is None else f"{'≥' if line.better == 'more' else '≤'} {line.limit:g}"
 
 
-def _verdict(line: Line, mine: float, ratio: float | None) -> str:
+def _verdict(line: Line, own: float, ratio: float | None) -> str:
     if line.limit is not None:
         limit = line.limit
-        return "ok" if (mine >= limit if line.better == "more" else mine <= limit) else "short"
+        return "ok" if (own >= limit if line.better == "more" else own <= limit) else "short"
     if line.must is None or ratio is None:
         return ""
     return "ok" if ratio >= line.must else "short"

@@ -44,9 +44,9 @@ def decode(client: Client, prompts: Prompts, batch: int, temperature: float = 0.
     n_out = 129
     for _ in range(2 if batch == 1 else 1):
         first_s, _ = client.generate(prompts.many(batch, 512), 1, temperature)
-        asked = prompts.many(batch, 512)
-        whole_s, _ = client.generate(asked, n_out, temperature)
-    _, replies = client.generate(asked, n_out, temperature)
+        requests = prompts.many(batch, 512)
+        whole_s, _ = client.generate(requests, n_out, temperature)
+    _, replies = client.generate(requests, n_out, temperature)
     return {"tok_s": batch * (n_out - 1) / (whole_s - first_s), "steady_tok_s": steady_tok_s(replies)}
 
 
@@ -109,7 +109,7 @@ def whole_context(client: Client, prompts: Prompts, context_len: int, n_out: int
 
 def same_in_any_batch(client: Client, prompts: Prompts, n: int = 12, n_out: int = 48) -> bool:
     """Whether replies are the same alone, together and with cached prompts. The worker must be deterministic."""
-    asked = [prompts.of(40 + 37 * i) for i in range(n)]
-    alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in asked]
-    together = [reply.tokens for reply in client.generate(asked, n_out)[1]]
+    requests = [prompts.of(40 + 37 * i) for i in range(n)]
+    alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in requests]
+    together = [reply.tokens for reply in client.generate(requests, n_out)[1]]
     return alone == together

@@ -14,14 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights.model_config import (
-    MAX_HEAD_DIM,
-    MAX_LAYERS,
-    BadCheckpoint,
-    Fields,
-    ModelConfig,
-    rope_scaling_from_gguf,
-)
+from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig, rope_from_gguf
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
 
 # The value of a metadata key. Arrays of strings are lists, arrays of numbers and booleans numpy arrays.
@@ -275,7 +268,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         bos_id=metadata.optional_id("tokenizer.ggml.bos_token_id"),
     )
     _reject_unsupported(metadata, fields, config)
-    divisors, scale = rope_scaling_from_gguf(fields, config.rope_theta, config.head_dim, config.context_len)
+    divisors, scale = rope_from_gguf(fields, config.rope_theta, config.head_dim, config.context_len)
     divisors = _rope_freqs(file, config.head_dim) or divisors
     config = msgspec.structs.replace(config, rope_divisors=divisors, rope_scale=scale)
     return _gemma3(fields, config) if arch == "gemma3" else config

@@ -9,14 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from emberline.weights.model_config import (
-    MAX_HEAD_DIM,
-    MAX_LAYERS,
-    BadCheckpoint,
-    Fields,
-    ModelConfig,
-    rope_scaling_from_hf,
-)
+from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig, rope_from_hf
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -44,7 +37,7 @@ def read_config(document: dict[str, object], generation: dict[str, object]) -> M
     context_len = fields.whole("max_position_embeddings")
     full_rope, local_rope = _rope_fields(fields)
     theta = full_rope.positive("rope_theta", fields.get("rope_theta", 10_000.0))
-    divisors, scale = rope_scaling_from_hf(full_rope, theta, head_dim, context_len)
+    divisors, scale = rope_from_hf(full_rope, theta, head_dim, context_len)
     config = ModelConfig(
         architecture=arch,
         vocab_size=fields.whole("vocab_size"),

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,13 +69,13 @@ class WeightLoader:
         jobs += [lambda reader, w=weight, t=target: reader.convert(w, t) for weight, target in self._conversions]  # type: ignore[misc]
         self._n_bytes = sum(piece.target.nbytes for piece in pieces)
         self._pieces, self._conversions = [], []
-        readers = threading.local()
+        local = threading.local()
 
         def run(job: Callable[[_Reader], None]) -> None:
-            if not hasattr(readers, "mine"):
-                readers.mine = _Reader(self._device, self._read_ahead)
-                self._readers.append(readers.mine)
-            job(readers.mine)
+            if not hasattr(local, "reader"):
+                local.reader = _Reader(self._device, self._read_ahead)
+                self._readers.append(local.reader)
+            job(local.reader)
 
         self._pool = ThreadPoolExecutor(N_THREADS, "weights")
         self._reading = [self._pool.submit(run, job) for job in jobs]
@@ -186,28 +187,13 @@ class _File:
 
 
 class DeferredCheckpoint:
-    """A checkpoint whose weights are read by a loader after the model has allocated their tensors."""
+    """A checkpoint whose matrices are read by a loader after the model has allocated their tensors."""
 
     def __init__(self, source: Any, loader: WeightLoader) -> None:
         self.config = source.config
+        self.has = source.has
         self._source = source
         self._loader = loader
 
-    def has(self, name: str) -> bool:
-        return bool(self._source.has(name))
-
-    def weight(self, name: str) -> "DeferredWeight":
-        return DeferredWeight(self._source.weight(name), self._loader)
-
-
-class DeferredWeight:
-    def __init__(self, weight: Weight, loader: WeightLoader) -> None:
-        self._weight = weight
-        self._loader = loader
-        self.shape = weight.shape
-        self.affine = weight.affine
-        self.dense = weight.dense
-        self.tensor = weight.tensor
-
-    def into(self, target: Tensor) -> None:
-        self._loader.fill(self._weight, target)
+    def weight(self, name: str) -> Weight:
+        return replace(self._source.weight(name), loader=self._loader)

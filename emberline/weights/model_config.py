@@ -136,7 +136,7 @@ def _yarn_scale(factor: float) -> float:
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def rope_scaling_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
+def rope_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
     """Divisors, and the scale of cos and sin, from config.json's `rope_scaling` or `rope_parameters`."""
     kind = fields.text("rope_type", fields.get("type", "default"))
     if kind == "default":
@@ -159,7 +159,7 @@ def rope_scaling_from_hf(fields: Fields, theta: float, dim: int, context_len: in
     raise BadCheckpoint(f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn")
 
 
-def rope_scaling_from_gguf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
+def rope_from_gguf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
     """The same from GGUF metadata, where Llama 3's scaling is the tensor `rope_freqs.weight` instead."""
     kind = fields.text("rope.scaling.type", "none")
     factor = fields.positive("rope.scaling.factor", 1.0)

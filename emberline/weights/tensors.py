@@ -7,7 +7,7 @@ a scale at most 18, so the product fits float32's mantissa and only the final su
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,12 @@ class FileLocation(NamedTuple):
     offset: int
 
 
+class TensorFiller(Protocol):
+    """See `loader.WeightLoader`."""
+
+    def fill(self, weight: "Weight", target: "torch.Tensor") -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     name: str
@@ -176,6 +182,7 @@ class Weight:
     order: NDArray[np.intp] | None = None  # row i of the weight is row order[i] of the file
     shift: float = 0.0  # added to every number (Hugging Face's Gemma stores norms minus one)
     location: FileLocation | None = None  # of `raw`, for a loader that reads the file itself
+    loader: "TensorFiller | None" = None  # reads the weight later; None: `into` reads at once
 
     def _rows(self, start: int = 0, stop: int | None = None) -> Bytes:
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
@@ -201,8 +208,11 @@ class Weight:
         return Affine(codes.reshape(rows, cols), scale.reshape(groups), offset.reshape(groups), fmt.bits)
 
     def into(self, target: "torch.Tensor") -> None:
-        """Copy the numbers into `target`, converted to its dtype."""
-        target.copy_(self.tensor(target.dtype, "cpu"))
+        """Copy the numbers into `target`, converted to its dtype; with a loader, by the time that it finishes."""
+        if self.loader is not None:
+            self.loader.fill(self, target)
+        else:
+            target.copy_(self.tensor(target.dtype, "cpu"))
 
     def tensor(self, dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> "torch.Tensor":
         """The numbers as a torch tensor; half precision is not converted through float32."""

@@ -75,11 +75,11 @@ def test_matches_the_reference_reader(tmp_path: Path) -> None:
     ours, theirs = GGUFFile.open(path), gguf.GGUFReader(path)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
-        mine = ours.tensors[tensor.name]
-        assert mine.shape == tuple(reversed(tensor.shape.tolist()))
-        assert mine.kind == tensor.tensor_type.name.lower()
-        assert mine.offset == tensor.data_offset
-        assert ours.bytes_of(mine).tobytes() == tensor.data.tobytes()
+        own = ours.tensors[tensor.name]
+        assert own.shape == tuple(reversed(tensor.shape.tolist()))
+        assert own.kind == tensor.tensor_type.name.lower()
+        assert own.offset == tensor.data_offset
+        assert ours.bytes_of(own).tobytes() == tensor.data.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from emberline.weights.model_config import (
-    BadCheckpoint,
-    Fields,
-    rope_frequencies,
-    rope_scaling_from_gguf,
-    rope_scaling_from_hf,
-)
+from emberline.weights.model_config import BadCheckpoint, Fields, rope_frequencies, rope_from_gguf, rope_from_hf
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 8.0},
@@ -48,7 +42,7 @@ def test_divisors_match_transformers(name: str, theta: float, dim: int) -> None:
         rope_parameters=scaling | {"rope_theta": theta, "rope_type": kind},
     )
     inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    divisors, scale = rope_scaling_from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
+    divisors, scale = rope_from_hf(Fields(scaling, "rope"), theta, dim, 131_072)
     assert divisors is not None
     np.testing.assert_allclose(rope_frequencies(theta, dim) / np.array(divisors), inverse.numpy(), rtol=2e-6)
     assert scale == pytest.approx(factor)
@@ -58,14 +52,14 @@ def test_gguf_metadata_gives_the_same_scaling() -> None:
     fields = Fields(
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32768}, "gguf"
     )
-    expected = rope_scaling_from_hf(Fields(SCALINGS["yarn"], "rope"), 1e6, 128, 131_072)
-    assert rope_scaling_from_gguf(fields, 1e6, 128, 131_072) == expected
+    expected = rope_from_hf(Fields(SCALINGS["yarn"], "rope"), 1e6, 128, 131_072)
+    assert rope_from_gguf(fields, 1e6, 128, 131_072) == expected
 
 
 def test_without_scaling_there_are_no_divisors() -> None:
     fields = Fields({"rope_type": "default", "rope_theta": 1e4}, "rope")
-    assert rope_scaling_from_hf(fields, 1e4, 64, 4096) == (None, 1.0)
-    assert rope_scaling_from_gguf(Fields({}, "gguf"), 1e4, 64, 4096) == (None, 1.0)
+    assert rope_from_hf(fields, 1e4, 64, 4096) == (None, 1.0)
+    assert rope_from_gguf(Fields({}, "gguf"), 1e4, 64, 4096) == (None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +76,4 @@ def test_without_scaling_there_are_no_divisors() -> None:
 )
 def test_unsupported_scaling_is_rejected(scaling: dict[str, object]) -> None:
     with pytest.raises(BadCheckpoint):
-        rope_scaling_from_hf(Fields(scaling, "rope"), 1e4, 64, 4096)
+        rope_from_hf(Fields(scaling, "rope"), 1e4, 64, 4096)

@@ -98,11 +98,11 @@ def test_tensor_equals_dense_in_another_dtype(kind: str, dtype: torch.dtype, mon
 
 def test_row_order_applies_to_every_form() -> None:
     plain = weight("q4_1", 4, 2)
-    turned = Weight("w", plain.shape, "q4_1", plain.raw, order=np.array([2, 0, 3, 1]))
-    np.testing.assert_array_equal(turned.dense(), plain.dense()[[2, 0, 3, 1]])
-    affine = turned.affine()
+    reordered = Weight("w", plain.shape, "q4_1", plain.raw, order=np.array([2, 0, 3, 1]))
+    np.testing.assert_array_equal(reordered.dense(), plain.dense()[[2, 0, 3, 1]])
+    affine = reordered.affine()
     assert affine is not None
-    np.testing.assert_array_equal(affine.dense(), turned.dense())
+    np.testing.assert_array_equal(affine.dense(), reordered.dense())
 
 
 def test_shift_is_added() -> None:

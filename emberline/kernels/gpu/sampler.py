@@ -142,8 +142,8 @@ def _scan(
                     tl.store(n_listed + row, 0)
             if _has_listed_top_k(state, MAX_LISTED_K):
                 highest = tl.max(tl.reshape(scaled, [CHUNK // SPAN, SPAN]), 1)
-                place = (row * tl.num_programs(1) + chunk) * (CHUNK // SPAN) + tl.arange(0, CHUNK // SPAN)
-                tl.store(span_max + place, highest)
+                index = (row * tl.num_programs(1) + chunk) * (CHUNK // SPAN) + tl.arange(0, CHUNK // SPAN)
+                tl.store(span_max + index, highest)
             else:
                 noisy_best, noisy_id = _best(scaled + _noise(state, tl.load(positions + row), ids), ids)
                 tl.store(stats + 2, noisy_best)
@@ -156,9 +156,9 @@ def _scan(
             tl.store(stats + 4, highest)
             tl.store(stats + 5, tl.sum(tl.exp(raw - safe), 0))
             remaining = raw
-            for place in range(n_top):
+            for index in range(n_top):
                 value, value_id = _best(remaining, ids)
-                top_ptrs = chunk_tops + ((row * tl.num_programs(1) + chunk) * MAX_TOP + place) * 2
+                top_ptrs = chunk_tops + ((row * tl.num_programs(1) + chunk) * MAX_TOP + index) * 2
                 tl.store(top_ptrs, value)
                 tl.store(top_ptrs + 1, value_id.to(tl.float32, bitcast=True))
                 remaining = tl.where(ids == value_id, float("-inf"), remaining)
@@ -226,9 +226,9 @@ def _list_candidates(
                         weight = tl.sum(tl.where(ahead, tl.exp(x - best), 0.0), 0)
                         start = tl.atomic_add(n_listed + row, n)
                         if start + n <= CANDIDATES:
-                            place = start + tl.cumsum(ahead.to(tl.int32), 0) - 1
-                            tl.store(candidates + row * CANDIDATES + place, x, mask=ahead)
-                            tl.store(candidate_ids + row * CANDIDATES + place, ids, mask=ahead)
+                            index = start + tl.cumsum(ahead.to(tl.int32), 0) - 1
+                            tl.store(candidates + row * CANDIDATES + index, x, mask=ahead)
+                            tl.store(candidate_ids + row * CANDIDATES + index, ids, mask=ahead)
                 tl.store(stats + 8, n.to(tl.float32, bitcast=True))
                 tl.store(stats + 9, weight)
 
@@ -330,8 +330,8 @@ def _float_order(x):
 
 
 @triton.jit
-def _from_float_order(place):
-    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _from_float_order(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -459,10 +459,10 @@ def _finish(
             values = tl.load(source, mask=mask, other=float("-inf"))
             value_ids = tl.load(source + 1, mask=mask, other=0.0).to(tl.int32, bitcast=True)
             value_ids = tl.where(mask, value_ids, 2147483647)
-            for place in range(n_top):
+            for index in range(n_top):
                 value, value_id = _best(values, value_ids)
-                tl.store(top_ids + row * MAX_TOP + place, value_id)
-                tl.store(top_logprobs + row * MAX_TOP + place, value - log_sum)
+                tl.store(top_ids + row * MAX_TOP + index, value_id)
+                tl.store(top_logprobs + row * MAX_TOP + index, value - log_sum)
                 values = tl.where(value_ids == value_id, float("-inf"), values)
 
 

@@ -15,27 +15,27 @@ VOCAB = 4500  # two chunks, the second partial; more than MAX_RANKED
 
 
 def logits(rows: int, seed: int = 0, spread: float = 3.0, vocab: int = VOCAB) -> torch.Tensor:
-    numbers = np.random.default_rng(seed).normal(size=(rows, vocab)) * spread
-    return torch.from_numpy(numbers.astype(np.float32)).to(DEVICE)
+    values = np.random.default_rng(seed).normal(size=(rows, vocab)) * spread
+    return torch.from_numpy(values.astype(np.float32)).to(DEVICE)
 
 
-def both(numbers: torch.Tensor, rows: list[SamplerRow], steps: int = 1, masks: dict[int, np.ndarray] | None = None):
+def both(values: torch.Tensor, rows: list[SamplerRow], steps: int = 1, masks: dict[int, np.ndarray] | None = None):
     """What the kernels and the CPU sampler sample, step after step; slot numbers differ from row numbers."""
     n = len(rows)
     out = []
     for sampler in (sample_batch, sample_reference):
-        table = SamplerTable(n + 2, numbers.shape[1], DEVICE)
+        table = SamplerTable(n + 2, values.shape[1], DEVICE)
         slots = torch.tensor([(r + 1) % (n + 2) for r in range(n)], dtype=torch.int32, device=DEVICE)
         for slot, row in zip(slots.tolist(), rows, strict=True):
             table.set(slot, row)
-        drawn = SampledBatch.empty(n, DEVICE)
+        sampled = SampledBatch.empty(n, DEVICE)
         for step in range(steps):
             if masks:
                 table.allow([slots.tolist()[r] for r in masks], np.stack(list(masks.values())))
             table.upload()
             positions = torch.tensor([r.position + step for r in rows], dtype=torch.int32, device=DEVICE)
-            sampler(numbers, table, slots, positions, drawn)
-        out.append(drawn)
+            sampler(values, table, slots, positions, sampled)
+        out.append(sampled)
     return out
 
 
@@ -71,30 +71,30 @@ def test_filters_match_the_cpu_sampler(spread: float) -> None:
 
 
 def test_equal_logits_rank_by_id() -> None:
-    numbers = torch.round(logits(4, 2, 0.5) * 4) / 4
+    values = torch.round(logits(4, 2, 0.5) * 4) / 4
     filters = [dict(top_k=9), dict(top_p=0.01), dict(top_k=9, top_p=0.5), dict(top_k=4300, top_p=0.999)]
     rows = [SamplerRow(**f, seed=i) for i, f in enumerate(filters)]
-    got, want = both(numbers, rows, steps=2)
+    got, want = both(values, rows, steps=2)
     assert got.token_ids.tolist() == want.token_ids.tolist()
 
 
 def test_noise_is_finite() -> None:
-    numbers = logits(1, 0)
-    numbers[0, 3470] = -60.0
-    got, want = both(numbers, [SamplerRow(seed=5241)])  # token 3470 has the largest possible noise
+    values = logits(1, 0)
+    values[0, 3470] = -60.0
+    got, want = both(values, [SamplerRow(seed=5241)])  # token 3470 has the largest possible noise
     assert got.token_ids.tolist() == want.token_ids.tolist() != [3470]
 
 
 def test_many_equal_logits_rank_by_id() -> None:
-    numbers = torch.round(logits(4, 2, 0.1))  # nearly all are 0
+    values = torch.round(logits(4, 2, 0.1))  # nearly all are 0
     filters = [dict(top_k=9), dict(top_k=9, top_p=0.5), dict(top_p=0.3), dict(min_p=0.5, top_p=0.9)]
-    got, want = both(numbers, [SamplerRow(**f, seed=i) for i, f in enumerate(filters)])
+    got, want = both(values, [SamplerRow(**f, seed=i) for i, f in enumerate(filters)])
     assert got.token_ids.tolist() == want.token_ids.tolist()
 
 
 def test_penalties_bias_bans_and_masks() -> None:
-    numbers = logits(5, 3)
-    top = numbers.topk(3).indices.tolist()
+    values = logits(5, 3)
+    top = values.topk(3).indices.tolist()
     mask = np.zeros(VOCAB // 32 + 1, np.uint32)
     mask[[1, 130]] = 0x0F0F0F0F
     seen = np.array(top[0] + [5, 5], np.uint32)
@@ -105,15 +105,15 @@ def test_penalties_bias_bans_and_masks() -> None:
         SamplerRow(temperature=1.0, seed=3),
         SamplerRow(top_p=0.9, frequency_penalty=1.0, output_ids=seen, seed=4),
     ]
-    got, want = both(numbers, rows, steps=3, masks={3: mask})
+    got, want = both(values, rows, steps=3, masks={3: mask})
     assert got.token_ids.tolist() == want.token_ids.tolist()
     assert mask[got.token_ids[3].item() // 32] >> (got.token_ids[3].item() % 32) & 1
 
 
 def test_logprobs() -> None:
-    numbers = logits(3, 4)
+    values = logits(3, 4)
     rows = [SamplerRow(logprobs=0, seed=1), SamplerRow(logprobs=5, temperature=0.0), SamplerRow(logprobs=20, top_k=3)]
-    got, want = both(numbers, rows)
+    got, want = both(values, rows)
     assert got.token_ids.tolist() == want.token_ids.tolist()
     torch.testing.assert_close(got.logprob, want.logprob, atol=1e-4, rtol=1e-5)
     assert got.top_ids.tolist() == want.top_ids.tolist()
@@ -121,12 +121,12 @@ def test_logprobs() -> None:
 
 
 def test_nan_and_infinite_logits_give_no_token() -> None:
-    numbers = logits(5, 5)
-    numbers[0, 4321] = torch.nan
-    numbers[1, 17] = torch.inf
-    numbers[2] = -torch.inf
+    values = logits(5, 5)
+    values[0, 4321] = torch.nan
+    values[1, 17] = torch.inf
+    values[2] = -torch.inf
     rows = [SamplerRow(), SamplerRow(top_p=0.5), SamplerRow(temperature=0.0), SamplerRow(top_k=4), SamplerRow()]
-    got, want = both(numbers, rows)
+    got, want = both(values, rows)
     assert got.token_ids.tolist() == want.token_ids.tolist()
     assert got.token_ids[:3].tolist() == [INVALID] * 3
 
@@ -135,13 +135,13 @@ def test_padding_is_not_written_and_a_mask_lasts_one_launch() -> None:
     table = SamplerTable(2, VOCAB, DEVICE)
     table.set(0, SamplerRow(temperature=0.0))
     table.allow([0], np.full((1, 1), 1 << 9, np.uint32))
-    numbers, out = logits(2, 6), SampledBatch.empty(2, DEVICE)
+    values, out = logits(2, 6), SampledBatch.empty(2, DEVICE)
     slots = torch.tensor([-1, 0], dtype=torch.int32, device=DEVICE)
     positions = torch.zeros_like(slots)
     out.token_ids.fill_(77)
     table.upload()
-    sample_batch(numbers, table, slots, positions, out)
+    sample_batch(values, table, slots, positions, out)
     assert out.token_ids.tolist() == [77, 9]
     table.upload()
-    sample_batch(numbers, table, slots, positions, out)
-    assert out.token_ids.tolist() == [77, numbers[1].argmax().item()]
+    sample_batch(values, table, slots, positions, out)
+    assert out.token_ids.tolist() == [77, values[1].argmax().item()]
