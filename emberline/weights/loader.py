@@ -196,4 +196,5 @@ class DeferredCheckpoint:
         self._loader = loader
 
     def weight(self, name: str) -> Weight:
-        return replace(self._source.weight(name), loader=self._loader)
+        weight: Weight = self._source.weight(name)
+        return replace(weight, loader=self._loader)

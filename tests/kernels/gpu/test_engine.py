@@ -55,6 +55,7 @@ def generate(make_runner, model, steps_in_flight):
     return {id: tokens(each) for id, each in deltas.items()}
 
 
+@pytest.mark.slow  # the runner and the kernels have everyday tests of their own
 def test_tokens_match_the_reference_backend():
     reference = Decoder(RandomCheckpoint(CONFIG, scale=0.2), TorchBackend(DEVICE, torch.float32), LLAMA)
     expected = generate(lambda model: TorchRunner(model, [40], LIMITS, DEVICE), reference, 1)
