@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.emberline_contender import default_gguf
 from emberline.engine import worker
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, Message, OutputFormat, SamplingParams
@@ -81,7 +81,7 @@ class Engine:
         self.text = TextModel.load(gguf)
         self.scheduler: Scheduler = self.loop.scheduler
         grammars = self.scheduler._grammars
-        assert isinstance(grammars, Grammars)
+        assert isinstance(grammars, MatcherCompiler)
         self.grammars = grammars
         self.scheduler.set_vocabulary(self.text.vocabulary)
 

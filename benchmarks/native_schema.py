@@ -92,7 +92,7 @@ class Compilers:
     """Both compilers over one vocabulary and one set of parser limits."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokenizer = vocabulary.library()
+        self._tokenizer = vocabulary.llguidance_tokenizer()
 
     def native(self, **options: bool) -> Compile:
         def compile(schema: Any) -> Any:

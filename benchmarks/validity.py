@@ -28,7 +28,7 @@ from benchmarks.contender import Setup
 from benchmarks.process import Process, ended_by_sigterm, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-FUNCTIONS = ROOT / "tests" / "text" / "grammar" / "function_schemas.json"
+FUNCTIONS = ROOT / "tests" / "text" / "grammar" / "json_schema" / "function_schemas.json"
 SUITE = "jsonschema==4.26.0"  # its source archive carries the official suite
 MAX_TOKENS = 160
 AT_ONCE = 8

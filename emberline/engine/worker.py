@@ -10,7 +10,7 @@ from typing import Any
 
 from emberline import log
 from emberline.engine import process
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.prefill_policy import BatchTimeLimit
@@ -134,7 +134,7 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
             transfers = host_transfers(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
-        scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), prefill, transfers)
+        scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), prefill, transfers)
         return StepLoop(scheduler, runner, transfers=transfers), cache, limits
     from emberline.engine.gpu.engine import GpuEngine
     from emberline.engine.gpu.transfer import device_transfers, exported_pools
@@ -144,7 +144,7 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
     pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
     transfers = device_transfers(args.id or args.socket, fingerprint, model.kv_groups, gpu_runner.pools, spans)
-    scheduler = Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), engine.prefill, transfers)
+    scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), engine.prefill, transfers)
     idle_task = engine.idle_task(gpu_runner)
     return StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, idle_task, transfers), cache, limits
 

@@ -20,7 +20,16 @@ from emberline.protocol.request import Message, ToolCall
 from emberline.service.metrics import Histogram
 from emberline.service.prepare import Prepared
 from emberline.text.detokenizer import StopMatcher
-from emberline.text.tool_calls.parser import Argued, CallBegun, CallEnded, Piece, Reply, ReplyParser, Said, Thought
+from emberline.text.tool_calls.parser import (
+    ArgumentsPiece,
+    CallEnd,
+    CallStart,
+    ReasoningPiece,
+    Reply,
+    ReplyParser,
+    ReplyPiece,
+    TextPiece,
+)
 
 
 class ChoiceDecoder:
@@ -131,7 +140,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         text, request = prepared.served.text, prepared.request
         parser = text.reply_parser(prepared.prompt.ids, request.tools, prepared.thinking, self._detokenizer)
         self._parser: ReplyParser | None = parser
-        self._tool_format = text.tool_form
+        self._tool_format = text.tool_format
         self._origin = f"{request.id}/{index}"
         self._reply = Reply()  # reasoning and tool calls; the text is in `pieces`
         self._call_ids: list[str] = []
@@ -163,7 +172,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         stop = self._absorb(rest, events)
         if stop is None and finish is not None:
             stop = self._absorb(self._parser.finish(cut=finish == "length"), events)
-            self._at_call_end = self._at_call_end and not self._parser.lost_call
+            self._at_call_end = self._at_call_end and not self._parser.lost_tool_call
         if stop is not None:
             return [*events, *self._events("", "stop", stop)]
         if finish is not None:
@@ -173,18 +182,18 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             self._parser = None
         return events
 
-    def _parse(self, parser: ReplyParser, ids: Sequence[int], is_text: list[bool]) -> list[Piece]:
+    def _parse(self, parser: ReplyParser, ids: Sequence[int], is_text: list[bool]) -> list[ReplyPiece]:
         """Token by token where each must be classified: reasoning is counted, and only text has log-probabilities.
         `is_text` then gets one entry per token."""
-        if not self._logprobs and not parser.thinking and parser.decided:
+        if not self._logprobs and not parser.reasoning and parser.decided:
             return parser.push(ids)
-        pieces: list[Piece] = []
+        pieces: list[ReplyPiece] = []
         for token_id in ids:
-            was_thinking, was_text = parser.thinking, parser.in_text
+            was_reasoning, was_text = parser.reasoning, parser.in_text
             new = parser.push((token_id,))
             pieces += new
-            self._n_reasoning += was_thinking or parser.thinking
-            is_text.append((was_text and parser.in_text) or any(type(piece) is Said for piece in new))
+            self._n_reasoning += was_reasoning or parser.reasoning
+            is_text.append((was_text and parser.in_text) or any(type(piece) is TextPiece for piece in new))
         return pieces
 
     def _keep_logprobs(self, is_text: list[bool]) -> None:
@@ -193,10 +202,10 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         new = self._logprobs[n_before:]
         self._logprobs = self._logprobs[:n_before] + [entry for entry, keep in zip(new, is_text, strict=False) if keep]
 
-    def _absorb(self, pieces: list[Piece], events: list[TextEvent], *, searched: bool = True) -> str | None:
+    def _absorb(self, pieces: list[ReplyPiece], events: list[TextEvent], *, searched: bool = True) -> str | None:
         """Append the pieces' events; returns the stop string that ended the text, if one did."""
         for piece in pieces:
-            if isinstance(piece, Said):
+            if isinstance(piece, TextPiece):
                 text, stop = piece.text, None
                 if searched and self._stops is not None:
                     text, stop = self._stops.push(text)
@@ -207,12 +216,12 @@ class ParsingChoiceDecoder(ChoiceDecoder):
                 continue
             self._flush(events)
             self._reply.add((piece,))
-            self._at_call_end = isinstance(piece, CallEnded)
-            if isinstance(piece, Thought):
+            self._at_call_end = isinstance(piece, CallEnd)
+            if isinstance(piece, ReasoningPiece):
                 events.append(ReasoningDelta(self.index, piece.text))
-            elif isinstance(piece, CallBegun):
+            elif isinstance(piece, CallStart):
                 events.append(self._started(piece))
-            elif isinstance(piece, Argued):
+            elif isinstance(piece, ArgumentsPiece):
                 events.append(ToolCallDelta(self.index, len(self._call_ids) - 1, piece.text))
         return None
 
@@ -221,7 +230,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         if self._stops is not None:
             events += self._events(self._stops.finish(), None, None)
 
-    def _started(self, call: CallBegun) -> ToolCallStarted:
+    def _started(self, call: CallStart) -> ToolCallStarted:
         n_calls, number = len(self._call_ids), call.number
         call_id = self._tool_format.call_id(f"{self._origin}/{n_calls}", call.name, number)
         while call_id in self._call_ids:  # the model has numbered two calls alike

@@ -21,7 +21,7 @@ from emberline.service.health import Connection, Health, check
 from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import Sessions
-from emberline.text.prompt import Entry, Known
+from emberline.text.prompt import EncodedPrefix, KnownPrefix
 
 log = logging.getLogger("emberline.core")
 
@@ -32,7 +32,7 @@ class SessionEntry(msgspec.Struct, frozen=True, array_like=True):
     account: str
     model_version: str
     digest: bytes
-    entry: Entry
+    entry: EncodedPrefix
 
 
 class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,7 +49,7 @@ class Core(Protocol):
     @property
     def responses(self) -> ResponseStore: ...
 
-    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         """The longest known prefix of the conversation whose messages have these digests."""
 
     async def admit(self, request: RouteRequest) -> Route:
@@ -94,7 +94,7 @@ class LocalCore:
         for connection in connections:
             admission.watch(connection)
 
-    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:

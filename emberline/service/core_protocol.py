@@ -8,7 +8,7 @@ from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.service.core import RequestEnd
 from emberline.service.health import Health
-from emberline.text.prompt import Known
+from emberline.text.prompt import KnownPrefix
 
 
 class Find(msgspec.Struct, tag="find"):
@@ -81,7 +81,7 @@ class CoreReply(msgspec.Struct, omit_defaults=True):
 
     seq: int
     error: ErrorInfo | None = None
-    known: Known | None = None
+    known: KnownPrefix | None = None
     route: Route | None = None
     health: Health | None = None
     metrics: bytes = b""

@@ -19,15 +19,15 @@ from emberline.service.request_context import Clock
 from emberline.service.validation import validate, validate_prompt
 from emberline.text.grammar.reply_grammar import GrammarSpec
 from emberline.text.prompt import (
-    Entry,
+    EncodedPrefix,
     Prompt,
     build_prompt,
     chain_digests,
     grammar_spec,
     prompt_kwargs,
+    reasoning_begun,
+    reasoning_limit,
     render_prompt,
-    thinking_begun,
-    thinking_limit,
     turn_entries,
 )
 from emberline.text.text_model import Rendered, TextModel
@@ -90,7 +90,7 @@ class Preparer:
         _check_length(request, served.text, info.context_len)
         digests, rendered = await self._run(request, lambda: _read(served.text, request))
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
-        thinking = thinking_begun(served.text, rendered)
+        thinking = reasoning_begun(served.text, rendered)
         spec = grammar_spec(served.text, request, thinking)
 
         def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
@@ -107,7 +107,7 @@ class Preparer:
             (prompt, sampling, keys), grammar, _ = await asyncio.gather(
                 tokenizing, compiling, self.load_vocabulary(served.text)
             )
-        limit = thinking_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
+        limit = reasoning_limit(served.text, request, sampling.max_tokens or 1) if thinking else None
         return Prepared(
             request, principal, served, info, sampling, prompt, digests, clock, thinking, limit, grammar, keys
         )
@@ -188,7 +188,7 @@ def _fit(sampling: SamplingParams, n_prompt: int, context_len: int, field: str) 
 
 
 def _session_entries(prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
-    entries: dict[bytes, Entry] = {}
+    entries: dict[bytes, EncodedPrefix] = {}
     for reply, reply_ids in replies:
         entries |= turn_entries(
             prepared.served.text, prepared.request, prepared.prompt, prepared.digests, reply, reply_ids

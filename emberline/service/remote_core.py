@@ -32,7 +32,7 @@ from emberline.service.core_protocol import (
 )
 from emberline.service.engine_client import EngineClient
 from emberline.service.health import Health
-from emberline.text.prompt import Known
+from emberline.text.prompt import KnownPrefix
 
 NOTICE_INTERVAL_S = 1.0
 
@@ -60,7 +60,7 @@ class RemoteCore:
             return False
         return True
 
-    async def find(self, account: str, model_version: str, digests: list[bytes]) -> Known | None:
+    async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return (await self._call(lambda seq: Find(seq, account, model_version, digests))).known
 
     async def admit(self, request: RouteRequest) -> Route:

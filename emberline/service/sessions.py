@@ -7,7 +7,7 @@ conversation of n tokens costs n ids, not n per turn. Eviction is least recently
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from emberline.text.prompt import Cut, Known
+from emberline.text.prompt import KnownPrefix, PrefixCut
 
 DEFAULT_BYTES = 64 << 20
 BLOCK_BYTES = 4 << 10  # 1,024 ids
@@ -20,7 +20,7 @@ Key = tuple[str, str, bytes]  # account, model, digest of the messages
 class _Entry:
     __slots__ = ("blocks", "cut")
 
-    def __init__(self, blocks: tuple[bytes, ...], cut: Cut) -> None:
+    def __init__(self, blocks: tuple[bytes, ...], cut: PrefixCut) -> None:
         self.blocks = blocks
         self.cut = cut
 
@@ -48,7 +48,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, account: str, model: str, digests: Sequence[bytes]) -> Known | None:
+    def find(self, account: str, model: str, digests: Sequence[bytes]) -> KnownPrefix | None:
         """The longest known prefix of the conversation whose messages have these digests, oldest message first.
 
         Its cuts are the ends of all known shorter prefixes: a template may render a turn differently once another
@@ -61,7 +61,8 @@ class Sessions:
         longest = found[-1][1]
         for key, _ in found:
             self._entries.move_to_end(key)
-        return Known(b"".join(longest.blocks), tuple(entry.cut for _, entry in found if entry.is_prefix_of(longest)))
+        cuts = tuple(entry.cut for _, entry in found if entry.is_prefix_of(longest))
+        return KnownPrefix(b"".join(longest.blocks), cuts)
 
     def add(self, account: str, model: str, digest: bytes, ids: bytes, text_len: int, text_digest: bytes) -> None:
         """`ids` encode the first `text_len` characters of the conversation that has this digest."""
@@ -72,7 +73,7 @@ class Sessions:
         if key in self._entries:
             self._remove(key)
         blocks = tuple(self._hold(ids[at : at + BLOCK_BYTES]) for at in range(0, len(ids), BLOCK_BYTES))
-        entry = self._entries[key] = _Entry(blocks, Cut(len(ids) // 4, text_len, text_digest))
+        entry = self._entries[key] = _Entry(blocks, PrefixCut(len(ids) // 4, text_len, text_digest))
         self.n_bytes += entry.n_bytes
         while self.n_bytes > self.max_bytes:
             self._remove(next(iter(self._entries)))

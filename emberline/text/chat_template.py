@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text that the model was trained on."""
+"""Chat templates: messages to the text format that the model was trained on."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,31 +11,31 @@ from jinja2 import Template, TemplateError, meta
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message, ToolCall
 from emberline.text.template_sandbox import MAX_CHARS, BoundedEnvironment, TemplateLimit, TemplateRefusal
-from emberline.text.tool_calls.formats import ToolForm, family_ids, result_text
+from emberline.text.tool_calls.formats import ToolCallFormat, family_ids, tool_result_text
 from emberline.weights.model_config import BadCheckpoint
 
-Turn = dict[str, Any]
+Turn = dict[str, Any]  # a message as templates read it
 
 
 class Roles:
-    """What a template knows, judged by what its source names."""
+    """The roles and fields that a template supports, judged by its source."""
 
     def __init__(self, source: str) -> None:
         self.developer = "developer" in source
         self.tool = re.search(r"""["']tool["']""", source) is not None
         self.tool_calls = "tool_calls" in source
 
-    def turns(self, messages: Sequence[Message], own: ToolForm | None = None) -> list[Turn]:
-        """A role that the template does not know becomes the nearest one that every template does.
+    def turns(self, messages: Sequence[Message], untemplated: ToolCallFormat | None = None) -> list[Turn]:
+        """Messages as templates read them; a role that the template does not support becomes the nearest one.
 
-        developer → system. tool → user; results of one round of calls, and a user message right after them, make one
-        turn, as templates without the role want user and assistant to alternate. An assistant's tool calls → JSON
-        lines in its text. With `own`, calls and results are written in that form whatever the template knows.
+        developer → system. tool → user; the results of one round of calls, and a user message right after them, make
+        one turn, since templates without the role want user and assistant to alternate. An assistant's tool calls →
+        JSON lines in its text. With `untemplated`, calls and results are written in that format in any case.
         """
         turns: list[Turn] = []
-        results = False  # whether the last turn holds tool results
+        results = False  # whether the last turn consists of tool results
         for message in messages:
-            turn = self._turn(message, own)
+            turn = self._turn(message, untemplated)
             was_results, results = results, message.role == "tool" and turn["role"] == "user"
             if was_results and turn["role"] == "user":
                 turns[-1]["content"] += "\n\n" + turn["content"]
@@ -43,23 +43,23 @@ class Roles:
                 turns.append(turn)
         return turns
 
-    def _turn(self, message: Message, own: ToolForm | None) -> Turn:
+    def _turn(self, message: Message, untemplated: ToolCallFormat | None) -> Turn:
         role = message.role
         if role == "developer" and not self.developer:
             role = "system"
-        elif role == "tool" and (own is not None or not self.tool):
+        elif role == "tool" and (untemplated is not None or not self.tool):
             role = "user"
         turn: Turn = {"role": role, "content": message.content}
-        if message.role == "tool" and own is not None:
-            turn["content"] = result_text(message.content)
+        if message.role == "tool" and untemplated is not None:
+            turn["content"] = tool_result_text(message.content)
         if message.reasoning is not None:
             turn["reasoning_content"] = message.reasoning
         if message.name is not None:
             turn["name"] = message.name
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
-        if message.tool_calls and own is not None:
-            turn["content"] = "\n".join(filter(None, [message.content, own.write(message.tool_calls)]))
+        if message.tool_calls and untemplated is not None:
+            turn["content"] = "\n".join(filter(None, [message.content, untemplated.write(message.tool_calls)]))
         elif message.tool_calls and self.tool_calls:
             turn["tool_calls"] = [_call(call) for call in message.tool_calls]
         elif message.tool_calls:
@@ -68,15 +68,15 @@ class Roles:
 
 
 def with_system_text(turns: list[Turn], text: str) -> list[Turn]:
-    """The text at the end of the system message that comes first, or as one."""
+    """Appends the text to the leading system message, or adds one."""
     first, *others = turns
     if first["role"] != "system":
         return [{"role": "system", "content": text}, *turns]
     return [{**first, "content": "\n\n".join(filter(None, [first["content"], text]))}, *others]
 
 
-def with_family_ids(messages: Sequence[Message], form: ToolForm) -> Sequence[Message]:
-    """The messages with call ids as the family's templates want them."""
+def with_family_ids(messages: Sequence[Message], form: ToolCallFormat) -> Sequence[Message]:
+    """The messages with call ids in the style that the family's templates require."""
     ids = family_ids(form.ids, [call for message in messages for call in message.tool_calls])
     if not ids:
         return messages
@@ -106,7 +106,7 @@ def fold_system(turns: list[Turn]) -> list[Turn]:
 
 
 def text_arguments(turns: list[Turn]) -> list[Turn]:
-    """Tool arguments as JSON text, for templates that write them out as they are."""
+    """Tool arguments as JSON text, for templates that do not serialize them."""
     return [
         {**turn, "tool_calls": [_as_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
         for turn in turns
@@ -120,7 +120,7 @@ def _as_text(call: Turn) -> Turn:
 
 
 def _call(call: ToolCall) -> Turn:
-    """In the shape that templates read; arguments as an object when they are one, as text when not."""
+    """As templates read it: arguments parsed if they are JSON, otherwise as text."""
     try:
         arguments = msgspec.json.decode(call.arguments)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -134,33 +134,32 @@ def _call_text(call: ToolCall) -> str:
 
 MAX_SOURCE_CHARS = 1 << 20
 
-# For models without a template of their own, base models mostly: no special token, and nothing they were trained on
-# but what the web is full of.
+# For models without a chat template, mostly base models: plain text without special tokens.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-PLAIN_STOPS = ("\nUser:", "\nSystem:")  # where such a model begins to speak for others
+PLAIN_STOPS = ("\nUser:", "\nSystem:")  # where such a model continues with the next speaker
 
-_OURS = frozenset({"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"})
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"})
 _environment = BoundedEnvironment()
 
 
 class ChatTemplate:
-    """`tokens` are the special tokens that a template may name: bos_token, eos_token, …"""
+    """`tokens`: the special tokens that a template may refer to (bos_token, eos_token, …)."""
 
     def __init__(self, source: str | None, tokens: Mapping[str, str] | None = None) -> None:
         self.source = PLAIN if source is None else source
         self.stops = PLAIN_STOPS if source is None else ()
         self._template = _compiled(self.source)
-        self.variables = _variables(self.source)  # what it reads, by name
+        self.variables = _variables(self.source)  # that it reads
         self._roles = Roles(self.source)
         self._tokens = dict(tokens or {})
 
-    def turns(self, messages: Sequence[Message], own: ToolForm | None = None) -> list[Turn]:
+    def turns(self, messages: Sequence[Message], untemplated: ToolCallFormat | None = None) -> list[Turn]:
         if not messages:
             raise BadInput("messages is empty; send at least one message", param="messages")
-        return self._roles.turns(messages, own)
+        return self._roles.turns(messages, untemplated)
 
     def render(
         self,
@@ -170,8 +169,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """The whole text. A template that refuses the turns gets them in other shapes before we give up."""
-        if taken := _OURS & kwargs.keys():
+        """The rendered text. A template that rejects the turns is tried with other arrangements of them."""
+        if taken := _RESERVED & kwargs.keys():
             raise BadInput(f"template arguments may not set {min(taken)!r}", param="template_kwargs")
         values = self._tokens | {"tools": tools, "documents": None, **kwargs}
         values["add_generation_prompt"] = add_generation_prompt
@@ -202,11 +201,11 @@ class ChatTemplate:
 
 
 class _Refused(BadInput):
-    """Messages that do not fit the template as they are."""
+    """The template rejects these messages in this arrangement."""
 
 
 def _attempts(turns: list[Turn]) -> Iterator[list[Turn]]:
-    """The turns as they are, then in the other shapes that templates want."""
+    """The turns as they are, then in other arrangements that templates accept."""
     yield turns
     for change in (gather_system, fold_system, text_arguments):
         changed = change(turns)
@@ -227,5 +226,5 @@ def _compiled(source: str) -> Template:
 
 @lru_cache(maxsize=64)
 def _variables(source: str) -> frozenset[str]:
-    """Of a source that compiles."""
+    """The variables that a template reads."""
     return frozenset(meta.find_undeclared_variables(_environment.parse(source)))

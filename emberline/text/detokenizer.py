@@ -1,5 +1,6 @@
-"""Token ids to text, as they come: what is not yet a whole character is held back."""
+"""Incremental detokenizing and stop strings: text is emitted as soon as it is certain."""
 
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,12 +8,10 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """One reply's. Bytes that can never become a character come out as U+FFFD.
+    """Of one reply. Incomplete characters are held back; bytes that can never become a character become U+FFFD.
 
-    `strip_space`: the tokenizer puts a space of its own at the beginning of text like this; it is not the text's.
+    `strip_space`: the tokenizer itself prepends a space to such text, which is removed again.
     """
-
-    __slots__ = ("_decode", "_strip_space", "_token_bytes")
 
     def __init__(self, token_bytes: Mapping[int, bytes], *, strip_space: bool = False) -> None:
         self._token_bytes = token_bytes
@@ -28,28 +27,43 @@ class Detokenizer:
         return self._decode(data)
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The rest that was held back."""
         return self._decode(b"", True)
 
 
+class MarkerFinder:
+    """Finds some strings in text that arrives in pieces."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+        prefixes = {marker[:n] for marker in markers for n in range(1, len(marker))}
+        self._prefixes = sorted(prefixes, key=len, reverse=True)
+        self._last_chars = frozenset(prefix[-1] for prefix in prefixes)
+
+    def find(self, text: str) -> re.Match[str] | None:
+        return self._pattern.search(text)
+
+    def n_undecided(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a marker."""
+        if not text or text[-1] not in self._last_chars:
+            return 0
+        return next((len(prefix) for prefix in self._prefixes if text.endswith(prefix)), 0)
+
+
 class StopMatcher:
-    """Emits text up to the first stop string to be complete; holds back what may still become one.
+    """Emits text up to the first complete stop string; holds back what may still become one.
 
-    Which stop string ends the text does not depend on how the text was cut into pieces: the one that is complete
-    first, and of several complete at the same character the longest.
+    Which stop string ends the text does not depend on how the text is split into pieces: the one that is complete
+    first, and of several that are complete at the same character the longest.
     """
-
-    __slots__ = ("_held", "_last_chars", "_prefixes", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
-        prefixes = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
-        self._prefixes = sorted(prefixes, key=len, reverse=True)
-        self._last_chars = frozenset(prefix[-1] for prefix in prefixes)
+        self._n_undecided = MarkerFinder(self._stops).n_undecided
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may go out, and the stop string that ended it, if one did. Nothing is pushed after that."""
+        """The text to emit, and the stop string that ended it, if any. Nothing may be pushed after that."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -58,14 +72,12 @@ class StopMatcher:
         if ends:
             _, at, stop = min(ends)
             return text[:at], stop
-        if text and text[-1] in self._last_chars:
-            for prefix in self._prefixes:
-                if text.endswith(prefix):
-                    self._held = prefix
-                    return text[: -len(prefix)], None
+        if n := self._n_undecided(text):
+            self._held = text[-n:]
+            return text[:-n], None
         return text, None
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The rest that was held back."""
         held, self._held = self._held, ""
         return held

@@ -1,15 +1,14 @@
-"""Keeps what clients write from becoming special tokens.
+"""Prevents special-token injection: text of clients never becomes special tokens.
 
-A chat template puts messages between special tokens, and the text it renders is parsed for them. So that a message
-which contains `<|im_end|>` cannot end its turn, a mark goes into every such string of the client's before rendering,
-after its first character: `<` mark `|im_end|>`. The template carries the mark along, the tokenizer does not find a
-special token there, takes the mark out, and the string becomes ordinary tokens (Tokenizer.encode_marked). The mark is
-one character that Unicode reserves for use inside programs, and one that the client's strings do not contain.
-Text without such strings is rendered and tokenised as it is.
+A chat template puts messages between special tokens, and the rendered text is parsed for them. So that a message that
+contains `<|im_end|>` cannot end its turn, a mark is inserted behind the first character of every such string before
+rendering: `<` mark `|im_end|>`. The template copies the mark, the tokenizer finds no special token there, removes the
+mark, and the string becomes ordinary tokens (`Tokenizer.encode_marked`). The mark is a Unicode noncharacter that the
+client's strings do not contain. Text without such strings is rendered and tokenized unchanged.
 
-Only control tokens are guarded. Tokens that a model writes and reads as text (`<think>`, `<tool_call>`: not special in
-their tokenizers) stay what they are, as templates look for them. A template that itself glues two client strings
-together without anything in between could still complete a special token; none is known.
+Only control tokens are guarded. Tokens that models read and write as text (`<think>`, `<tool_call>`, not special in
+their tokenizers) are left alone, since templates look for them. A template that concatenates two client strings
+directly could still complete a special token; no such template is known.
 """
 
 import re
@@ -19,21 +18,21 @@ from typing import Any
 from emberline.protocol.errors import BadInput
 
 _NEVER = "(?!)"
-_Node = dict[str, Any]  # character → what may follow it; "" where a string ends
+_Node = dict[str, Any]  # a trie: character → child; "" where a string ends
 
 
-def longest(strings: Iterable[str]) -> str:
-    """Matches the longest of the strings that stands at a place."""
-    return _branch(_grow(strings)) or _NEVER
+def longest_match(strings: Iterable[str]) -> str:
+    """A regex that matches the longest of the strings at a position."""
+    return _branch(_trie(strings)) or _NEVER
 
 
-def beginnings(strings: Iterable[str]) -> str:
-    """Matches the first character of every string, also of those that overlap."""
-    options = [f"{re.escape(char)}(?={_branch(child)})" for char, child in sorted(_grow(strings).items())]
+def first_characters(strings: Iterable[str]) -> str:
+    """A regex that matches the first character of every string, also where strings overlap."""
+    options = [f"{re.escape(char)}(?={_branch(child)})" for char, child in sorted(_trie(strings).items())]
     return "|".join(options) or _NEVER
 
 
-def _grow(strings: Iterable[str]) -> _Node:
+def _trie(strings: Iterable[str]) -> _Node:
     root: _Node = {}
     for string in filter(None, strings):
         node = root
@@ -56,10 +55,10 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters
 
 class Guard:
     def __init__(self, special: Iterable[str]) -> None:
-        self._special = re.compile(beginnings(special))
+        self._special = re.compile(first_characters(special))
 
     def choose(self, *values: Any) -> str:
-        """The mark to use for these values (strings, and lists and dicts of them); empty when none is needed."""
+        """The mark for these values (strings, lists and dicts of them); empty if none is needed."""
         if not any(self._special.search(text) for text in _strings(values)):
             return ""
         for mark in MARKS:
@@ -68,7 +67,7 @@ class Guard:
         raise BadInput("the messages use every noncharacter from U+FDD0 to U+FDEF", param="messages")
 
     def mark(self, value: Any, mark: str) -> Any:
-        """The value with the mark inside every special token's text, keys too: those of tool arguments are clients'."""
+        """The value with the mark inside every text of a special token, also in keys, which may be tool arguments."""
         if not mark:
             return value
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A model's text side: its tokenizer and its chat template, from the same files as its weights."""
+"""Tokenizer, chat template and reply formats of one model, read from the files that hold its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,17 +15,17 @@ from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.hf_tokenizer import Json, hf_parts, read_json, token_text
 from emberline.text.special_tokens import Guard
 from emberline.text.tokenizer import Tokenizer
-from emberline.text.tool_calls import formats
-from emberline.text.tool_calls import reasoning as thinking
-from emberline.text.tool_calls.parser import ReplyForm, ReplyParser
+from emberline.text.tool_calls import formats, reasoning
+from emberline.text.tool_calls.parser import ReplyFormat, ReplyParser
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # to GGUF's names
+# Template variables and the GGUF keys of their tokens.
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 class Rendered(NamedTuple):
-    """A conversation as text. `mark` hides special tokens that clients wrote (guard.py); empty: none are there."""
+    """A conversation as text. `mark` hides special tokens in client text (`special_tokens`); empty: there are none."""
 
     text: str
     mark: str
@@ -39,46 +39,49 @@ class TextModel:
         self.special_ids = tokenizer.special_ids
         self.bos_id = tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size
-        self.chat_stops = template.stops  # stop strings that chats with this model need beside its end tokens
-        self.tool_form = formats.detect(template.source, "tools" in template.variables, tokenizer.special)
-        self.think_form = thinking.detect(template.source, tokenizer.added, tokenizer.special)
-        self._reply_forms = {True: ReplyForm(self.tool_form, self.think_form), False: ReplyForm(None, self.think_form)}
-        self.reply_signs = self._reply_forms[True].signs
-        self.mark_ids = frozenset(self._reply_forms[True].sign_of)  # special tokens that mean something in replies
+        self.chat_stops = template.stops  # stop strings of chats with this model, besides its end tokens
+        self.tool_format = formats.detect_tool_format(template.source, "tools" in template.variables, tokenizer.special)
+        self.reasoning_format = reasoning.detect_reasoning_format(template.source, tokenizer.added, tokenizer.special)
+        self._reply_formats = {
+            True: ReplyFormat(self.tool_format, self.reasoning_format),
+            False: ReplyFormat(None, self.reasoning_format),
+        }
+        self.reply_sentinels = self._reply_formats[True].sentinels
+        self.marker_ids = frozenset(self._reply_formats[True].sentinel_of)  # with a meaning in replies
 
     @classmethod
     def load(cls, path: Path) -> "TextModel":
-        """From a GGUF file or a Hugging Face folder; BadCheckpoint says what is wrong with it."""
+        """From a GGUF file or a Hugging Face folder; raises BadCheckpoint."""
         return _from_folder(path) if path.is_dir() else _from_gguf(path)
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """No token stands for more characters than this."""
+        """An upper bound of the characters of a token."""
         return self.tokenizer.longest_token_chars()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What every token stands for, as engines learn it to follow grammars."""
+        """The bytes of every token, for the grammar matchers of engines."""
         special = {token_id: text for text, token_id in self.tokenizer.special.items()}
         return Vocabulary([self.tokenizer.token_bytes[token_id] for token_id in range(self.vocab_size)], special)
 
     def encode(self, text: str, special: bool) -> bytes:
-        """Ids (u32 little-endian) of text alone; with `special`, special tokens in it are parsed."""
+        """Ids (u32 little-endian) of the text alone; `special`: special tokens in it are parsed."""
         return self.tokenizer.encode(text, special=special)
 
     def encode_prompt(self, text: str) -> bytes:
-        """Ids of a raw prompt. Whoever skips the template writes its special tokens: here they count as such."""
+        """Ids of a raw prompt, in which special tokens are parsed: without a template the client writes them."""
         return self.with_bos(self.tokenizer.encode(text, special=True))
 
     def with_bos(self, ids: bytes) -> bytes:
-        """`ids` with the beginning-of-sequence token if the model wants one, never two."""
+        """The ids with the beginning-of-sequence token if the model wants one, never two."""
         if not self.tokenizer.add_bos or self.bos_id is None:
             return ids
         bos = self.bos_id.to_bytes(4, "little")
         return ids if ids[:4] == bos else bos + ids
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The conversation as text for people; prompts are made by `render_guarded`."""
+        """The conversation as readable text; prompts are rendered by `render_guarded`."""
         turns = self.template.turns(messages)
         return self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt)
 
@@ -91,7 +94,7 @@ class TextModel:
         add_generation_prompt: bool = True,
     ) -> Rendered:
         turns = self._turns(messages, tools)
-        given = formats.template_tools(tools) if tools and not self.tool_form.own else None
+        given = formats.template_tools(tools) if tools and not self.tool_format.untemplated else None
         try:
             mark = self.guard.choose(turns, kwargs, given)
             turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
@@ -101,23 +104,23 @@ class TextModel:
         return Rendered(text, mark)
 
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
-        if not tools or not self.tool_form.own:
-            return self.template.turns(with_family_ids(messages, self.tool_form))
-        return with_system_text(self.template.turns(messages, self.tool_form), formats.system_text(tools))
+        if not tools or not self.tool_format.untemplated:
+            return self.template.turns(with_family_ids(messages, self.tool_format))
+        return with_system_text(self.template.turns(messages, self.tool_format), formats.tools_system_prompt(tools))
 
     def reply_parser(
-        self, prompt_ids: bytes, tools: Sequence[Tool], thinking: bool | None, detokenizer: Detokenizer | None = None
+        self, prompt_ids: bytes, tools: Sequence[Tool], begun: bool | None, detokenizer: Detokenizer | None = None
     ) -> ReplyParser:
-        """For the reply to a prompt that declares these tools; `thinking` is what `thinking.begun` says of it."""
+        """For the reply to a prompt that declares these tools; `begun` is the result of `reasoning.begun` for it."""
         names = frozenset(tool.name for tool in tools)
-        return ReplyParser(self._reply_forms[bool(tools)], detokenizer or self.detokenizer(prompt_ids), names, thinking)
+        return ReplyParser(self._reply_formats[bool(tools)], detokenizer or self.detokenizer(prompt_ids), names, begun)
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""
         return self.tokenizer.token_bytes.spell(token_id)
 
     def decode(self, ids: bytes | Iterable[int], *, special: bool = False) -> str:
-        """Text of a whole sequence; special tokens are left out unless asked for."""
+        """Text of a whole sequence; special tokens are left out by default."""
         ids = unpack(ids) if isinstance(ids, bytes) else list(ids)
         if not special:
             detokenizer = self.detokenizer()
@@ -125,7 +128,7 @@ class TextModel:
         return self._decode_special(ids)
 
     def detokenizer(self, prompt_ids: bytes = b"") -> Detokenizer:
-        """For what follows `prompt_ids`, of which the last decides whether a leading space is the tokenizer's own."""
+        """For what follows `prompt_ids`: the last decides whether a leading space was prepended by the tokenizer."""
         after_special = not prompt_ids or int.from_bytes(prompt_ids[-4:], "little") in self.special_ids
         scheme = self.tokenizer.prefix_space
         strip = (scheme == "always" and after_special) or (scheme == "first" and not prompt_ids)
@@ -175,7 +178,7 @@ def _folder_template(folder: Path, settings: Json) -> str | None:
         except UnicodeDecodeError:
             raise BadCheckpoint(f"{file.name} is not UTF-8") from None
     source = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several named templates
         entries = [entry for entry in source if isinstance(entry, dict)]
         source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     return source if isinstance(source, str) else None

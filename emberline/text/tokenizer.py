@@ -1,4 +1,4 @@
-"""Text to token ids, and a token's bytes. Made by gguf_tokenizer.py or hf_tokenizer.py."""
+"""Text to token ids, and the bytes of a token. `gguf_tokenizer` and `hf_tokenizer` read its parts from model files."""
 
 import re
 from collections import Counter
@@ -17,16 +17,22 @@ from emberline.text import special_tokens as trie
 from emberline.weights.model_config import BadCheckpoint
 
 MAX_WORDS = 1 << 15
-MAX_WORD_CHARS = 48  # longer ones (data, paths) hardly come again
-CHARS_PER_WORD = 40  # of text at once, for the time that a single word takes: 12 µs
-LEARNED_CHARS = 256  # of text at once, for which a word is learned
-FEW = 16  # words that are learned in any case
+MAX_WORD_CHARS = 48  # longer ones (data, paths) rarely recur
+CHARS_PER_WORD = 40  # of a whole text that are tokenized in the time of a single word: 12 µs
+CHARS_PER_CACHED_WORD = 256  # one more word is cached for so many characters of new text
+MIN_CACHED_WORDS = 16  # that are cached of every new text
 
 Encode = Callable[[str], bytes]
 
 
-class Words:
-    """`encode` tokenises one piece of ordinary text; `uncuttable` are characters that a token joins to a space."""
+class WordCache:
+    """Tokenizes text word by word, from a cache, with exactly the ids of the whole text.
+
+    Text is cut before a single space and behind a single line break between two words. What lies between two cuts is
+    tokenized once and cached as packed ids. A text that is mostly new is tokenized as a whole, which is cheaper than
+    word by word, and its most frequent words are cached.
+    `encode` tokenizes ordinary text; `uncuttable` are the characters that some token joins to a space behind them.
+    """
 
     def __init__(self, encode: Encode, uncuttable: Iterable[str] = ()) -> None:
         self._encode = encode
@@ -40,18 +46,18 @@ class Words:
             return b"".join([known[word] for word in words])
         except KeyError:
             new = Counter(word for word in words if word not in known)
-        if len(new) > FEW and len(new) * CHARS_PER_WORD > len(text):
-            for word, _ in new.most_common(FEW + len(text) // LEARNED_CHARS):
-                self._learn(word)
+        if len(new) > MIN_CACHED_WORDS and len(new) * CHARS_PER_WORD > len(text):
+            for word, _ in new.most_common(MIN_CACHED_WORDS + len(text) // CHARS_PER_CACHED_WORD):
+                self._cache(word)
             return self._encode(text)
-        return b"".join([known.get(word) or self._learn(word) for word in words])
+        return b"".join([known.get(word) or self._cache(word) for word in words])
 
     def cuts(self, token: str) -> bool:
-        """Whether text that contains this could be cut in the middle of it."""
+        """Whether text that contains this token could be cut inside it."""
         ends = set(accumulate(map(len, self._cut(f"\0{token}\0"))))
         return not ends.isdisjoint(range(2, len(token) + 1))
 
-    def _learn(self, word: str) -> bytes:
+    def _cache(self, word: str) -> bytes:
         ids = self._encode(word)
         if len(word) <= MAX_WORD_CHARS:
             if len(self._known) >= MAX_WORDS:
@@ -61,29 +67,29 @@ class Words:
 
 
 def _cutter(uncuttable: str) -> re.Pattern[str]:
-    """Finds words: an optional leading space, text, and on over any white space that is not a cut.
+    """Matches one word: an optional leading space, text, and any further white space that is not a cut.
 
-    A cut lies before ` x` when what precedes is neither white space nor uncuttable, and in `x\\ny` before `y`.
-    What has matched never has to be given back for the rest to match, so nothing is kept for trying again. The groups
-    are in an atomic one, for Python before 3.11.5 loses characters in possessive repeats of groups.
+    A cut is before ` x` where neither white space nor an uncuttable character precedes, and in `x\\ny` before `y`.
+    The pattern never backtracks. Groups are atomic because Python before 3.11.5 loses characters in possessive repeats
+    of groups.
     """
     no_cut = f"(?<=[{re.escape(uncuttable)}]) (?=\\S)|" if uncuttable else ""
     gap = rf"(?:{no_cut}[^\S ]\s*+| \s++| \Z)"
     return re.compile(rf"(?: ?\S++|\s++(?:(?<!\S\n)\S++)?)(?>(?:{gap}(?:(?<!\S\n)\S++)?)*)")
 
 
-MAX_ADDED_CHARS = 256  # of a special token's text; trie.py goes that deep
-OFF_LOOP_BYTES = 16 << 10  # longer text is tokenised off the event loop, by the caller
-WORDS_CHARS = 64 << 10  # longer text is tokenised at once: words would keep the interpreter from others for too long
+MAX_ADDED_CHARS = 256  # of an added token: the depth of the regex in special_tokens
+OFF_LOOP_BYTES = 16 << 10  # callers tokenize longer text outside the event loop
+WORD_CACHE_CHARS = 64 << 10  # longer text bypasses the word cache, which would hold the GIL for too long
 
-# Where the tokenizer puts a space before text by itself: nowhere, at the beginning, or after every special token too.
+# Where the tokenizer itself prepends a space: nowhere, at the beginning, or also behind every special token.
 PrefixSpace = Literal["never", "first", "always"]
-Spelling = Literal["bytelevel", "metaspace"]  # how vocabulary entries write bytes and spaces
+Spelling = Literal["bytelevel", "metaspace"]  # how vocabulary entries encode bytes and spaces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a tokenizer is made of, whichever file it was read from."""
+    """The parts of a tokenizer, independent of the file format."""
 
     model: models.Model
     normalizer: normalizers.Normalizer | None
@@ -95,7 +101,7 @@ class Parts:
     add_bos: bool  # sequences begin with bos_id
     prefix_space: PrefixSpace
     unspaced: normalizers.Normalizer | None = None  # `normalizer` without the prefix space
-    uncuttable: str | None = None  # see Words; None: word by word would not be exact
+    uncuttable: str | None = None  # see WordCache; None: word by word would not be exact
 
 
 class Tokenizer:
@@ -121,8 +127,8 @@ class Tokenizer:
         self.bound = cache(self._bound)
         self.token_bytes = TokenBytes(self._parsing, parts, self.special_ids)
         self._guarded = lru_cache(maxsize=4)(self._guard)
-        self._words = self._make_words()
-        pattern = trie.longest(self.special)
+        self._word_cache = self._make_word_cache()
+        pattern = trie.longest_match(self.special)
         self.match_special = re.compile(pattern).match
         self.split_special = re.compile(f"({pattern})").split  # ordinary and special in turn
         self._packed = {text: pack([token_id]) for text, token_id in self.special.items()}
@@ -133,7 +139,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool) -> bytes:
         """Ids of `text`, u32 little-endian, without a beginning-of-sequence token."""
-        if self._words is None or len(text) > WORDS_CHARS:
+        if self._word_cache is None or len(text) > WORD_CACHE_CHARS:
             return _encode(self._parsing if special else self._plain, text)
         if not special:
             return self._encode_words(text)
@@ -146,41 +152,41 @@ class Tokenizer:
         return _encode(self._guarded(mark), text) if mark else self.encode(text, special=True)
 
     def _bound(self, token_id: int) -> str | None:
-        """The text of a special token at which text may be cut and tokenised apart: one that neither looks at the
-        text before it nor stands inside another added token."""
+        """The text of a special token before which text may be split and tokenized separately: one that neither
+        depends on the text before it nor is part of another added token."""
         token = self._parts.added.get(token_id)
         if token is None or not token.special or token.lstrip or token.single_word:
             return None
         return token.content if self._added_text.count(token.content) == 1 else None
 
     def _encode_words(self, text: str) -> bytes:
-        assert self._words is not None
+        assert self._word_cache is not None
         if not text:
             return b""
-        return self._words.encode(" " + text if self.prefix_space == "always" else text)
+        return self._word_cache.encode(" " + text if self.prefix_space == "always" else text)
 
-    def _make_words(self) -> Words | None:
+    def _make_word_cache(self) -> WordCache | None:
         parts = self._parts
         if parts.uncuttable is None:
             return None
         assert parts.prefix_space != "first"
-        bare = _assemble(parts, parts.unspaced, special=False) if parts.prefix_space == "always" else self._plain
-        words = Words(lambda text: _encode(bare, text), parts.uncuttable)
+        unspaced = _assemble(parts, parts.unspaced, special=False) if parts.prefix_space == "always" else self._plain
+        words = WordCache(lambda text: _encode(unspaced, text), parts.uncuttable)
         for token in parts.added.values():
-            looks_around = token.lstrip or token.rstrip or token.single_word
-            if looks_around or (not token.special and words.cuts(token.content)):
+            context_dependent = token.lstrip or token.rstrip or token.single_word
+            if context_dependent or (not token.special and words.cuts(token.content)):
                 return None
         return words
 
     def _guard(self, mark: str) -> tokenizers.Tokenizer:
-        """Special tokens are found in the raw text, so a mark inside one hides it; then the marks are taken out."""
+        """Special tokens are matched in the raw text, so a mark inside one hides it; then marks are erased."""
         erase = normalizers.Replace(mark, "")
         inner = self._parts.normalizer
         return _assemble(self._parts, erase if inner is None else normalizers.Sequence([erase, inner]))
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that a token stands for, filled in as they are asked for. Special tokens stand for none."""
+    """Bytes by token id, computed on first use. Special tokens have none."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, parts: Parts, special_ids: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(special_ids, b""))
@@ -195,21 +201,21 @@ class TokenBytes(dict[int, bytes]):
     def spell(self, token_id: int) -> bytes:
         """The bytes of any token, special ones included."""
         text = self._tokenizer.id_to_token(token_id)
-        if text is None:  # the model's table may be longer than the vocabulary
+        if text is None:  # the embedding table may be larger than the vocabulary
             return b""
         if text in self._literal:
             return text.encode()
         if self._bytelevel:
             try:
                 return text.translate(_BYTE_OF).encode("latin-1")
-            except UnicodeEncodeError:  # an entry outside the byte alphabet is literal
+            except UnicodeEncodeError:  # not in the byte alphabet: literal
                 return text.encode()
         byte = _BYTE_TOKEN.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
 
 
 def _assemble(parts: Parts, normalizer: normalizers.Normalizer | None, *, special: bool = True) -> tokenizers.Tokenizer:
-    """One view of the vocabulary. The views share the model's tables."""
+    """A tokenizer with this normalizer. All of them share the vocabulary."""
     tokenizer = tokenizers.Tokenizer(parts.model)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -222,12 +228,12 @@ def _assemble(parts: Parts, normalizer: normalizers.Normalizer | None, *, specia
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> bytes:
     try:
-        if len(text) > OFF_LOOP_BYTES:  # a batch leaves the interpreter to others meanwhile, and needs half the memory
+        if len(text) > OFF_LOOP_BYTES:  # a batch releases the GIL and needs half the memory
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         else:
             encoding = tokenizer.encode(text, add_special_tokens=False)
         return pack(encoding.ids)
-    except (TypeError, UnicodeEncodeError):  # what the library says to it
+    except (TypeError, UnicodeEncodeError):  # raised by the library
         raise BadInput("the text contains a lone surrogate (half of a UTF-16 pair), which is not Unicode") from None
 
 

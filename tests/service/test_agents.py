@@ -18,7 +18,7 @@ from tests.engine.client import engine
 from tests.service.conftest import offer
 from tests.service.test_service import ask, events_of, text_of
 from tests.service.test_tools import arguments_of, started, thoughts_of
-from tests.text.tools.models import CALLERS, model
+from tests.text.tool_calls.models import CALLERS, model
 
 START_S = 60.0
 BLOCK = 16
@@ -165,7 +165,7 @@ async def test_every_familys_loop_finds_what_came_before(name: str, tmp_path: Pa
     """The model writes compact JSON, and its template other JSON: ids are kept all the same."""
     text = model(name)
     end_id = _end_id(text)
-    written = text.tool_form.write([ToolCall("", "get_weather", '{"city":"Oslo","unit":"celsius"}')])
+    written = text.tool_format.write([ToolCall("", "get_weather", '{"city":"Oslo","unit":"celsius"}')])
     said = tokens.unpack(text.encode(("I look.</think>" if name == "kimi" else "") + written, special=True))
     flags = ("--vocab-size", text.vocab_size, "--eos-ids", end_id, "--context-len", 8192)
     with engine("emberline.testing.standin_engine", "--socket", tmp_path / "a.sock", *flags) as (_, address):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.protocol.grammar import encode
 from emberline.protocol.request import GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
 from emberline.protocol.token_ids import unpack
 from emberline.text.grammar.reply_grammar import build
 from emberline.text.prompt import grammar_spec
-from tests.text.tools.models import CALLERS, model
+from tests.text.tool_calls.models import CALLERS, model
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = (Tool("get_weather", "", CITY), Tool("now", "", {"type": "object", "properties": {}}))
@@ -24,7 +24,7 @@ def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) 
     request = GenerateRequest(id="r", model="m", prompt="", **{"tools": TOOLS, **fields})
     spec = grammar_spec(model(name), request, thinking)
     assert spec is not None
-    grammars = Grammars(model(name).vocab_size)
+    grammars = MatcherCompiler(model(name).vocab_size)
     grammars.learn(model(name).vocabulary)
     pending = grammars.request(encode(build(spec)))
     give_up_s = time.monotonic() + PATIENCE_S
@@ -38,7 +38,7 @@ def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_calls_pass_and_others_do_not(name: str) -> None:
-    form = model(name).tool_form
+    form = model(name).tool_format
     assert follows(name, form.write([PARIS])) == (True, True)
     assert follows(name, form.write([PARIS]), tool_choice=ToolChoice("required")) == (True, True)
     assert follows(name, form.write([ToolCall("", "get_weather", '{"town":1}')])) == (False, False)
@@ -50,7 +50,7 @@ def test_calls_pass_and_others_do_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen", "hermes-special", "hermes-text", "kimi"])
 def test_reasoning_passes_before(name: str) -> None:
-    written = model(name).tool_form.write([PARIS])
+    written = model(name).tool_format.write([PARIS])
     required = {"tool_choice": ToolChoice("required")}
     assert follows(name, "Is <b> so?</think>\n\n" + written, True, **required) == (True, True)
     assert follows(name, "I look.\n" + written, True, **required) == (True, True)

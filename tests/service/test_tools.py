@@ -26,7 +26,7 @@ from emberline.service import Service, open_service
 from tests.balancer.fake_engine import EOS, FakeEngine
 from tests.service.conftest import ALICE, PATIENCE_S, offer
 from tests.service.test_service import ask, events_of, row_of, text_of
-from tests.text.tools.models import model
+from tests.text.tool_calls.models import model
 
 WEATHER = Tool("get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 NOW = Tool("now")
@@ -87,7 +87,7 @@ def told(events: list[TextEvent]) -> list[TextEvent]:
 @pytest.mark.parametrize("burst", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["qwen", "hermes-special", "generic", "mistral-list", "mistral", "kimi"])
 async def test_calls_are_events(tell: Tell, name: str, burst: int) -> None:
-    written = model(name).tool_form.write([PARIS, NOTHING])
+    written = model(name).tool_format.write([PARIS, NOTHING])
     service, engine = await tell(name, ("</think>" if name == "kimi" else "") + "Let me see.\n" + written)
     engine.burst = burst
     request = ask(tools=(WEATHER, NOW))
@@ -103,7 +103,7 @@ async def test_calls_are_events(tell: Tell, name: str, burst: int) -> None:
 
 
 async def test_a_tool_that_was_not_declared_is_text(tell: Tell) -> None:
-    service, _ = await tell("qwen", model("qwen").tool_form.write([ToolCall("", "rm", "{}")]))
+    service, _ = await tell("qwen", model("qwen").tool_format.write([ToolCall("", "rm", "{}")]))
     events = await events_of(service, ask(tools=(WEATHER,)))
     assert started(events) == []
     assert '"rm"' in text_of(events)
@@ -111,21 +111,21 @@ async def test_a_tool_that_was_not_declared_is_text(tell: Tell) -> None:
 
 
 async def test_a_call_that_is_cut_is_cut(tell: Tell) -> None:
-    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS])[:-25], end=False)
+    service, _ = await tell("qwen", model("qwen").tool_format.write([PARIS])[:-25], end=False)
     events = await events_of(service, ask(tools=(WEATHER,)))
     assert done(events) == [ChoiceDone(0, "length")]
     assert PARIS.arguments.startswith(arguments_of(events, 0))
 
 
 async def test_calls_that_are_whole_are_calls_though_tokens_ran_out(tell: Tell) -> None:
-    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS]) + "\n", end=False)
+    service, _ = await tell("qwen", model("qwen").tool_format.write([PARIS]) + "\n", end=False)
     assert done(await events_of(service, ask(tools=(WEATHER,)))) == [ChoiceDone(0, "tool_calls")]
-    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS]) + " And", end=False)
+    service, _ = await tell("qwen", model("qwen").tool_format.write([PARIS]) + " And", end=False)
     assert done(await events_of(service, ask(tools=(WEATHER,)))) == [ChoiceDone(0, "length")]
 
 
 async def test_stop_strings_end_text_and_nothing_else(tell: Tell) -> None:
-    written = model("qwen").tool_form.write([PARIS])
+    written = model("qwen").tool_format.write([PARIS])
     service, _ = await tell("qwen", f"<think>Paris</think>So: {written}", "<think>x</think>In Paris, yes.")
     request = ask(tools=(WEATHER,), sampling={"stop": ("Paris", "So:x")})
     events = await events_of(service, request)
@@ -140,7 +140,7 @@ async def test_stop_strings_end_text_and_nothing_else(tell: Tell) -> None:
 async def test_a_call_behind_a_stop_string_was_never_made(
     tell: Tell, burst: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service, engine = await tell("qwen", "Stop here. " + model("qwen").tool_form.write([PARIS]))
+    service, engine = await tell("qwen", "Stop here. " + model("qwen").tool_format.write([PARIS]))
     engine.burst = burst
     request = ask(tools=(WEATHER,), sampling={"stop": ("here",)})
     events = await events_of(service, request)
@@ -152,7 +152,7 @@ async def test_a_call_behind_a_stop_string_was_never_made(
 
 @pytest.mark.parametrize("burst", [1, 1000])
 async def test_a_call_cut_before_its_name_is_nobodys_text(tell: Tell, burst: int) -> None:
-    text = "I look.\n" + model("qwen").tool_form.write([PARIS])
+    text = "I look.\n" + model("qwen").tool_format.write([PARIS])
     n = len(tokens.unpack(model("qwen").encode(text[: text.index("weather")], special=True)))
     service, engine = await tell("qwen", text)
     engine.burst = burst
@@ -163,7 +163,7 @@ async def test_a_call_cut_before_its_name_is_nobodys_text(tell: Tell, burst: int
 
 
 async def test_a_second_call_cut_before_its_name_is_a_cut_reply(tell: Tell) -> None:
-    text = model("qwen").tool_form.write([PARIS, NOTHING])
+    text = model("qwen").tool_format.write([PARIS, NOTHING])
     n = len(tokens.unpack(model("qwen").encode(text[: text.index('now"')], special=True)))
     service, _ = await tell("qwen", text)
     events = await events_of(service, ask(tools=(WEATHER, NOW), sampling={"max_tokens": n}))
@@ -211,7 +211,7 @@ async def test_a_budget_of_reasoning_reaches_the_engine(tell: Tell) -> None:
 
 
 async def test_a_call_inside_reasoning_is_not_lost(tell: Tell) -> None:
-    service, _ = await tell("kimi", "I look." + model("kimi").tool_form.write([PARIS]))
+    service, _ = await tell("kimi", "I look." + model("kimi").tool_format.write([PARIS]))
     events = await events_of(service, ask(tools=(WEATHER,)))
     assert thoughts_of(events) == "I look."
     assert [event.id for event in started(events)] == ["functions.get_weather:0"]
@@ -233,7 +233,7 @@ async def test_log_probabilities_are_of_text(tell: Tell) -> None:
 
 
 async def test_every_choice_has_its_own_calls(tell: Tell) -> None:
-    service, _ = await tell("qwen", model("qwen").tool_form.write([PARIS]), "Hello.")
+    service, _ = await tell("qwen", model("qwen").tool_format.write([PARIS]), "Hello.")
     events = await events_of(service, ask(tools=(WEATHER,), n=2))
     assert sorted((event.index, event.finish) for event in done(events)) == [(0, "tool_calls"), (1, "stop")]
 

@@ -57,7 +57,7 @@ def test_text_round_trips(loaded):
 
 def test_only_known_word_cuts_are_used(loaded):
     name, model, _ = loaded
-    assert (model.tokenizer._words is not None) == (name == "llama3")
+    assert (model.tokenizer._word_cache is not None) == (name == "llama3")
 
 
 def test_the_beginning_of_sequence(loaded):
@@ -180,4 +180,4 @@ def test_flags_of_added_tokens_are_kept(tmp_path):
     tokenizer.add_tokens([AddedToken("<think>", normalized=False, lstrip=True)])
     model = TextModel.load(folders.write_folder(tmp_path, tokenizer))
     assert model.encode("x  <think>", special=False) == model.encode("x<think>", special=False)
-    assert model.tokenizer._words is None
+    assert model.tokenizer._word_cache is None

@@ -8,8 +8,8 @@ from emberline.protocol.request import GenerateRequest, Message
 from emberline.protocol.token_ids import pack, unpack
 from emberline.service.sessions import Sessions
 from emberline.text.prompt import (
-    Cut,
-    Known,
+    KnownPrefix,
+    PrefixCut,
     TextHash,
     build_prompt,
     chain_digests,
@@ -284,8 +284,8 @@ def test_ids_of_another_text_are_not_used():
     prompt = build_prompt(model, request)
     other = prompt_entry(model, build_prompt(model, _request([Message("user", "ho")])))
     n_ids = len(other.ids) // 4
-    for cut in (Cut(n_ids, other.text_len, other.text_digest), Cut(n_ids, 1 << 40, other.text_digest)):
-        assert build_prompt(model, request, Known(other.ids, (cut,))) == prompt
+    for cut in (PrefixCut(n_ids, other.text_len, other.text_digest), PrefixCut(n_ids, 1 << 40, other.text_digest)):
+        assert build_prompt(model, request, KnownPrefix(other.ids, (cut,))) == prompt
 
 
 def test_text_is_not_continued_between_ordinary_tokens():
@@ -295,7 +295,7 @@ def test_text_is_not_continued_between_ordinary_tokens():
     prompt = build_prompt(model, request)
     text = "<|im_start|>user\nhi"
     ids = model.encode(text, special=True)
-    known = Known(ids, (Cut(len(ids) // 4, len(text), TextHash().after(text)),))
+    known = KnownPrefix(ids, (PrefixCut(len(ids) // 4, len(text), TextHash().after(text)),))
     assert build_prompt(model, request, known) == prompt
 
 
@@ -305,7 +305,7 @@ def test_what_is_known_may_go_on_behind_the_last_special_token():
     model = TextModel(chatml.tokenizer, type(chatml.template)("<|im_start|>\n{{ messages[0].content }}"))
     text = "<|im_start|>\n"
     ids = model.encode("<|im_start|>", special=True)
-    known = Known(ids, (Cut(1, len(text), TextHash().after(text)),))
+    known = KnownPrefix(ids, (PrefixCut(1, len(text), TextHash().after(text)),))
     prompt = build_prompt(model, _request([Message("user", "hi")]), known)
     assert prompt.n_known == 1
     entry = prompt_entry(model, prompt)

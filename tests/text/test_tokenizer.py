@@ -11,7 +11,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.token_ids import unpack
 from emberline.text.gguf_tokenizer import gguf_parts
 from emberline.text.text_model import TextModel
-from emberline.text.tokenizer import OFF_LOOP_BYTES, WORDS_CHARS, Tokenizer
+from emberline.text.tokenizer import OFF_LOOP_BYTES, WORD_CACHE_CHARS, Tokenizer
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 from tests.text.chats import FAMILIES, family
@@ -99,7 +99,7 @@ def test_text_round_trips(name):
 def test_word_by_word_is_the_same_as_at_once(name, special):
     tokenizer = family(name).tokenizer
     whole = tokenizer._parsing if special else tokenizer._plain
-    assert tokenizer._words is not None
+    assert tokenizer._word_cache is not None
 
     @given(st.one_of(st.text(), snippets, st.lists(snippets).map(" ".join)))
     def same(text):
@@ -144,7 +144,7 @@ def test_long_text_is_the_same_however_much_of_it_is_new(name):
     rare = " ".join("".join(draw.choices("abcdefgh\n", k=draw.randint(1, 12))) for _ in range(3000))
     special = min(tokenizer.special, key=len)
     for text in (rare, rare.replace("a", "e "), special.join([rare[:9000], rare[9000:]])):
-        assert OFF_LOOP_BYTES < len(text) <= WORDS_CHARS
+        assert OFF_LOOP_BYTES < len(text) <= WORD_CACHE_CHARS
         whole = tokenizer._parsing.encode(text, add_special_tokens=False).ids
         for _ in range(3):  # more of it is learned each time
             assert unpack(tokenizer.encode(text, special=True)) == whole
@@ -181,7 +181,7 @@ def test_beginning_of_sequence_is_never_doubled():
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("length", [1, OFF_LOOP_BYTES, WORDS_CHARS])
+@pytest.mark.parametrize("length", [1, OFF_LOOP_BYTES, WORD_CACHE_CHARS])
 def test_lone_surrogates_are_refused(special, length):
     with pytest.raises(BadInput, match="surrogate"):
         family("chatml").encode("x" * length + "\ud800", special=special)

@@ -1,25 +1,25 @@
-"""How a reply could end from here, for one sequence: the automaton's states, token by token."""
+"""Closes a reply in time: tracks the shortest completion of one sequence, token by token."""
 
 from emberline.engine.grammar.grammar_automaton import DEAD, END, Automaton, State, TooComplex
 from emberline.engine.grammar.vocabulary import MAX_PIECE_BYTES, Spelling, Vocabulary
 
-MAX_CLOSING_BYTES = 8192  # that are spelled to see whether they fit; it takes a step's time
+MAX_CLOSING_BYTES = 8192  # of a completion that is tokenized to see whether it fits: that takes the time of a step
 
 
 class Closer:
-    """Knows the fewest bytes to a valid end after every token."""
+    """Knows the fewest bytes to a valid end of the reply after every token."""
 
     def __init__(self, automaton: Automaton, vocabulary: Vocabulary) -> None:
         self._automaton = automaton
         self._vocabulary = vocabulary
         self._states: list[State] = [automaton.start]
-        self._path: tuple[State, list[int] | None] = (DEAD, None)
-        self._spellings: list[Spelling] = []  # of the last closing's texts, the last first: the next are their endings
-        self._byte_by_byte = automaton.closing_bytes <= vocabulary.bytes  # a closing can always be spelled so
+        self._completion: tuple[State, list[int] | None] = (DEAD, None)
+        self._spellings: list[Spelling] = []  # of the last completion, last text first: reused for suffixes
+        self._byte_by_byte = automaton.completion_bytes <= vocabulary.bytes  # then cost bounds the number of tokens
 
     @property
     def fewest_bytes(self) -> int:
-        """To the end; a special token counts as one."""
+        """Of a completion; a special token counts as one."""
         return self._states[-1].cost
 
     @property
@@ -32,7 +32,7 @@ class Closer:
         return self._states[-1] is END
 
     def accept(self, token_id: int) -> bool:
-        """False, and nothing has changed, where the grammar forbids it or the text then has too many readings."""
+        """False, without effect, where the grammar forbids the token or the text then has too many parses."""
         state = self._states[-1]
         found = state.next.get(-1 - token_id)
         if found is None:
@@ -47,25 +47,25 @@ class Closer:
         return True
 
     def rollback(self, n: int) -> None:
-        assert 0 <= n < len(self._states), "no more tokens can be taken back than were accepted"
+        assert 0 <= n < len(self._states), "cannot roll back more tokens than were accepted"
         del self._states[len(self._states) - n :]
 
     def closing(self) -> list[int] | None:
-        """The tokens of the shortest text to the end; None where the vocabulary cannot spell it."""
+        """The tokens of the shortest completion; None where the vocabulary cannot spell it."""
         state = self._states[-1]
-        if self._path[0] is not state:
-            self._path = (state, self._spell(state))
-        return self._path[1]
+        if self._completion[0] is not state:
+            self._completion = (state, self._spell(state))
+        return self._completion[1]
 
     def fits(self, room: int) -> bool:
-        """Whether the reply can be ended with so many tokens more."""
+        """Whether the reply can be completed within `room` tokens."""
         cost = self._states[-1].cost
         if cost <= room and self._byte_by_byte:
             return True
         if cost > max(room, min(room * MAX_PIECE_BYTES, MAX_CLOSING_BYTES)):
             return False
-        path = self.closing()
-        return path is not None and len(path) <= room
+        tokens = self.closing()
+        return tokens is not None and len(tokens) <= room
 
     def _next(self, state: State, token_id: int) -> State:
         if token_id in self._vocabulary.special:
@@ -76,7 +76,7 @@ class Closer:
     def _spell(self, state: State) -> list[int] | None:
         pieces: list[list[int] | None] = []
         n_texts = 0
-        for piece in reversed(self._automaton.closing(state)):
+        for piece in reversed(self._automaton.completion(state)):
             if isinstance(piece, int):
                 pieces.append([piece])
             else:
@@ -85,7 +85,7 @@ class Closer:
         return None if None in pieces else [token_id for ids in reversed(pieces) for token_id in ids or ()]
 
     def _spelled(self, n: int, text: bytes) -> list[int] | None:
-        """The n-th text from the end."""
+        """Tokens of the n-th text from the end."""
         if n == len(self._spellings):
             self._spellings.append(self._vocabulary.spelling(text))
         elif not self._spellings[n].text.endswith(text):

@@ -1,44 +1,48 @@
-"""A grammar as an automaton over bytes and special tokens, built as texts lead through it.
+"""A grammar as an automaton over bytes and special tokens, built lazily by derivatives (Brzozowski).
 
-A state is what may still follow: an expression, and the next state is its derivative by a byte. States are shared
-(equal ones are one object) and never change, so a sequence keeps a list of them to go back. Every state knows the
-fewest bytes and special tokens to the end, which is what closes a reply in time. Counted repeats count; they are never
-unrolled. The meaning is that of the grammar, whatever the engine's matcher makes of it.
+A state is the expression of what may still follow; the next state is its derivative by a byte or special token. States
+are hash-consed and immutable, so a sequence keeps a list of them to roll back. Every state knows the length of its
+shortest completion, with which a reply is closed within `max_tokens`. Counted repeats keep a counter; they are never
+expanded. The language is exactly that of the grammar, unlike the matcher's (see `lark`).
 """
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeAlias
 
 from emberline.protocol import grammar as ir
 from emberline.protocol.grammar import UNMATCHABLE
 
-MAX_STATES = 20_000  # kept for the next time; what is in use lives on
-MAX_NESTING = 280  # of what is still open, where a text can be read in several ways
-MAX_READINGS = 2048  # of one text at a time
+MAX_STATES = 20_000  # in the table; states in use outlive it
+MAX_NESTING = 280  # of ambiguous open expressions
+MAX_ALTERNATIVES = 2048  # simultaneous parses of one text
 
 _TOKEN: Final = 256  # symbols: a byte, or this plus a special token's id
-_LIKED = b"a0bcdefghijklmnopqrstuvwxyz123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # where any character will do
+_PREFERRED = (
+    b"a0bcdefghijklmnopqrstuvwxyz123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ "  # in completions where any character will do
+)
 
 
-_FEW: Final = 8  # options that are not worth a tree
-_MAX_FORKS: Final = 60  # of a tree, one behind the other
+_MIN_TRIE_OPTIONS: Final = 9
+_MAX_TRIE_DEPTH: Final = 60
+
+ByteRanges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class TooComplex(Exception):
-    """The text can be read in too many ways at once."""
+    """The text has too many simultaneous parses."""
 
 
 class State:
-    """What may follow. `cost`: of the cheapest way to the end; 0: it may end here."""
+    """What may follow. `cost`: bytes and special tokens of the cheapest completion; 0: the text may end here."""
 
     __slots__ = ("cost", "nesting", "next")
 
     def __init__(self, cost: int, nesting: int = 0) -> None:
         self.cost = cost
         self.nesting = nesting
-        self.next: dict[int, State] = {}  # by symbol, filled as it is asked for
+        self.next: dict[int, State] = {}  # transitions by symbol, computed on first use
 
 
 class _Literal(State):
@@ -50,12 +54,12 @@ class _Literal(State):
 
 
 class _Byte(State):
-    __slots__ = ("liked", "ranges")
+    __slots__ = ("preferred", "ranges")
 
-    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, ranges: ByteRanges) -> None:
         super().__init__(1)
         self.ranges = ranges
-        self.liked = _liked(ranges)
+        self.preferred = _preferred(ranges)
 
 
 class _Special(State):
@@ -67,13 +71,13 @@ class _Special(State):
 
 
 class _Free(State):
-    """Text that avoids strings: how far into them it is, and how many bytes its last character still lacks."""
+    """Text without some strings: the position in them, and the byte ranges that its last character still needs."""
 
-    __slots__ = ("avoids", "lacks", "place")
+    __slots__ = ("avoider", "position", "rest")
 
-    def __init__(self, avoids: "_Avoider", place: int, lacks: tuple[tuple[int, int], ...]) -> None:
-        super().__init__(len(lacks))
-        self.avoids, self.place, self.lacks = avoids, place, lacks
+    def __init__(self, avoider: "_Avoider", position: int, rest: ByteRanges) -> None:
+        super().__init__(len(rest))
+        self.avoider, self.position, self.rest = avoider, position, rest
 
 
 class _Then(State):
@@ -114,24 +118,24 @@ END: Final = State(0)
 
 
 class Automaton:
-    """Of one grammar; for one thread at a time."""
+    """Of one grammar. Not thread-safe."""
 
     def __init__(self, grammar: ir.Grammar) -> None:
         self._costs = ir.shortest_lengths(grammar.rules)
         self._known: dict[tuple[object, ...], State] = {}
-        self._characters: dict[tuple[tuple[int, int], ...], State] = {}
+        self._characters: dict[ByteRanges, State] = {}
         self._avoiders: dict[tuple[str, ...], _Avoider] = {}
-        self.closing_bytes: set[int] = set()  # of which the texts are that `closing` may give
+        self.completion_bytes: set[int] = set()  # bytes that a completion may contain
         self._rules: list[State] = []
         self._rules = [self._build(rule) for rule in grammar.rules]
         self.start: State = self._rules[0]
 
     def step(self, state: State, symbol: int) -> State:
-        """After one more byte, or `token` symbol; DEAD where the grammar does not allow it."""
+        """The state after a byte or special token; DEAD where the grammar does not allow it."""
         found = state.next.get(symbol)
         if found is None:
             if len(self._known) > MAX_STATES:
-                self._forget()
+                self._clear_table()
             try:
                 found = self._derive(state, symbol)
             except RecursionError:
@@ -148,8 +152,8 @@ class Automaton:
     def token(self, state: State, token_id: int) -> State:
         return self.step(state, _TOKEN + token_id)
 
-    def closing(self, state: State) -> list[bytes | int]:
-        """The cheapest way to the end: texts, and ids of special tokens between them."""
+    def completion(self, state: State) -> list[bytes | int]:
+        """The cheapest completion: texts, and ids of special tokens between them."""
         found: list[bytes | int] = []
         todo = [state]
         while todo:
@@ -158,19 +162,19 @@ class Automaton:
                 case _Literal():
                     found.append(one.text)
                 case _Byte():
-                    found.append(one.liked)
+                    found.append(one.preferred)
                 case _Special():
                     found.append(one.token_id)
                 case _Free():
-                    found.append(one.avoids.finish(one.place, one.lacks))
+                    found.append(one.avoider.finish(one.position, one.rest))
                 case _Then():
                     todo += (one.rest, one.first)
                 case _Any():
                     todo.append(one.cheapest)
                 case _Repeat() if one.item.cost:
                     item = one.item.cheapest if isinstance(one.item, _Any) else one.item
-                    if isinstance(item, _Byte):  # a string of so many characters, which may be thousands
-                        found.append(item.liked * one.least)
+                    if isinstance(item, _Byte):  # a string with a minimum length, which may be thousands
+                        found.append(item.preferred * one.least)
                     else:
                         todo += [item] * one.least
                 case _Call():
@@ -199,7 +203,7 @@ class Automaton:
         if type(first) is not _Then:
             return self._pair(first, rest)
         chain = []
-        while isinstance(first, _Then):  # kept as a list: only its head changes from byte to byte
+        while isinstance(first, _Then):  # a right-nested list: only its head changes from byte to byte
             chain.append(first.first)
             first = first.rest
         chain.append(first)
@@ -222,7 +226,7 @@ class Automaton:
                 found[option] = None
         if len(found) <= 1:
             return next(iter(found), DEAD)
-        if len(found) > MAX_READINGS and self._rules:  # while it is built, any number of options may be listed
+        if len(found) > MAX_ALTERNATIVES and self._rules:  # a grammar may list any number of options
             raise TooComplex
         return self._share(("any", frozenset(found)), lambda: _Any(tuple(found)))
 
@@ -237,7 +241,7 @@ class Automaton:
             found = self._known[key] = _Repeat(*key)
         return found
 
-    def _forget(self) -> None:
+    def _clear_table(self) -> None:
         for state in self._known.values():
             state.next.clear()
         self._known.clear()
@@ -247,16 +251,16 @@ class Automaton:
     def _build(self, expression: ir.Expression) -> State:
         match expression:
             case ir.Text():
-                self.closing_bytes.update(expression.text.encode())
+                self.completion_bytes.update(expression.text.encode())
                 return self._literal(expression.text.encode())
             case ir.Chars():
                 return self._character(expression.ranges)
             case ir.Token():
                 return self._share(("token", expression.token_id), lambda: _Special(expression.token_id))
             case ir.Free():
-                self.closing_bytes.update(range(_TAIL[0], _TAIL[1] + 1))
-                avoids = self._avoiders.setdefault(expression.without, _Avoider(expression.without))
-                return self._free(avoids, 0, ())
+                self.completion_bytes.update(range(_TAIL[0], _TAIL[1] + 1))
+                avoider = self._avoiders.setdefault(expression.without, _Avoider(expression.without))
+                return self._free(avoider, 0, ())
             case ir.Sequence():
                 state: State = END
                 for item in reversed(expression.items):
@@ -271,47 +275,47 @@ class Automaton:
                 return self._share(("call", expression.number), lambda: _Call(expression.number, cost))
 
     def _choice(self, options: list[State], depth: int = 0) -> State:
-        """Many options with beginnings in common (an enum, names of tools) as a tree, so that few are open at once."""
-        if len(options) <= _FEW or depth > _MAX_FORKS:
+        """Many options with common prefixes (an enum, names of tools) as a trie, so that few are open at once."""
+        if len(options) < _MIN_TRIE_OPTIONS or depth > _MAX_TRIE_DEPTH:
             return self._any(options)
         groups: dict[int | State, list[State]] = {}
         for option in options:
-            text = _beginning(option)
+            text = _literal_prefix(option)
             groups.setdefault(text[0] if text else option, []).append(option)
         found = []
         for group in groups.values():
-            shared = _shared([_beginning(option) for option in group]) if len(group) > 1 else b""
+            shared = _common_prefix([_literal_prefix(option) for option in group]) if len(group) > 1 else b""
             if shared:
-                rests = [self._without(option, len(shared)) for option in group]
+                rests = [self._without_prefix(option, len(shared)) for option in group]
                 found.append(self._then(self._literal(shared), self._choice(rests, depth + 1)))
             else:
                 found += group
         return self._any(found)
 
-    def _without(self, option: State, n: int) -> State:
+    def _without_prefix(self, option: State, n: int) -> State:
         if isinstance(option, _Then):
-            return self._then(self._without(option.first, n), option.rest)
+            return self._then(self._without_prefix(option.first, n), option.rest)
         assert isinstance(option, _Literal)
         return self._literal(option.text[n:])
 
-    def _character(self, ranges: tuple[tuple[int, int], ...]) -> State:
+    def _character(self, ranges: ByteRanges) -> State:
         found = self._characters.get(ranges)
         if found is None:
             paths = [path for low, high in ranges for path in _utf8(low, high)]
             found = self._any(self._bytes(path) for path in paths)
             self._characters[ranges] = found
-            for path in paths:  # a character that was begun may have to be completed, whichever it is
-                self.closing_bytes.update(_liked((step,))[0] for step in path[len(path) > found.cost :])
+            for path in paths:  # any character that was begun may have to be completed
+                self.completion_bytes.update(_preferred((step,))[0] for step in path[len(path) > found.cost :])
         return found
 
-    def _bytes(self, path: tuple[tuple[int, int], ...]) -> State:
+    def _bytes(self, path: ByteRanges) -> State:
         state: State = END
         for step in reversed(path):
             state = self._then(self._share(("byte", step), lambda step=step: _Byte((step,))), state)  # type: ignore[misc]
         return state
 
-    def _free(self, avoids: "_Avoider", place: int, lacks: tuple[tuple[int, int], ...]) -> State:
-        return self._share(("free", avoids, place, lacks), lambda: _Free(avoids, place, lacks))
+    def _free(self, avoider: "_Avoider", position: int, rest: ByteRanges) -> State:
+        return self._share(("free", avoider, position, rest), lambda: _Free(avoider, position, rest))
 
     # --- derivatives -------------------------------------------------------------------------------------------------
 
@@ -335,7 +339,7 @@ class Automaton:
             case _:
                 found = self._derive_leaf(state, symbol)
         if found.cost >= UNMATCHABLE:
-            found = DEAD  # it could go on, but never end
+            found = DEAD  # it has no completion
         state.next[symbol] = found
         return found
 
@@ -366,64 +370,64 @@ class Automaton:
         return DEAD
 
     def _derive_free(self, state: _Free, byte: int) -> State:
-        if state.lacks:
-            (low, high), *more = state.lacks
-            lacks = tuple(more) if low <= byte <= high else None
+        if state.rest:
+            (low, high), *more = state.rest
+            rest = tuple(more) if low <= byte <= high else None
         else:
-            lacks = _lacks(byte)
-        place = state.avoids.step(state.place, byte)
-        return DEAD if lacks is None or place < 0 else self._free(state.avoids, place, lacks)
+            rest = _continuation(byte)
+        position = state.avoider.step(state.position, byte)
+        return DEAD if rest is None or position < 0 else self._free(state.avoider, position, rest)
 
 
 class _Avoider:
-    """Where a text stands in strings that must not occur in it."""
+    """Tracks which forbidden strings a text may be completing."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
-        self._known: list[bytes] = [b""]  # beginnings of strings, longest that the text ends with
+        self._known: list[bytes] = [b""]  # by position: the prefix of a forbidden string at the end of the text
         self._strings = [string.encode() for string in strings]
-        self._beginnings = {text[:n] for text in self._strings for n in range(len(text) + 1)} | {b""}
+        self._prefixes = {text[:n] for text in self._strings for n in range(len(text) + 1)} | {b""}
         self._next: dict[tuple[int, int], int] = {}
 
-    def step(self, place: int, byte: int) -> int:
-        """The next place; negative when a string is complete."""
-        found = self._next.get((place, byte))
+    def step(self, position: int, byte: int) -> int:
+        """The next position; negative when a forbidden string is complete."""
+        found = self._next.get((position, byte))
         if found is None:
-            tail = self._known[place] + bytes([byte])
+            tail = self._known[position] + bytes([byte])
             if any(tail.endswith(string) for string in self._strings):
                 found = -1
             else:
-                while tail not in self._beginnings:
+                while tail not in self._prefixes:
                     tail = tail[1:]
                 if tail not in self._known:
                     self._known.append(tail)
                 found = self._known.index(tail)
-            self._next[place, byte] = found
+            self._next[position, byte] = found
         return found
 
-    def finish(self, place: int, lacks: tuple[tuple[int, int], ...]) -> bytes:
-        """Bytes that complete a character and none of the strings."""
+    def finish(self, position: int, rest: ByteRanges) -> bytes:
+        """Bytes that complete the character but no forbidden string."""
         found = b""
-        for low, high in lacks:
-            byte = next((one for one in range(low, high + 1) if self.step(place, one) >= 0), low)
-            place = max(0, self.step(place, byte))
+        for low, high in rest:
+            byte = next((one for one in range(low, high + 1) if self.step(position, one) >= 0), low)
+            position = max(0, self.step(position, byte))
             found += bytes([byte])
         return found
 
 
-def _beginning(option: State) -> bytes:
+def _literal_prefix(option: State) -> bytes:
     first = option.first if isinstance(option, _Then) else option
     return first.text if isinstance(first, _Literal) else b""
 
 
-def _shared(texts: list[bytes]) -> bytes:
-    """What all of them begin with."""
+def _common_prefix(texts: list[bytes]) -> bytes:
+    """Their longest common prefix."""
     first, last = min(texts), max(texts)
     n = next((n for n, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[:n]
 
 
-def _liked(ranges: tuple[tuple[int, int], ...]) -> bytes:
-    for byte in _LIKED:
+def _preferred(ranges: ByteRanges) -> bytes:
+    for byte in _PREFERRED:
         if any(low <= byte <= high for low, high in ranges):
             return bytes([byte])
     return bytes([ranges[0][0]])
@@ -444,8 +448,8 @@ def _joined(pieces: list[bytes | int]) -> list[bytes | int]:
 _TAIL = (0x80, 0xBF)
 
 
-def _lacks(byte: int) -> tuple[tuple[int, int], ...] | None:
-    """The bytes that must follow the first one of a character; None: it is no first byte."""
+def _continuation(byte: int) -> ByteRanges | None:
+    """The ranges of the bytes that must follow the first byte of a character; None: it is not a first byte."""
     if byte < 0x80:
         return ()
     if 0xC2 <= byte <= 0xDF:
@@ -459,9 +463,9 @@ def _lacks(byte: int) -> tuple[tuple[int, int], ...] | None:
     return None
 
 
-def _utf8(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
-    """A range of code points as paths of byte ranges."""
-    found: list[tuple[tuple[int, int], ...]] = []
+def _utf8(low: int, high: int) -> list[ByteRanges]:
+    """The UTF-8 encodings of a range of code points, as sequences of byte ranges."""
+    found: list[ByteRanges] = []
     for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
         if low <= last and high >= first:
             a, b = chr(max(low, first)).encode(), chr(min(high, last)).encode()
@@ -469,8 +473,8 @@ def _utf8(low: int, high: int) -> list[tuple[tuple[int, int], ...]]:
     return found
 
 
-def _paths(low: bytes, high: bytes) -> list[tuple[tuple[int, int], ...]]:
-    """All byte strings of one length between two, as products of ranges."""
+def _paths(low: bytes, high: bytes) -> list[ByteRanges]:
+    """All byte strings between two of one length, as sequences of byte ranges."""
     if len(low) == 1:
         return [((low[0], high[0]),)]
     if low[0] == high[0]:

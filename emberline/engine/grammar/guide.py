@@ -1,4 +1,4 @@
-"""One sequence's grammar: the matcher says what may come, the closer how it can still end in time."""
+"""The grammar state of one sequence: the matcher computes token masks, the closer the shortest completion."""
 
 import logging
 
@@ -7,29 +7,29 @@ from numpy.typing import NDArray
 
 from emberline.engine.grammar.closer import Closer
 from emberline.engine.grammar.grammar_automaton import Automaton
-from emberline.engine.grammar.matcher import Matcher, Prototype
+from emberline.engine.grammar.matcher import Matcher, MatcherTemplate
 from emberline.engine.grammar.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
 
 
 class GrammarGuide:
-    """What the scheduler holds of a grammar (see `plan.Guide`)."""
+    """Implements the scheduler's `plan.Guide`."""
 
-    def __init__(self, prototype: Prototype, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
+    def __init__(self, prototype: MatcherTemplate, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
         self._matcher = Matcher(prototype, vocabulary.n_tokens)
         self._closer = Closer(automaton, vocabulary)
-        self._n_beyond = 0  # tokens that only the matcher could follow
+        self._n_untracked = 0  # tokens that only the matcher could follow (see TooComplex)
         self.n_words = vocabulary.n_words
         self.digest = digest
 
     @property
     def complete(self) -> bool:
-        return self._matcher.complete if self._n_beyond else self._closer.complete
+        return self._matcher.complete if self._n_untracked else self._closer.complete
 
     @property
     def finished(self) -> bool:
-        return self._matcher.finished if self._n_beyond else self._closer.finished
+        return self._matcher.finished if self._n_untracked else self._closer.finished
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
         self._matcher.fill(bits)
@@ -37,23 +37,26 @@ class GrammarGuide:
     def accept(self, token_id: int) -> bool:
         if not self._matcher.accept(token_id):
             return False
-        if self._n_beyond or not self._closer.accept(token_id):
-            if not self._n_beyond:
-                _log.warning("a text has too many readings in its grammar", extra={"grammar": self.digest})
-            self._n_beyond += 1
+        if self._n_untracked or not self._closer.accept(token_id):
+            if not self._n_untracked:
+                _log.warning(
+                    "text has too many parses to be closed in time",
+                    extra={"grammar": self.digest},
+                )
+            self._n_untracked += 1
         return True
 
     def rollback(self, n: int) -> None:
         self._matcher.rollback(n)
-        beyond = min(n, self._n_beyond)
-        self._n_beyond -= beyond
-        self._closer.rollback(n - beyond)
+        untracked = min(n, self._n_untracked)
+        self._n_untracked -= untracked
+        self._closer.rollback(n - untracked)
 
     def fits(self, room: int) -> bool:
-        return not self._n_beyond and self._closer.fits(room)
+        return not self._n_untracked and self._closer.fits(room)
 
     def closing(self) -> list[int]:
-        """The tokens that end the reply from here; only after `fits` has said that they do."""
-        path = self._closer.closing()
-        assert path is not None, "asked only where it fits"
-        return path
+        """The tokens that complete the reply. Only valid if `fits` returned True."""
+        tokens = self._closer.closing()
+        assert tokens is not None, "called only if it fits"
+        return tokens

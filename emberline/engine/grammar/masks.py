@@ -1,4 +1,4 @@
-"""What grammars allow next, as masks for a step's draws; and what becomes of a sequence whose grammar fails."""
+"""Token masks of a step, and the failure of a sequence whose grammar cannot be followed."""
 
 import logging
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from emberline.engine.scheduler.plan import Masks, StepPlan
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.errors import EmberlineError, Internal
 
-GRAMMAR_FAILED = "the engine could not follow this request's grammar"
+GRAMMAR_FAILED = "the engine could not apply this request's grammar"
 
 _log = logging.getLogger(__name__)
 
 
 def masks(plan: StepPlan, by_number: Mapping[int, Sequence], eos_ids: tuple[int, ...]) -> Masks | None:
-    """None when no row that draws has a grammar."""
+    """The masks of the rows that sample; None if none of them has a grammar."""
     places: list[int] = []
     guided: list[Sequence] = []
     sampling = (row for row in plan.rows if row.samples)
@@ -39,7 +39,7 @@ def _fill(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> 
         drawing.allow(bits, seq, eos_ids)
     except Exception as error:
         guide_failed(seq, error)
-        bits[:] = ~np.uint32(0)  # something is drawn, and ignored
+        bits[:] = ~np.uint32(0)  # a token is sampled and ignored
         return
     if not bits.any():
         guide_failed(seq, None)
@@ -47,11 +47,11 @@ def _fill(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> 
 
 
 def guide_failed(seq: Sequence, error: Exception | None) -> EmberlineError:
-    """Why the sequence ends with the next step."""
+    """Marks the sequence as failed; it ends with the next step."""
     digest = seq.guide.digest if seq.guide is not None else ""
-    what = "a grammar allows no token" if error is None else "a grammar cannot be followed"
+    what = "grammar allows no token" if error is None else "grammar failed"
     extra = {"request_id": seq.id, "grammar": digest}
-    if isinstance(error, EmberlineError):  # the caller's: it is told why
+    if isinstance(error, EmberlineError):  # the client's error: it is reported as it is
         _log.warning(what, extra=extra)
         seq.failure = error
     else:

@@ -1,4 +1,4 @@
-"""What the model's tokens stand for: for the matcher's library, and to spell a closing text in few tokens."""
+"""The model's vocabulary for llguidance, and for tokenizing completions in as few tokens as possible."""
 
 import hashlib
 from typing import Any
@@ -7,11 +7,11 @@ import msgspec
 
 from emberline.protocol.frames import Vocabulary as Frame
 
-MAX_PIECE_BYTES = 32  # of a token that a closing text is spelled with
+MAX_PIECE_BYTES = 32  # of a token used in completions
 
 
 class Vocabulary:
-    """Takes tens of milliseconds to build: a job for a thread."""
+    """Takes tens of milliseconds to build: done in the compile thread."""
 
     def __init__(self, frame: Frame, vocab_size: int) -> None:
         self.n_tokens = vocab_size
@@ -23,22 +23,22 @@ class Vocabulary:
             if 0 < len(text) <= MAX_PIECE_BYTES:
                 self._ids.setdefault(text, token_id)
         self._lengths = sorted({len(text) for text in self._ids}, reverse=True)
-        self.bytes = frozenset(text[0] for text in self._ids if len(text) == 1)  # those that can be spelled alone
+        self.bytes = frozenset(text[0] for text in self._ids if len(text) == 1)  # bytes with a token of their own
 
     @property
     def n_words(self) -> int:
-        """32-bit words of a mask: the library's own end token, which no model has, is the last bit."""
+        """32-bit words of a mask; the last bit is llguidance's own end token, which no model has."""
         return (self.n_tokens + 32) // 32
 
     def spell(self, text: bytes) -> list[int] | None:
-        """As few tokens as can spell a text; None where some byte has no token."""
+        """The fewest tokens that spell a text; None where some byte has no token."""
         return self.spelling(text).ids(text)
 
     def spelling(self, text: bytes) -> "Spelling":
         return Spelling(text, self._ids, self._lengths)
 
-    def library(self) -> Any:
-        """The library's own view. Slow: a job for a thread."""
+    def llguidance_tokenizer(self) -> Any:
+        """The vocabulary for llguidance. Slow: built in the compile thread."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(
@@ -50,19 +50,19 @@ class Vocabulary:
 
 
 class Spelling:
-    """A text and all its endings in as few tokens as can be. Built in about 15 µs a byte."""
+    """The fewest tokens of a text and of each of its suffixes (dynamic programming). Takes about 15 µs per byte."""
 
     def __init__(self, text: bytes, ids: dict[bytes, int], lengths: list[int]) -> None:
         self.text = text
         self._ids = ids
-        self._fewest = [-1] * len(text) + [0]  # by where an ending begins; -1: it cannot be spelled
+        self._fewest = [-1] * len(text) + [0]  # by start of the suffix; -1: it cannot be spelled
         self._piece = [b""] * len(text)
         for start in reversed(range(len(text))):
             self._choose(start, lengths)
 
-    def ids(self, ending: bytes) -> list[int] | None:
-        at = len(self.text) - len(ending)
-        assert self.text.endswith(ending)
+    def ids(self, suffix: bytes) -> list[int] | None:
+        at = len(self.text) - len(suffix)
+        assert self.text.endswith(suffix)
         if self._fewest[at] < 0:
             return None
         found: list[int] = []
@@ -72,12 +72,12 @@ class Spelling:
         return found
 
     def _choose(self, start: int, lengths: list[int]) -> None:
-        """The first token of the ending that begins there."""
+        """Finds the first token of the suffix that begins at `start`."""
         fewest, room = self._fewest, len(self.text) - start
         best = room + 1
         for length in lengths:
             if length > room or not 0 <= fewest[start + length] < best - 1:
-                continue  # no way on from there, or none that is shorter
+                continue  # it cannot be continued, or not in fewer tokens
             piece = self.text[start : start + length]
             if piece in self._ids:
                 best = fewest[start] = fewest[start + length] + 1
@@ -85,7 +85,7 @@ class Spelling:
 
 
 class _Tokens:
-    """The shape in which the library takes a vocabulary, with one more token: its end, which is never drawn."""
+    """The tokenizer interface of llguidance, with one more token: its end, which is never sampled."""
 
     bos_token_id = None
 
@@ -95,7 +95,7 @@ class _Tokens:
         self.tokens = [
             vocabulary.special[i].encode() if i in vocabulary.special else text
             for i, text in enumerate(vocabulary.tokens)
-        ] + [b"<the end>"]
+        ] + [b"<end>"]
         self.special_token_ids = [*vocabulary.special, vocabulary.n_tokens]
 
     def __call__(self, text: bytes) -> list[int]:
@@ -103,6 +103,6 @@ class _Tokens:
 
 
 def digest(frame: Frame) -> bytes:
-    """By which doors are seen to agree."""
+    """Equal for front ends with the same vocabulary."""
     words = msgspec.msgpack.encode([frame.tokens, sorted(frame.special.items())])
     return hashlib.blake2b(words, digest_size=16).digest()

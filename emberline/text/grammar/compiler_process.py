@@ -1,4 +1,7 @@
-"""One child process that makes grammars, seen from the service: started when first needed, killed when it is late."""
+"""A process that compiles grammars, and its handle: started on first use, killed when a compilation takes too long.
+
+Frames on its stdin and stdout: length (u32, little-endian), then msgpack. In: a `GrammarSpec`; out: a `CompileReply`.
+"""
 
 import asyncio
 import contextlib
@@ -16,21 +19,21 @@ from emberline.protocol.grammar import encode
 from emberline.text.grammar.reply_grammar import GrammarSpec, build
 
 LENGTH = struct.Struct("<I")
-READY = LENGTH.pack(0)  # an empty frame, before the first request
+READY = LENGTH.pack(0)  # an empty frame, written once the process accepts requests
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class CompileReply(msgspec.Struct, frozen=True, array_like=True):
     grammar: bytes = b""
     error: ErrorInfo | None = None
 
 
-def answer(spec: bytes) -> Reply:
+def compile_spec(spec: bytes) -> CompileReply:
     try:
-        return Reply(grammar=encode(build(msgspec.msgpack.decode(spec, type=GrammarSpec))))
+        return CompileReply(grammar=encode(build(msgspec.msgpack.decode(spec, type=GrammarSpec))))
     except EmberlineError as error:
-        return Reply(error=error.info())
+        return CompileReply(error=error.info())
     except (MemoryError, RecursionError):
-        return Reply(error=ErrorInfo("bad_input", "the demanded format is too complex: simplify it"))
+        return CompileReply(error=ErrorInfo("bad_input", "the requested format is too complex: simplify it"))
 
 
 def _read(stream: BinaryIO, size: int) -> bytes | None:
@@ -43,7 +46,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when this ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service ends this process
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sink.write(READY)
     sink.flush()
@@ -52,10 +55,10 @@ def main() -> None:
         if spec is None:
             return
         try:
-            reply = answer(spec)
-        except Exception as error:  # our bug: the request is told, the log too, and the next one is served
+            reply = compile_spec(spec)
+        except Exception as error:  # our bug: reported and logged, and the process goes on
             print(f"building a grammar failed: {error!r}", file=sys.stderr, flush=True)
-            reply = Reply(error=Internal("building the grammar failed").info())
+            reply = CompileReply(error=Internal("building the grammar failed").info())
         data = msgspec.msgpack.encode(reply)
         sink.write(LENGTH.pack(len(data)) + data)
         sink.flush()
@@ -64,31 +67,31 @@ def main() -> None:
 START_S: Final = 30.0
 
 
-class Process:
+class CompilerProcess:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self._child: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()  # it answers one at a time
-        self.closed = False  # it is not started again
+        self._lock = asyncio.Lock()  # one request at a time
+        self.closed = False  # never started again
 
     @property
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        async with self._turn:
+        async with self._lock:
             await self._started()
 
-    async def ask(self, data: bytes, limit_s: float) -> Reply | None:
-        """The answer; None when the child died. Whatever interrupts the exchange ends the child."""
-        async with self._turn:
+    async def compile(self, data: bytes, limit_s: float) -> CompileReply | None:
+        """The reply; None if the process died. Whatever interrupts the exchange kills the process."""
+        async with self._lock:
             try:
                 child = await self._started()
                 async with asyncio.timeout(limit_s):
                     return await _exchange(child, data)
             except TimeoutError:
                 await self.kill()
-                message = f"the demanded format takes longer than {limit_s:g} s to compile: simplify it"
+                message = f"the requested format takes longer than {limit_s:g} s to compile: simplify it"
                 raise BadInput(message) from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 await self.kill()
@@ -106,12 +109,12 @@ class Process:
             )
             assert self._child.stdout is not None
             try:
-                async with asyncio.timeout(START_S):  # starting is not the request's time
+                async with asyncio.timeout(START_S):  # not part of the request's time limit
                     await self._child.stdout.readexactly(len(READY))
             except TimeoutError:
                 await self.kill()
-                raise Internal("the grammar compiler does not start") from None
-            except BaseException:  # half started is of no use to the next
+                raise Internal("the grammar compiler process does not start") from None
+            except BaseException:  # a half-started process is of no use
                 await self.kill()
                 raise
         return self._child
@@ -124,13 +127,13 @@ class Process:
             await child.wait()
 
 
-async def _exchange(child: asyncio.subprocess.Process, data: bytes) -> Reply:
+async def _exchange(child: asyncio.subprocess.Process, data: bytes) -> CompileReply:
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(LENGTH.pack(len(data)) + data)
     await child.stdin.drain()
     size = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))[0]
-    return msgspec.msgpack.decode(await child.stdout.readexactly(size), type=Reply)
+    return msgspec.msgpack.decode(await child.stdout.readexactly(size), type=CompileReply)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A whole grammar from its spec: thinking, then the output or tool calls."""
+"""The grammar of a whole reply: reasoning, then the output format or tool calls.
+
+A `GrammarSpec` is plain data: it is hashed for the cache and sent to the compiler process.
+"""
 
 from typing import Any, Literal
 
@@ -12,107 +15,107 @@ from emberline.text.grammar.ebnf import grammar_expression
 from emberline.text.grammar.json_schema.compile import any_object_expression, schema_expression
 from emberline.text.grammar.json_schema.document import UnsupportedSchema
 from emberline.text.grammar.regex import regex_expression
-from emberline.text.tool_calls.formats import FORMS, ToolForm, split_tokens
+from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, ToolCallFormat, split_tokens
 
 
-class ToolGrammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tool calls as one model family writes them."""
+class ToolCallSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tool calls in the format of one model family."""
 
     tools: tuple[Tool, ...]
-    mode: Literal["auto", "none", "required"]  # "none": text, and what opens a call never occurs in it
+    mode: Literal["auto", "none", "required"]  # "none": text that contains no opening of a call
     parallel: bool
-    form: str  # the family's name, as `text/tools` knows it
-    token_ids: dict[str, int] = {}  # the form's special tokens that this model's vocabulary has, by their text
+    family: str  # a key of `FORMATS_BY_FAMILY`
+    token_ids: dict[str, int] = {}  # the format's markers that are special tokens of this model
 
 
-class ThinkingForm(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How thinking ends, and, where the prompt leaves it to the reply to begin it, how it begins."""
+class ReasoningSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How reasoning ends and, where the prompt has not begun it, how the reply may begin it."""
 
     end: str  # e.g. "</think>"
-    end_id: int | None = None  # where the end is a special token; else `end` is plain text
-    after: tuple[str, ...] = ()  # what may stand between the end and the reply, e.g. "\n\n"; nothing may too
-    start: str = ""  # empty: it has begun already
-    start_id: int | None = None  # where the start is a special token
+    end_id: int | None = None  # if the end is a special token; otherwise `end` is plain text
+    after: tuple[str, ...] = ()  # optional texts between the end and the reply, e.g. "\n\n"
+    start: str = ""  # empty: the prompt has begun it
+    start_id: int | None = None  # if the start is a special token
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """At least one of `output` and `tools` is set. With both, the reply is one or the other."""
 
     output: OutputFormat | None = None
-    tools: ToolGrammar | None = None
-    thinking: ThinkingForm | None = None
+    tools: ToolCallSpec | None = None
+    reasoning: ReasoningSpec | None = None
 
 
-MAX_CALLS = 32  # in one reply; a model that repeats itself ends there
-_SAYS_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
+MAX_TOOL_CALLS = 32  # in one reply: ends a model that repeats itself
+_UNCONSTRAINING = {"type", "properties", "required", "title", "description", "$schema"}
 _DIGIT = Chars(((ord("0"), ord("9")),))
 
 
 def reply_expression(builder: Builder, spec: GrammarSpec, output: Expression | None) -> Expression:
-    """The whole reply. `output`: what its text must be, None: any text."""
+    """The whole reply. `output`: what its text must match; None: any text."""
     calls: Expression | None = None
     openings: tuple[str, ...] = ()
     if spec.tools is None:
         body = output if output is not None else Free()
     else:
-        form = FORMS[spec.tools.form].at(spec.tools.token_ids)
-        openings = tuple(opening for opening in form.openings if opening not in form.tokens)
-        calls = None if spec.tools.mode == "none" else builder.add(_calls(builder, spec.tools, form))
-        body = _body(spec.tools, form, openings, calls, output)
-        if form.alone:  # such calls begin like text: in reasoning they are text
+        format = FORMATS_BY_FAMILY[spec.tools.family].at(spec.tools.token_ids)
+        openings = tuple(opening for opening in format.openings if opening not in format.tokens)
+        calls = None if spec.tools.mode == "none" else builder.add(_calls(builder, spec.tools, format))
+        body = _body(spec.tools, format, openings, calls, output)
+        if format.alone:  # such calls begin like text, so reasoning cannot end in one
             calls, openings = None, ()
-    return body if spec.thinking is None else _thinking(builder, spec.thinking, openings, calls, body)
+    return body if spec.reasoning is None else _reasoning(builder, spec.reasoning, openings, calls, body)
 
 
 def _body(
-    tools: ToolGrammar,
-    form: ToolForm,
+    tools: ToolCallSpec,
+    format: ToolCallFormat,
     openings: tuple[str, ...],
     calls: Expression | None,
     output: Expression | None,
 ) -> Expression:
-    """What follows reasoning."""
+    """The part behind reasoning."""
     if calls is None:
         return output if output is not None else Free(openings)
     if tools.mode == "required":
         return calls
     if output is not None:
         return choice([output, calls])
-    return choice([Free(openings), calls]) if form.alone else sequence(Free(openings), optional(calls))
+    return choice([Free(openings), calls]) if format.alone else sequence(Free(openings), optional(calls))
 
 
-def _thinking(
-    builder: Builder, form: ThinkingForm, openings: tuple[str, ...], calls: Expression | None, body: Expression
+def _reasoning(
+    builder: Builder, format: ReasoningSpec, openings: tuple[str, ...], calls: Expression | None, body: Expression
 ) -> Expression:
-    """Reasoning, ended by its end or by a call, and the rest."""
-    gap = choice([*(Text(text) for text in form.after), EMPTY]) if form.after else EMPTY
+    """Reasoning, ended by its delimiter or by a call, and the part behind it."""
+    gap = choice([*(Text(text) for text in format.after), EMPTY]) if format.after else EMPTY
     body = builder.add(body)
-    ended = sequence(_mark(form.end, form.end_id), gap, body)
-    without = openings if form.end_id is not None else (form.end, *openings)
-    thinking = sequence(Free(without), ended if calls is None else choice([ended, calls]))
-    return choice([sequence(_mark(form.start, form.start_id), thinking), body]) if form.start else thinking
+    ended = sequence(_delimiter(format.end, format.end_id), gap, body)
+    forbidden = openings if format.end_id is not None else (format.end, *openings)
+    reasoning = sequence(Free(forbidden), ended if calls is None else choice([ended, calls]))
+    return choice([sequence(_delimiter(format.start, format.start_id), reasoning), body]) if format.start else reasoning
 
 
-def _calls(builder: Builder, tools: ToolGrammar, form: ToolForm) -> Expression:
-    call = builder.add(_call(builder, tools.tools, form))
-    most = MAX_CALLS if tools.parallel and form.parallel else 1
-    more = repeat(sequence(_spelled(form.between, form), call), 0, most - 1)
-    return sequence(_begin(form), call, more, _spelled(form.close, form))
+def _calls(builder: Builder, tools: ToolCallSpec, format: ToolCallFormat) -> Expression:
+    call = builder.add(_call(builder, tools.tools, format))
+    most = MAX_TOOL_CALLS if tools.parallel and format.parallel else 1
+    more = repeat(sequence(_spelled(format.between, format), call), 0, most - 1)
+    return sequence(_begin(format), call, more, _spelled(format.close, format))
 
 
-def _call(builder: Builder, tools: tuple[Tool, ...], form: ToolForm) -> Expression:
-    number = sequence(Text(form.number), repeat(_DIGIT, 1, 4)) if form.number else EMPTY
-    before = sequence(number, _spelled(form.arguments, form))
+def _call(builder: Builder, tools: tuple[Tool, ...], format: ToolCallFormat) -> Expression:
+    number = sequence(Text(format.number), repeat(_DIGIT, 1, 4)) if format.number else EMPTY
+    before = sequence(number, _spelled(format.arguments, format))
     named = [sequence(Text(tool.name), before, _arguments(builder, tool)) for tool in tools]
-    return sequence(_spelled(form.call, form), Text(form.prefix), choice(named), _spelled(form.end, form))
+    return sequence(_spelled(format.call, format), Text(format.prefix), choice(named), _spelled(format.end, format))
 
 
 def _arguments(builder: Builder, tool: Tool) -> Expression:
-    """Bound to the tool's schema; to any object where that is beyond us and the tool is not strict about it."""
+    """Constrained to the tool's schema; to any object where that is not supported and the tool is not strict."""
     if not tool.parameters:
         return any_object_expression(builder) if not tool.strict else Text("{}")
-    if tool.parameters.get("properties") == {} and tool.parameters.keys() <= _SAYS_NOTHING:
-        return Text("{}")  # it takes none; a schema alone would allow any
+    if tool.parameters.get("properties") == {} and tool.parameters.keys() <= _UNCONSTRAINING:
+        return Text("{}")  # it takes no arguments; the schema alone would allow any
     try:
         return schema_expression(builder, {"type": "object", **tool.parameters}, "tools")
     except UnsupportedSchema as error:
@@ -123,20 +126,20 @@ def _arguments(builder: Builder, tool: Tool) -> Expression:
         raise BadInput(f"tool {tool.name}: {error.message}", param="tools") from None
 
 
-def _spelled(text: str, form: ToolForm) -> Expression:
-    pieces = split_tokens(text, form.tokens)
+def _spelled(text: str, format: ToolCallFormat) -> Expression:
+    pieces = split_tokens(text, format.tokens)
     return sequence(*(Token(piece) if isinstance(piece, int) else Text(piece) for piece in pieces))
 
 
-def _begin(form: ToolForm) -> Expression:
-    """Some tokenizers begin text behind a special token with a space: their models write it."""
-    pieces = split_tokens(form.begin, form.tokens)
+def _begin(format: ToolCallFormat) -> Expression:
+    """Models whose tokenizer puts a space behind special tokens may generate it."""
+    pieces = split_tokens(format.begin, format.tokens)
     if len(pieces) == 2 and isinstance(pieces[0], int) and isinstance(pieces[1], str):
         return sequence(Token(pieces[0]), optional(Text(" ")), Text(pieces[1]))
-    return _spelled(form.begin, form)
+    return _spelled(format.begin, format)
 
 
-def _mark(text: str, token_id: int | None) -> Expression:
+def _delimiter(text: str, token_id: int | None) -> Expression:
     return Text(text) if token_id is None else Token(token_id)
 
 
@@ -145,12 +148,12 @@ MAX_CHOICE_CHARACTERS = 256 << 10
 
 
 def build(spec: GrammarSpec) -> Grammar:
-    """Raises BadInput where the spec is at fault."""
+    """Compiles a spec; BadInput says what is wrong with it."""
     builder = Builder()
     output = None if spec.output is None else output_expression(builder, spec.output)
     grammar = builder.finish(reply_expression(builder, spec, output))
     if grammar is None:
-        raise BadInput("no reply can satisfy the demanded format: its constraints contradict each other")
+        raise BadInput("no reply can satisfy the requested format: its constraints contradict each other")
     return grammar
 
 

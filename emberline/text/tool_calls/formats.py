@@ -1,4 +1,4 @@
-"""How one family of models writes tool calls, as data: the prompt, the grammar and the reply's automaton read it."""
+"""How model families write tool calls, as data that the prompt, the grammar and the reply parser share."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from emberline.protocol.request import Tool, ToolCall
 
 MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _BASE62 = digits + ascii_letters
-_FIRST_SIGN = 0xD800  # lone surrogates: decoded text never has one
+_FIRST_SENTINEL = 0xD800  # lone surrogates: decoded text never contains one
 
 IdStyle = Literal["call", "mistral", "kimi"]
 
 
-class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply's calls are `begin`, calls with `between` between them, `close`. A call is `call`, `prefix`, the name,
-    `number` and which call it is where there is one, `arguments`, the arguments, `end`."""
+class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of a reply are `begin`, the calls separated by `between`, `close`. One call is `call`, `prefix`, the
+    name, `number` and the index of the call (in families that number them), `arguments`, the arguments, `end`."""
 
     family: str
     begin: str = ""
@@ -30,21 +30,21 @@ class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     between: str = ""
     close: str = ""
-    openings: tuple[str, ...]  # what text may contain only as the beginning of calls
-    alone: bool = False  # calls are all of a reply: text has none behind it
-    parallel: bool = True  # several calls in a reply
+    openings: tuple[str, ...]  # strings that text may contain only as the beginning of calls
+    alone: bool = False  # calls are the whole reply: none follow text
+    parallel: bool = True  # a reply may have several calls
     ids: IdStyle = "call"
-    marks: tuple[str, ...] = ()  # strings that are special tokens where the tokenizer has them so
-    tokens: dict[str, int] = {}  # those marks that are, in this tokenizer
-    own: bool = False  # the template knows nothing of it: tools, calls and results are written by us
+    markers: tuple[str, ...] = ()  # strings that may be special tokens of the tokenizer
+    tokens: dict[str, int] = {}  # the markers that are special tokens of this tokenizer
+    untemplated: bool = False  # not the template's: we write tools, calls and results into the messages
 
-    def at(self, special: Mapping[str, int]) -> "ToolForm":
-        """The form in a tokenizer that has these special tokens."""
-        tokens = {mark: special[mark] for mark in self.marks if mark in special}
+    def at(self, special: Mapping[str, int]) -> "ToolCallFormat":
+        """The format for a tokenizer with these special tokens."""
+        tokens = {mark: special[mark] for mark in self.markers if mark in special}
         return msgspec.structs.replace(self, tokens=tokens)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as the model would have written them."""
+        """The calls as the model would have generated them."""
         texts = [
             f"{self.call}{self.prefix}{call.name}{self.number}{number if self.number else ''}"
             f"{self.arguments}{call.arguments}{self.end}"
@@ -53,27 +53,27 @@ class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
         return self.begin + self.between.join(texts) + self.close
 
     def call_id(self, origin: str, name: str, number: str) -> str:
-        """The id of a call. `origin` says which request's, choice's and call it is; the model wrote `number`."""
+        """The id of a call. `origin` identifies request, choice and call; `number` is the model's index."""
         if self.ids == "kimi":
             return f"{self.prefix}{name}{self.number}{number}"
         digest = blake2b(origin.encode("utf-8", "surrogatepass"), digest_size=12)
         return f"call_{digest.hexdigest()}" if self.ids == "call" else _base62(digest.digest())
 
 
-def signs(tokens: Mapping[str, int]) -> dict[str, str]:
-    """A character for each mark that is a special token. Replies are read as text in which these stand for tokens, so
-    that the same string written out in ordinary tokens is not mistaken for one."""
-    return {mark: chr(_FIRST_SIGN + n) for n, mark in enumerate(sorted(tokens, key=len, reverse=True))}
+def sentinels(tokens: Mapping[str, int]) -> dict[str, str]:
+    """A sentinel character for each marker that is a special token. The parser reads replies as text in which sentinels
+    stand for special tokens, so that the same string in ordinary tokens is not mistaken for one."""
+    return {marker: chr(_FIRST_SENTINEL + n) for n, marker in enumerate(sorted(tokens, key=len, reverse=True))}
 
 
-def signed(text: str, signs_of: Mapping[str, str]) -> str:
-    for mark, sign in signs_of.items():
-        text = text.replace(mark, sign)
+def with_sentinels(text: str, sentinels_of: Mapping[str, str]) -> str:
+    for marker, sentinel in sentinels_of.items():
+        text = text.replace(marker, sentinel)
     return text
 
 
 def split_tokens(text: str, tokens: Mapping[str, int]) -> list[str | int]:
-    """The text with its special tokens as ids."""
+    """The text with its special tokens replaced by their ids."""
     if not tokens:
         return [text] if text else []
     pattern = "|".join(re.escape(mark) for mark in sorted(tokens, key=len, reverse=True))
@@ -81,7 +81,7 @@ def split_tokens(text: str, tokens: Mapping[str, int]) -> list[str | int]:
 
 
 def family_ids(style: IdStyle, calls: Sequence[ToolCall]) -> dict[str, str]:
-    """What a family's templates insist on, for the ids of a conversation's calls; the same every turn."""
+    """Call ids in the style that a family's templates require; the same in every turn."""
     if style == "mistral":
         return {call.id: _mistral_id(call.id) for call in calls}
     if style == "kimi":
@@ -105,16 +105,16 @@ def _base62(data: bytes) -> str:
     return "".join(_BASE62[value // 62**place % 62] for place in range(9))
 
 
-HERMES = ToolForm(
+HERMES = ToolCallFormat(
     family="hermes",
     call='<tool_call>\n{"name": "',
     arguments='", "arguments": ',
     end="}\n</tool_call>",
     between="\n",
     openings=("<tool_call>",),
-    marks=("<tool_call>", "</tool_call>"),
+    markers=("<tool_call>", "</tool_call>"),
 )
-LLAMA3 = ToolForm(
+LLAMA3 = ToolCallFormat(
     family="llama3",
     call='{"name": "',
     arguments='", "parameters": ',
@@ -124,7 +124,7 @@ LLAMA3 = ToolForm(
     alone=True,
     parallel=False,  # its templates refuse more than one
 )
-MISTRAL_LIST = ToolForm(
+MISTRAL_LIST = ToolCallFormat(
     family="mistral",
     begin="[TOOL_CALLS][",
     call='{"name": "',
@@ -134,18 +134,18 @@ MISTRAL_LIST = ToolForm(
     close="]",
     openings=("[TOOL_CALLS]",),
     ids="mistral",
-    marks=("[TOOL_CALLS]",),
+    markers=("[TOOL_CALLS]",),
 )
-MISTRAL = ToolForm(
+MISTRAL = ToolCallFormat(
     family="mistral-args",
     call="[TOOL_CALLS]",
     arguments="[ARGS]",
     end="",
     openings=("[TOOL_CALLS]",),
     ids="mistral",
-    marks=("[TOOL_CALLS]", "[ARGS]"),
+    markers=("[TOOL_CALLS]", "[ARGS]"),
 )
-KIMI = ToolForm(
+KIMI = ToolCallFormat(
     family="kimi",
     begin="<|tool_calls_section_begin|>",
     call="<|tool_call_begin|>",
@@ -156,7 +156,7 @@ KIMI = ToolForm(
     close="<|tool_calls_section_end|>",
     openings=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     ids="kimi",
-    marks=(
+    markers=(
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>",
         "<|tool_call_argument_begin|>",
@@ -164,46 +164,48 @@ KIMI = ToolForm(
         "<|tool_calls_section_end|>",
     ),
 )
-# For all others: Hermes' form as ordinary text, which our own system text teaches (teach.py).
-GENERIC = ToolForm(
+# For every other model: Hermes' format as ordinary text, described in a system prompt of ours.
+GENERIC = ToolCallFormat(
     family="generic",
     call=HERMES.call,
     arguments=HERMES.arguments,
     end=HERMES.end,
     between=HERMES.between,
     openings=HERMES.openings,
-    parallel=False,  # models that were never taught to call repeat the first call until their tokens run out
-    own=True,
+    parallel=False,  # models not trained for tools repeat the first call until max_tokens
+    untemplated=True,
 )
-FORMS = {form.family: form for form in (HERMES, LLAMA3, MISTRAL_LIST, MISTRAL, KIMI, GENERIC)}  # by name
+FORMATS_BY_FAMILY = {
+    format.family: format for format in (HERMES, LLAMA3, MISTRAL_LIST, MISTRAL, KIMI, GENERIC)
+}  # by name
 
 
-class _Row(NamedTuple):
-    form: ToolForm
+class _Detection(NamedTuple):
+    format: ToolCallFormat
     has: str  # a pattern that the template's source contains
     lacks: str = r"(?!)"  # and one that it does not
 
 
 # The first that fits. Templates with `<tool_call>` around something other than JSON (Qwen3-Coder, GLM) are not Hermes'.
-_TABLE = (
-    _Row(KIMI, r"<\|tool_calls_section_begin\|>"),
-    _Row(MISTRAL, r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", lacks=r"\[CALL_ID\]"),
-    _Row(MISTRAL_LIST, r"\[TOOL_CALLS\]", lacks=r"\[ARGS\]"),
-    _Row(HERMES, r"<tool_call>(?s:.)*arguments|arguments(?s:.)*<tool_call>", lacks=r"<function=|<arg_key>"),
-    _Row(LLAMA3, r"<\|start_header_id\|>(?s:.)*\bparameters\b", lacks=r"<tool_call>|<function="),
+_DETECTIONS = (
+    _Detection(KIMI, r"<\|tool_calls_section_begin\|>"),
+    _Detection(MISTRAL, r"\[TOOL_CALLS\](?s:.)*\[ARGS\]", lacks=r"\[CALL_ID\]"),
+    _Detection(MISTRAL_LIST, r"\[TOOL_CALLS\]", lacks=r"\[ARGS\]"),
+    _Detection(HERMES, r"<tool_call>(?s:.)*arguments|arguments(?s:.)*<tool_call>", lacks=r"<function=|<arg_key>"),
+    _Detection(LLAMA3, r"<\|start_header_id\|>(?s:.)*\bparameters\b", lacks=r"<tool_call>|<function="),
 )
 
 
-def detect(source: str, knows_tools: bool, special: Mapping[str, int]) -> ToolForm:
-    """The form of a model whose template has this source; the generic one unless template and family are known."""
-    for row in _TABLE if knows_tools else ():
+def detect_tool_format(source: str, supports_tools: bool, special: Mapping[str, int]) -> ToolCallFormat:
+    """Of a model whose chat template has this source; GENERIC unless the template supports tools in a known format."""
+    for row in _DETECTIONS if supports_tools else ():
         if re.search(row.has, source) and not re.search(row.lacks, source):
-            return row.form.at(special)
+            return row.format.at(special)
     return GENERIC
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """OpenAI's shape. Some templates go over the properties without asking whether there are any."""
+    """In OpenAI's format. Some templates iterate over the properties without checking that they exist."""
     return [
         {
             "type": "function",
@@ -217,14 +219,14 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def system_text(tools: Sequence[Tool]) -> str:
-    """The same for the same tools, to the byte: it stands at the beginning of every prompt of a conversation."""
+def tools_system_prompt(tools: Sequence[Tool]) -> str:
+    """Byte-identical for the same tools: it is part of the cached prefix of every prompt of a conversation."""
     lines = [_declaration(tool) for tool in tools]
-    return "\n".join([_BEFORE, *lines, _AFTER])
+    return "\n".join([_TOOLS_HEADER, *lines, _TOOLS_FOOTER])
 
 
-_BEFORE = "You can call these functions, given as JSON lines:\n<tools>"
-_AFTER = (
+_TOOLS_HEADER = "You can call these functions, given as JSON lines:\n<tools>"
+_TOOLS_FOOTER = (
     "</tools>\n"
     "To call one, reply with its name and its arguments as JSON inside these tags, one pair of tags per call:\n"
     '<tool_call>\n{"name": "the name", "arguments": {"key": "value"}}\n</tool_call>\n'
@@ -232,12 +234,12 @@ _AFTER = (
 )
 
 
-def result_text(content: str) -> str:
-    """A call's result, in a user's turn."""
+def tool_result_text(content: str) -> str:
+    """A tool result in a user message."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def _declaration(tool: Tool) -> str:
-    """Parameters in the order they were declared: calls are written in that order."""
+    """Parameters in the declared order, in which calls are generated too."""
     row = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return msgspec.json.encode({key: value for key, value in row.items() if value}).decode()

@@ -1,10 +1,10 @@
-"""A reply's token ids to text, reasoning and calls, as they come; however they are cut, the same comes out.
+"""Incremental reply parser: token ids in, text, reasoning and tool calls out, however the ids are split.
 
-The ids are read as one text, in which the special tokens that mean something here are characters of their own
-(form.signs). Text and reasoning are held back where they may become an opening, and white space where it may stand
-before one. A call goes out once its name is known and declared; its arguments go out as they are written. What looks
-like a call and is none stays what it stands in, text or reasoning; unless the reply was cut there, and more of it could
-have made it one: nobody's text ends in half a call.
+The ids are decoded to one text in which sentinel characters stand for the special tokens that matter here
+(`formats.sentinels`). Text and reasoning are held back while they may become the opening of a call, and so is the white
+space before one. A call is emitted once its name is complete and declared; its arguments are emitted as they are
+generated. What looks like a call and is none stays text or reasoning, unless the reply was cut off there and could have
+become a call: that rest is dropped.
 """
 
 import re
@@ -14,43 +14,24 @@ from typing import NamedTuple
 import msgspec
 
 from emberline.protocol.request import Message
-from emberline.text.detokenizer import Detokenizer
-from emberline.text.tool_calls.formats import ToolForm, signed, signs
-from emberline.text.tool_calls.reasoning import ThinkForm
+from emberline.text.detokenizer import Detokenizer, MarkerFinder
+from emberline.text.tool_calls.formats import ToolCallFormat, sentinels, with_sentinels
+from emberline.text.tool_calls.reasoning import ReasoningFormat
 
-HEAD_CHARS = 256  # a call's name stands within so many characters of its opening
-TAIL_CHARS = 64  # and what closes it, of its arguments
+HEAD_CHARS = 256  # from the opening of a call to its arguments
+TAIL_CHARS = 64  # of the white space and markers that close a call
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,64}?)"
 
 
-class Marks:
-    """Some strings to find in text that comes in pieces."""
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-        prefixes = {mark[:n] for mark in marks for n in range(1, len(mark))}
-        self._prefixes = sorted(prefixes, key=len, reverse=True)
-        self._last_chars = frozenset(prefix[-1] for prefix in prefixes)
-
-    def find(self, text: str) -> re.Match[str] | None:
-        return self._pattern.search(text)
-
-    def n_unsure(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a mark."""
-        if not text or text[-1] not in self._last_chars:
-            return 0
-        return next((len(prefix) for prefix in self._prefixes if text.endswith(prefix)), 0)
-
-
 class CallPatterns:
-    """`head` goes from an opening, `again` from the end of the call before, to where the arguments begin."""
+    """Of one format: `head` from an opening to the arguments, `next_head` from the end of the previous call."""
 
-    def __init__(self, form: ToolForm, signs: Mapping[str, str]) -> None:
-        self._signs = signs
+    def __init__(self, form: ToolCallFormat, sentinels: Mapping[str, str]) -> None:
+        self._sentinels = sentinels
         self._form = form
-        self.openings = tuple(self._signed(opening) for opening in form.openings)
+        self.openings = tuple(self._with_sentinels(opening) for opening in form.openings)
         self.alone = form.alone
-        self.close = self._signed(form.close)
+        self.close = self._with_sentinels(form.close)
         self.separator = form.between.strip()
         number = rf"{re.escape(form.number)}(?P<number>\d{{1,9}})" if form.number else "(?P<number>)"
         prefix = f"(?:{re.escape(form.prefix)})?" if form.prefix else ""
@@ -58,42 +39,42 @@ class CallPatterns:
         begin = f"(?:{self._loose(form.begin)})?" if form.begin in form.openings else self._loose(form.begin)
         call = self._loose(form.call)
         self.head = re.compile(begin + call + rest)
-        self.again = re.compile(self._loose(form.between) + call + rest) if self.separator else None
+        self.next_head = re.compile(self._loose(form.between) + call + rest) if self.separator else None
         self.tail = re.compile(self._loose(form.end))
 
     def may_begin(self, text: str, names: Collection[str]) -> bool:
-        """Whether more behind the text could make it `head`, with one of the names."""
+        """Whether the text is a proper prefix of `head` with one of these names."""
         form = self._form
         begins = {form.begin, ""} if form.begin in form.openings else {form.begin}
-        return self._may_become(text, (begin + form.call for begin in begins), names)
+        return self._is_prefix(text, (begin + form.call for begin in begins), names)
 
     def may_go_on(self, text: str, names: Collection[str]) -> bool:
-        """The same for `again`."""
-        return self.again is not None and self._may_become(text, (self._form.between + self._form.call,), names)
+        """The same for `next_head`."""
+        return self.next_head is not None and self._is_prefix(text, (self._form.between + self._form.call,), names)
 
     def may_end(self, text: str) -> bool:
-        """Whether more behind the text could make it `tail`."""
-        return _spaceless(self._signed(self._form.end)).startswith(_spaceless(text))
+        """Whether the text is a prefix of `tail`."""
+        return _spaceless(self._with_sentinels(self._form.end)).startswith(_spaceless(text))
 
-    def _may_become(self, text: str, beginnings: Iterable[str], names: Collection[str]) -> bool:
+    def _is_prefix(self, text: str, beginnings: Iterable[str], names: Collection[str]) -> bool:
         form = self._form
         text = _spaceless(text)
-        if form.number:  # any number will do
+        if form.number:  # any number
             text = re.sub(rf"{re.escape(form.number)}\d{{1,9}}", f"{form.number}0", text)
         rest = f"{form.number}0{form.arguments}" if form.number else form.arguments
         return any(
-            _spaceless(self._signed(f"{beginning}{prefix}{name}{rest}{{")).startswith(text)
+            _spaceless(self._with_sentinels(f"{beginning}{prefix}{name}{rest}{{")).startswith(text)
             for beginning in beginnings
             for prefix in {form.prefix, ""}
             for name in names
         )
 
-    def _signed(self, text: str) -> str:
-        return signed(text, self._signs)
+    def _with_sentinels(self, text: str) -> str:
+        return with_sentinels(text, self._sentinels)
 
     def _loose(self, text: str) -> str:
-        """The text with any white space around JSON's signs."""
-        parts = re.findall(r"\s+|[{}\[\],:;]|[^\s{}\[\],:;]+", self._signed(text))
+        """A pattern of the text with any white space around JSON punctuation."""
+        parts = re.findall(r"\s+|[{}\[\],:;]|[^\s{}\[\],:;]+", self._with_sentinels(text))
         spaced = [_SPACE if part.isspace() else _around(part) for part in parts]
         return re.sub(r"(?:\\s\*)+", lambda _: _SPACE, "".join(spaced))
 
@@ -114,7 +95,7 @@ _INSIDE = re.compile(r'["\\\ud800-\udfff]')
 
 
 class ArgumentScanner:
-    """Reads a JSON object piece by piece. A sign (a lone surrogate: a special token) ends it wherever it stands."""
+    """Finds the end of a JSON object that arrives in pieces. A sentinel (a special token) ends it anywhere."""
 
     __slots__ = ("_depth", "_escaped", "_in_string")
 
@@ -124,7 +105,7 @@ class ArgumentScanner:
         self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """Where in the text the object ends; None: beyond it."""
+        """The offset at which the object ends; None if it goes on."""
         at = 0
         if self._escaped and text:
             self._escaped = False
@@ -150,117 +131,117 @@ class ArgumentScanner:
         return None
 
 
-class Said(NamedTuple):
-    """Text for the user."""
+class TextPiece(NamedTuple):
+    """More text of the answer."""
 
     text: str
 
 
-class Thought(NamedTuple):
-    """Reasoning."""
+class ReasoningPiece(NamedTuple):
+    """More reasoning."""
 
     text: str
 
 
-class CallBegun(NamedTuple):
-    """A call to a declared tool; `number` is the model's own for it, where the family writes one."""
+class CallStart(NamedTuple):
+    """A call of a declared tool begins; `number` is the index that the model wrote, in families that do."""
 
     name: str
     number: str
 
 
-class Argued(NamedTuple):
-    """More of the arguments of the call that was begun last, as the model writes them."""
+class ArgumentsPiece(NamedTuple):
+    """More of the arguments of the current call, as the model writes them."""
 
     text: str
 
 
-class CallEnded(NamedTuple):
-    """The arguments of the call that was begun last are complete."""
+class CallEnd(NamedTuple):
+    """The arguments of the current call are complete."""
 
 
-Piece = Said | Thought | CallBegun | Argued | CallEnded
+ReplyPiece = TextPiece | ReasoningPiece | CallStart | ArgumentsPiece | CallEnd
 
 
-GAP_CHARS = 64  # of white space may be held back; more of it is text
-_DROP_SIGNS = dict.fromkeys(range(0xD800, 0xE000))
+GAP_CHARS = 64  # of white space that is held back before a possible call; more of it is text
+_DROP_SENTINELS = dict.fromkeys(range(0xD800, 0xE000))
 
 
-class ReplyForm:
-    """What to look for in a model's replies; shared by all of them. Made by `TextModel`."""
+class ReplyFormat:
+    """What to look for in the replies of one model; shared by its parsers."""
 
-    def __init__(self, tools: ToolForm | None, thinking: ThinkForm | None) -> None:
-        tokens = {**(tools.tokens if tools is not None else {}), **(thinking.tokens if thinking is not None else {})}
-        self.signs = signs(tokens)
-        self.sign_of = {tokens[mark]: sign for mark, sign in self.signs.items()}
-        self.calls = CallPatterns(tools, self.signs) if tools is not None else None
-        self.think_start = signed(thinking.start, self.signs) if thinking is not None else ""
-        self.think_end = signed(thinking.end, self.signs) if thinking is not None else ""
+    def __init__(self, tools: ToolCallFormat | None, reasoning: ReasoningFormat | None) -> None:
+        tokens = {**(tools.tokens if tools is not None else {}), **(reasoning.tokens if reasoning is not None else {})}
+        self.sentinels = sentinels(tokens)
+        self.sentinel_of = {tokens[marker]: sentinel for marker, sentinel in self.sentinels.items()}
+        self.calls = CallPatterns(tools, self.sentinels) if tools is not None else None
+        self.reasoning_start = with_sentinels(reasoning.start, self.sentinels) if reasoning is not None else ""
+        self.reasoning_end = with_sentinels(reasoning.end, self.sentinels) if reasoning is not None else ""
         anywhere = () if self.calls is None or self.calls.alone else self.calls.openings
-        self.in_text = Marks(anywhere)
-        self.in_thought = Marks((self.think_end, *anywhere))
+        self.in_text = MarkerFinder(anywhere)
+        self.in_reasoning = MarkerFinder((self.reasoning_end, *anywhere))
 
 
 class ReplyParser:
-    """One reply's. `names`: the tools that may be called. `thinking`: the prompt has begun it (True), has ended it
-    (False), or leaves it to the reply (None)."""
+    """Parses one reply. `names`: the tools that may be called. `reasoning`: the prompt has begun reasoning (True), has
+    ended it (False), or leaves it to the reply (None)."""
 
     def __init__(
-        self, form: ReplyForm, detokenizer: Detokenizer, names: Collection[str], thinking: bool | None
+        self, form: ReplyFormat, detokenizer: Detokenizer, names: Collection[str], reasoning: bool | None
     ) -> None:
-        assert not (thinking and not form.think_end)
-        self.thinking = bool(thinking)
+        assert not (reasoning and not form.reasoning_end)
+        self.reasoning = bool(reasoning)
         self._form = form
         self._calls = form.calls
         self._names = names
         self._detokenizer = detokenizer
-        self._held = ""  # read and not yet gone out
-        self._gap = ""  # white space before what may be a call
-        self._trim = self.thinking  # white space that comes next is nobody's
-        self._at_start = True  # nothing has gone out
-        self._cut = False  # the reply ended because there was no room for more of it
-        self.lost_call = False  # it was cut before a call's arguments began
+        self._held = ""  # decoded, not yet emitted
+        self._gap = ""  # white space before a possible call
+        self._trim = self.reasoning  # drop the white space that follows
+        self._at_start = True  # nothing was emitted yet
+        self._cut = False  # the reply ended at max_tokens
+        self.lost_tool_call = False  # it was cut off inside a call before the arguments
         self._arguments = ArgumentScanner()
-        can_think = thinking is None and form.think_start
-        self._state: Callable[[bool, list[Piece]], bool] = self._before if can_think else self._text
+        may_reason = reasoning is None and form.reasoning_start
+        self._state: Callable[[bool, list[ReplyPiece]], bool] = self._before_reasoning if may_reason else self._text
 
     @property
     def plain(self) -> bool:
-        """Only text follows, and nothing is held: the detokenizer alone would do."""
-        return self._calls is None and self.decided and not (self.thinking or self._trim or self._held)
+        """Only text can follow and nothing is held back: the detokenizer alone suffices."""
+        return self._calls is None and self.decided and not (self.reasoning or self._trim or self._held)
 
     @property
     def decided(self) -> bool:
-        """Whether the reply begins with reasoning is known."""
-        return self._state != self._before
+        """Whether it is known if the reply begins with reasoning."""
+        return self._state != self._before_reasoning
 
     @property
     def in_text(self) -> bool:
-        return self._state == self._text and not self.thinking
+        return self._state == self._text and not self.reasoning
 
-    def push(self, ids: Sequence[int]) -> list[Piece]:
+    def push(self, ids: Sequence[int]) -> list[ReplyPiece]:
         return self.push_text(self._read(ids))
 
-    def finish(self, *, cut: bool = False) -> list[Piece]:
-        """What was held back, now that nothing follows. `cut`: more would have, had there been room."""
+    def finish(self, *, cut: bool = False) -> list[ReplyPiece]:
+        """The rest that was held back. `cut`: the reply ended at max_tokens."""
         self._cut = cut
         pieces = self.push_text(self._detokenizer.finish())
         while self._state(True, pieces):
             pass
         return _joined(pieces)
 
-    def push_text(self, text: str) -> list[Piece]:
-        """Text with signs, as `_read` makes it."""
+    def push_text(self, text: str) -> list[ReplyPiece]:
+        """As `push`, for decoded text with sentinels."""
         if not text:
             return []
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[ReplyPiece] = []
         while self._state(False, pieces):
             pass
         return pieces if len(pieces) < 2 else _joined(pieces)
 
     def _read(self, ids: Sequence[int]) -> str:
-        sign_of = self._form.sign_of
+        sign_of = self._form.sentinel_of
         if sign_of.keys().isdisjoint(ids):
             return self._detokenizer.push(ids)
         texts: list[str] = []
@@ -271,49 +252,49 @@ class ReplyParser:
                 texts.append(self._detokenizer.push((token_id,)))
         return "".join(texts)
 
-    # --- the states: each takes what it can out of `_held`, and tells whether another may go on with it ---------------
+    # --- states: each consumes what it can of `_held` and returns whether another state may continue -----------------
 
-    def _before(self, final: bool, pieces: list[Piece]) -> bool:
-        """Whether the reply begins with reasoning is not known yet."""
-        start, text = self._form.think_start, self._held.lstrip()
+    def _before_reasoning(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """It is not known yet whether the reply begins with reasoning."""
+        start, text = self._form.reasoning_start, self._held.lstrip()
         if len(self._held) - len(text) <= GAP_CHARS:
             if text.startswith(start):
                 self._held = text[len(start) :]
-                self.thinking = self._trim = True
+                self.reasoning = self._trim = True
             elif start.startswith(text) and not final:
                 return False
         self._state = self._text
         return True
 
-    def _text(self, final: bool, pieces: list[Piece]) -> bool:
+    def _text(self, final: bool, pieces: list[ReplyPiece]) -> bool:
         """Text or reasoning."""
         if self._trim:
             self._held = self._held.lstrip()
             self._trim = not self._held
-        if self._alone_possible:
-            return self._text_or_lone_call(final)
-        marks = self._marks
-        if marks is None:
+        if self._call_only_possible:
+            return self._text_or_call_only(final)
+        markers = self._markers
+        if markers is None:
             self._out(len(self._held), pieces)
             return False
-        found = marks.find(self._held)
+        found = markers.find(self._held)
         if found is None:
             end = len(self._held)
-            self._out(end if final else _automaton_spaceless(self._held, end - marks.n_unsure(self._held)), pieces)
+            self._out(end if final else _before_spaces(self._held, end - markers.n_undecided(self._held)), pieces)
             return False
-        body = _automaton_spaceless(self._held, found.start())
+        body = _before_spaces(self._held, found.start())
         gap = self._held[body : found.start()]
         self._out(body, pieces)
-        if found[0] == self._form.think_end and self.thinking:
+        if found[0] == self._form.reasoning_end and self.reasoning:
             self._held = self._held[len(gap) + len(found[0]) :]
-            self.thinking, self._trim = False, True
+            self.reasoning, self._trim = False, True
         else:
             self._held, self._gap = self._held[len(gap) :], gap
             self._state = self._head
         return True
 
-    def _text_or_lone_call(self, final: bool) -> bool:
-        """A family whose calls are whole replies: only the beginning can be one."""
+    def _text_or_call_only(self, final: bool) -> bool:
+        """For formats whose calls are the whole reply: only its beginning can be a call."""
         assert self._calls is not None
         (opening,) = self._calls.openings
         text = self._held.lstrip()
@@ -327,8 +308,8 @@ class ReplyParser:
             self._at_start = False
         return True
 
-    def _head(self, final: bool, pieces: list[Piece]) -> bool:
-        """From an opening to where the arguments begin."""
+    def _head(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """From an opening to the arguments."""
         assert self._calls is not None
         found = self._calls.head.match(self._held[:HEAD_CHARS])
         if found is not None and found["name"] in self._names:
@@ -337,27 +318,27 @@ class ReplyParser:
         if found is None and len(self._held) < HEAD_CHARS and not final:
             return False
         if found is None and self._cut and self._calls.may_begin(self._held, self._names):
-            return self._lose_call()
+            return self._drop_call()
         opening = next(opening for opening in self._calls.openings if self._held.startswith(opening))
         self._held, self._gap = self._gap + self._held, ""
         self._out(len(self._held) - len(self._held.lstrip()) + len(opening), pieces)
         self._state = self._text
         return True
 
-    def _argue(self, final: bool, pieces: list[Piece]) -> bool:
+    def _call_arguments(self, final: bool, pieces: list[ReplyPiece]) -> bool:
         end = self._arguments.push(self._held)
         n = len(self._held) if end is None else end
         if n:
-            pieces.append(Argued(self._held[:n]))
+            pieces.append(ArgumentsPiece(self._held[:n]))
             self._held = self._held[n:]
         if end is None:
             return False
-        pieces.append(CallEnded())
+        pieces.append(CallEnd())
         self._state = self._tail
         return True
 
-    def _tail(self, final: bool, pieces: list[Piece]) -> bool:
-        """What closes a call. A model that left it out has called all the same."""
+    def _tail(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """The end of a call. A model that leaves it out has called all the same."""
         assert self._calls is not None
         found = self._calls.tail.match(self._held[:TAIL_CHARS])
         if found is None and len(self._held) < TAIL_CHARS and not final:
@@ -370,83 +351,79 @@ class ReplyParser:
         self._state = self._after
         return True
 
-    def _after(self, final: bool, pieces: list[Piece]) -> bool:
-        """Another call without an opening of its own, or what closes all of them."""
+    def _after(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """Another call without an opening of its own, or the end of all calls."""
         calls = self._calls
         assert calls is not None
         self._held = self._held.lstrip()
         if not self._held and not final:
             return False
-        again = calls.again and calls.again.match(self._held[:HEAD_CHARS])
-        if again and again["name"] in self._names:
-            self._begin(again["name"], again["number"], again.end(), pieces)
+        next_head = calls.next_head and calls.next_head.match(self._held[:HEAD_CHARS])
+        if next_head and next_head["name"] in self._names:
+            self._begin(next_head["name"], next_head["number"], next_head.end(), pieces)
             return True
         if calls.close and self._held.startswith(calls.close):
             self._held = self._held[len(calls.close) :]
         elif not final and self._may_continue(calls):
             return False
         elif self._cut and self._held and calls.may_go_on(self._held, self._names):
-            return self._lose_call()
+            return self._drop_call()
         self._state = self._text
         return True
 
     def _may_continue(self, calls: CallPatterns) -> bool:
         if calls.close.startswith(self._held):
             return True
-        return calls.again is not None and self._held.startswith(calls.separator) and len(self._held) < HEAD_CHARS
+        return calls.next_head is not None and self._held.startswith(calls.separator) and len(self._held) < HEAD_CHARS
 
-    # --- their parts --------------------------------------------------------------------------------------------------
-
-    @property
-    def _alone_possible(self) -> bool:
-        return self._calls is not None and self._calls.alone and self._at_start and not self.thinking
+    # --- helpers of the states ----------------------------------------------------------------------------------------
 
     @property
-    def _marks(self) -> Marks | None:
-        if self.thinking:
-            return self._form.in_thought
+    def _call_only_possible(self) -> bool:
+        return self._calls is not None and self._calls.alone and self._at_start and not self.reasoning
+
+    @property
+    def _markers(self) -> MarkerFinder | None:
+        if self.reasoning:
+            return self._form.in_reasoning
         return self._form.in_text if self._calls is not None and not self._calls.alone else None
 
-    def _lose_call(self) -> bool:
-        """Half a call is neither a call nor text."""
-        self._held, self._gap, self.lost_call = "", "", True
+    def _drop_call(self) -> bool:
+        """A call that was cut off is neither a call nor text."""
+        self._held, self._gap, self.lost_tool_call = "", "", True
         return False
 
-    def _begin(self, name: str, number: str, end: int, pieces: list[Piece]) -> None:
-        pieces.append(CallBegun(name, number))
+    def _begin(self, name: str, number: str, end: int, pieces: list[ReplyPiece]) -> None:
+        pieces.append(CallStart(name, number))
         self._held, self._gap = self._held[end:], ""
-        self.thinking = self._at_start = False
+        self.reasoning = self._at_start = False
         self._arguments = ArgumentScanner()
-        self._state = self._argue
+        self._state = self._call_arguments
 
-    def _out(self, n: int, pieces: list[Piece]) -> None:
-        """The first n held characters, to whom they are for. Special tokens stand for no text."""
-        text = self._held[:n].translate(_DROP_SIGNS) if self._form.sign_of else self._held[:n]
+    def _out(self, n: int, pieces: list[ReplyPiece]) -> None:
+        """Emits the first n held characters, without sentinels."""
+        text = self._held[:n].translate(_DROP_SENTINELS) if self._form.sentinel_of else self._held[:n]
         self._held = self._held[n:]
         if text:
-            pieces.append(Thought(text) if self.thinking else Said(text))
-            self._at_start = self._at_start and self.thinking
+            pieces.append(ReasoningPiece(text) if self.reasoning else TextPiece(text))
+            self._at_start = self._at_start and self.reasoning
 
 
-def _automaton_spaceless(text: str, end: int) -> int:
-    """Where the white space before `end` begins."""
+def _before_spaces(text: str, end: int) -> int:
+    """The offset at which the white space before `end` begins."""
     first = max(0, end - GAP_CHARS)
     while end > first and text[end - 1].isspace():
         end -= 1
     return end
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one."""
-    joined: list[Piece] = []
+def _joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
+    """Adjacent pieces of one kind joined."""
+    joined: list[ReplyPiece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if isinstance(piece, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + piece.text)
-        elif isinstance(piece, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + piece.text)
-        elif isinstance(piece, Argued) and isinstance(last, Argued):
-            joined[-1] = Argued(last.text + piece.text)
+        if isinstance(piece, TextPiece | ReasoningPiece | ArgumentsPiece) and type(piece) is type(last):
+            joined[-1] = type(piece)(last.text + piece.text)
         else:
             joined.append(piece)
     return joined
@@ -454,7 +431,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 class Call(msgspec.Struct):
     name: str
-    number: str  # the model's own, where its family writes one
+    number: str  # the index that the model wrote, in families that do
     arguments: str = ""
 
 
@@ -463,20 +440,20 @@ class Reply(msgspec.Struct):
     reasoning: str = ""
     calls: list[Call] = []
 
-    def add(self, pieces: Iterable[Piece]) -> "Reply":
+    def add(self, pieces: Iterable[ReplyPiece]) -> "Reply":
         for piece in pieces:
-            if isinstance(piece, Said):
+            if isinstance(piece, TextPiece):
                 self.text += piece.text
-            elif isinstance(piece, Thought):
+            elif isinstance(piece, ReasoningPiece):
                 self.reasoning += piece.text
-            elif isinstance(piece, CallBegun):
+            elif isinstance(piece, CallStart):
                 self.calls.append(Call(piece.name, piece.number))
-            elif isinstance(piece, Argued):
+            elif isinstance(piece, ArgumentsPiece):
                 self.calls[-1].arguments += piece.text
         return self
 
     def says(self, message: Message) -> bool:
-        """Whether the message is this reply: the same text and reasoning, and calls that mean the same."""
+        """Whether the message equals this reply: same text and reasoning, and calls with equal arguments."""
         if self.text != message.content or self.reasoning != (message.reasoning or ""):
             return False
         ours = [(call.name, parsed(call.arguments)) for call in self.calls]
@@ -484,7 +461,7 @@ class Reply(msgspec.Struct):
 
 
 def parsed(arguments: str) -> object:
-    """JSON as it means, whatever its spaces and the order of its keys; text that is none, as it is."""
+    """Parsed JSON, so that white space and key order do not matter; text that is not JSON unchanged."""
     try:
         return msgspec.json.decode(arguments)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.kv.cache import KVCache
@@ -31,7 +31,7 @@ def perform(play: Play, text: TextModel, flags: list[str]) -> int:
         return EngineScript(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
 
     def scheduler(cache: KVCache, limits: Limits, fingerprint: str, **more: Any) -> Scheduler:
-        return Scheduler(cache, limits, fingerprint, Grammars(limits.vocab_size), **more)
+        return Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), **more)
 
     script.of_request = of_request
     standin.Scheduler = scheduler

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -15,8 +15,7 @@ from emberline.protocol.grammar import encode
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
 from emberline.protocol.token_ids import pack, unpack
 from tests.engine.fakes import FULL
-
-from .samples import ALL, END_ID, WORDS, frame
+from tests.engine.grammar.samples import ALL, END_ID, WORDS, frame
 
 VOCAB = 302
 TASTES = {
@@ -83,7 +82,7 @@ class Bench:
         cache = KVCache((FULL,), [n_blocks], chunk=token_budget)
         limits = Limits(min(2000, cache.capacity), VOCAB, (END_ID,), max_running, token_budget)
         if grammars is None:
-            grammars = Grammars(VOCAB)
+            grammars = MatcherCompiler(VOCAB)
             grammars.learn(frame(WORDS))
         self.cache = cache
         self.scheduler = Scheduler(cache, limits, "fake", grammars)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberline.engine.grammar import compiler, matcher
 from emberline.engine.grammar import grammar_automaton as automaton_module
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import DEAD, Automaton
 from emberline.engine.grammar.lark import recursive_rules
 from emberline.engine.grammar.matcher import MatcherFailed
@@ -18,15 +18,14 @@ from emberline.engine.grammar.validation import check
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Overloaded
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
-
-from .samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
+from tests.engine.grammar.samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
 
 VOCAB = 302
 
 
 @pytest.fixture(scope="module")
 def engine():
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame(WORDS))
     return made
 
@@ -184,7 +183,7 @@ def test_a_closing_path_is_short(engine):
 
 def test_a_grammar_needs_the_vocabulary():
     with pytest.raises(BadInput, match="vocabulary"):
-        Grammars(VOCAB).request(encode(JSON))
+        MatcherCompiler(VOCAB).request(encode(JSON))
 
 
 def test_doors_must_agree_on_the_vocabulary(engine):
@@ -192,15 +191,15 @@ def test_doors_must_agree_on_the_vocabulary(engine):
     with pytest.raises(BadInput, match="differs"):
         engine.learn(frame(("other",)))
     with pytest.raises(BadInput, match="302 tokens, the model 4"):
-        Grammars(4).learn(frame())
+        MatcherCompiler(4).learn(frame())
 
 
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
         (Grammar((Rule(5),)), "does not exist"),
-        (Grammar((Token(5),)), "no special token"),
-        (Grammar((Token(999),)), "no special token"),
+        (Grammar((Token(5),)), "not a special token"),
+        (Grammar((Token(999),)), "not a special token"),
     ],
 )
 def test_a_bad_grammar_fails_alone(engine, grammar, reason):
@@ -217,7 +216,7 @@ def test_a_grammar_is_compiled_once(engine):
 
 def test_counted_texts_outlive_the_library_s_table(monkeypatch):
     monkeypatch.setitem(matcher.LIMITS, "max_lexer_states", 4000)
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame(WORDS))
     grammar = Grammar((seq(Text('"'), Repeat(choice(Chars(((97, 122),)), Text("\\n")), 0, 5000), Text('"')),))
     first, second = (compiled(made, grammar).guide() for _ in range(2))
@@ -234,19 +233,19 @@ def test_counted_texts_outlive_the_library_s_table(monkeypatch):
 
 
 def test_the_cache_is_bounded(engine, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_KEPT", 4)
+    monkeypatch.setattr(compiler, "MAX_CACHED", 4)
     kept = [compiled(engine, Grammar((Text(f"kept {n}"),))) for n in range(9)]
-    assert len(engine._kept) == 4
+    assert len(engine._cache) == 4
     assert compiled(engine, Grammar((Text("kept 8"),))) is kept[8]
     assert compiled(engine, Grammar((Text("kept 0"),))) is not kept[0]
-    assert engine._n_kept_bytes == sum(map(len, engine._kept))
-    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 60)
+    assert engine._cache_bytes == sum(map(len, engine._cache))
+    monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 60)
     compiled(engine, Grammar((Text("x" * 50),)))
-    assert len(engine._kept) == 1
+    assert len(engine._cache) == 1
 
 
 def test_too_many_at_once_are_told_to_come_back(monkeypatch):
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame())
     monkeypatch.setattr(compiler, "MAX_WAITING", 0)
     with pytest.raises(Overloaded):
@@ -255,7 +254,7 @@ def test_too_many_at_once_are_told_to_come_back(monkeypatch):
 
 def test_without_the_library_only_grammars_are_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame())
     with pytest.raises(BadInput, match="llguidance is not installed"):
         compiled(made, JSON).guide()

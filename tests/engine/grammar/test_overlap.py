@@ -2,16 +2,15 @@
 
 import pytest
 
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.step_loop import StepLoop
-
-from .bench import TASTES, VOCAB, Bench
-from .samples import ALL, WORDS, frame
+from tests.engine.grammar.bench import TASTES, VOCAB, Bench
+from tests.engine.grammar.samples import ALL, WORDS, frame
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame(WORDS))
     return made
 

@@ -9,8 +9,7 @@ from emberline.protocol.grammar import Grammar, Text, encode
 from emberline.protocol.request import EngineRequest, Message, SamplingParams
 from emberline.text.text_model import TextModel
 from tests.engine.client import Client, engine
-
-from .samples import JSON, LINKED, NUMBERS, PERSON
+from tests.engine.grammar.samples import JSON, LINKED, NUMBERS, PERSON
 
 ASKS = {
     "numbers": (NUMBERS, "List all prime numbers as a JSON array."),

@@ -11,22 +11,21 @@ from hypothesis import strategies as st
 from emberline.engine.grammar import grammar_automaton as automaton
 from emberline.engine.grammar import matcher
 from emberline.engine.grammar.closer import Closer
-from emberline.engine.grammar.compiler import Grammars
+from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
-
-from .bench import TASTES, VOCAB, Bench, Taste, text, valid
-from .samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
+from tests.engine.grammar.bench import TASTES, VOCAB, Bench, Taste, text, valid
+from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
 
 CLOSED = ("numbers", "linked", "json", "person", "thinking")  # those that are not free to end at any time
 
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame(WORDS))
     return made
 
@@ -345,7 +344,7 @@ def test_a_guide_that_breaks_ends_its_request_alone(fail, caplog):
 
 def test_a_grammar_beyond_the_library_is_the_callers_fault(monkeypatch):
     monkeypatch.setitem(matcher.LIMITS, "step_max_items", 1)
-    made = Grammars(VOCAB)
+    made = MatcherCompiler(VOCAB)
     made.learn(frame(WORDS))
     bench = Bench(grammars=made)
     bench.submit("bound", "json", max_tokens=5)
@@ -356,7 +355,7 @@ def test_a_grammar_beyond_the_library_is_the_callers_fault(monkeypatch):
 
 
 def test_without_a_vocabulary_a_grammar_is_refused():
-    bench = Bench(grammars=Grammars(VOCAB))
+    bench = Bench(grammars=MatcherCompiler(VOCAB))
     with pytest.raises(BadInput, match="vocabulary"):
         bench.submit("a", "json")
     assert not bench.scheduler.busy

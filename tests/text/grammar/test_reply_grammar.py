@@ -5,7 +5,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Free, Grammar, Token
 from emberline.protocol.request import OutputFormat
-from emberline.text.grammar.reply_grammar import GrammarSpec, ThinkingForm, build
+from emberline.text.grammar.reply_grammar import GrammarSpec, ReasoningSpec, build
 from tests.text.grammar.reference import Sampler, matches
 
 
@@ -33,7 +33,7 @@ def test_any_object() -> None:
 
 def test_thinking_comes_first() -> None:
     output = OutputFormat("choice", ["yes"])
-    grammar = build(GrammarSpec(output=output, thinking=ThinkingForm("</think>", 7)))
+    grammar = build(GrammarSpec(output=output, reasoning=ReasoningSpec("</think>", 7)))
     parts = [part for rule in grammar.rules for part in getattr(rule, "items", ())]
     assert isinstance(parts[0], Free)
     assert Token(7) in parts

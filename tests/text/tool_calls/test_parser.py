@@ -6,8 +6,17 @@ from hypothesis import strategies as st
 
 from emberline.protocol.request import Tool, ToolCall
 from emberline.protocol.token_ids import unpack
-from emberline.text.tool_calls.parser import Argued, Call, CallBegun, CallEnded, Piece, Reply, Said, Thought
-from tests.text.tools.models import CALLERS, model
+from emberline.text.tool_calls.parser import (
+    ArgumentsPiece,
+    Call,
+    CallEnd,
+    CallStart,
+    ReasoningPiece,
+    Reply,
+    ReplyPiece,
+    TextPiece,
+)
+from tests.text.tool_calls.models import CALLERS, model
 
 TOOLS = (Tool("get_weather"), Tool("add.numbers-2"))
 PARIS = ToolCall("1", "get_weather", '{"city":"P\\"ar{i}s \U0001f680","days":[1,{"n":2}]}')
@@ -18,7 +27,7 @@ def ids_of(name: str, text: str) -> list[int]:
     return unpack(model(name).encode(text, special=True))
 
 
-def pieces_of(name: str, chunks: list[list[int]], thinking: bool | None = False, tools=TOOLS) -> list[Piece]:
+def pieces_of(name: str, chunks: list[list[int]], thinking: bool | None = False, tools=TOOLS) -> list[ReplyPiece]:
     parser = model(name).reply_parser(b"", tools, thinking)
     pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
     return pieces + parser.finish()
@@ -30,12 +39,12 @@ def read(name: str, text: str, thinking: bool | None = False, tools=TOOLS) -> Re
 
 
 def calls_of(name: str) -> tuple[ToolCall, ...]:
-    return (PARIS, EMPTY) if model(name).tool_form.parallel else (PARIS,)
+    return (PARIS, EMPTY) if model(name).tool_format.parallel else (PARIS,)
 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_calls_are_read_as_they_are_written(name: str) -> None:
-    form = model(name).tool_form
+    form = model(name).tool_format
     before = "" if form.alone else "Let me see.\n"
     reply = read(name, before + form.write(calls_of(name)))
     assert reply.text == before.rstrip()
@@ -47,17 +56,17 @@ def test_calls_are_read_as_they_are_written(name: str) -> None:
 @pytest.mark.parametrize("name", CALLERS)
 def test_a_call_goes_out_while_it_is_written(name: str) -> None:
     parser = model(name).reply_parser(b"", TOOLS, False)
-    steps = [parser.push([token_id]) for token_id in ids_of(name, model(name).tool_form.write([PARIS]))]
-    begun = next(at for at, step in enumerate(steps) if CallBegun("get_weather", "0" if name == "kimi" else "") in step)
-    ended = next(at for at, step in enumerate(steps) if CallEnded() in step)
-    arguments = [piece.text for step in steps[begun : ended + 1] for piece in step if isinstance(piece, Argued)]
+    steps = [parser.push([token_id]) for token_id in ids_of(name, model(name).tool_format.write([PARIS]))]
+    begun = next(at for at, step in enumerate(steps) if CallStart("get_weather", "0" if name == "kimi" else "") in step)
+    ended = next(at for at, step in enumerate(steps) if CallEnd() in step)
+    arguments = [piece.text for step in steps[begun : ended + 1] for piece in step if isinstance(piece, ArgumentsPiece)]
     assert "".join(arguments) == PARIS.arguments
     assert len(arguments) > 5
 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_a_tool_that_was_not_declared_is_not_called(name: str) -> None:
-    form = model(name).tool_form
+    form = model(name).tool_format
     reply = read(name, form.write([ToolCall("1", "rm", '{"path":"/"}')]))
     assert reply.calls == []
     assert '{"path":"/"}' in reply.text
@@ -66,7 +75,7 @@ def test_a_tool_that_was_not_declared_is_not_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_without_tools_markup_is_text(name: str) -> None:
-    text = model(name).tool_form.write([PARIS])
+    text = model(name).tool_format.write([PARIS])
     special = model(name).special_ids
     plain = model(name).decode([token_id for token_id in ids_of(name, text) if token_id not in special])
     assert read(name, text, tools=()) == Reply(plain)
@@ -104,24 +113,26 @@ def test_endless_white_space_goes_out() -> None:
     for name, thinking in (("qwen", None), ("qwen", True), ("llama3", False)):
         parser = model(name).reply_parser(b"", TOOLS, thinking)
         parser.push_text("so" if thinking else "")
-        spaces = "".join(p.text for _ in range(100) for p in parser.push_text(" \n") if isinstance(p, Said | Thought))
+        spaces = "".join(
+            p.text for _ in range(100) for p in parser.push_text(" \n") if isinstance(p, TextPiece | ReasoningPiece)
+        )
         assert len(spaces) >= 100
 
 
 def test_text_after_calls_is_text() -> None:
-    reply = read("qwen", model("qwen").tool_form.write([EMPTY]) + "\n Done.")
+    reply = read("qwen", model("qwen").tool_format.write([EMPTY]) + "\n Done.")
     assert (reply.text, len(reply.calls)) == ("Done.", 1)
 
 
 def test_a_family_whose_calls_stand_alone_has_none_behind_text() -> None:
-    text = "Like this: " + model("llama3").tool_form.write([PARIS])
+    text = "Like this: " + model("llama3").tool_format.write([PARIS])
     assert read("llama3", text) == Reply(text)
-    assert read("llama3", "<|python_tag|>" + model("llama3").tool_form.write([PARIS])).calls
+    assert read("llama3", "<|python_tag|>" + model("llama3").tool_format.write([PARIS])).calls
     assert read("llama3", '{"answer": 1}') == Reply('{"answer": 1}')
 
 
 def test_markup_spelled_in_ordinary_tokens_is_not_a_special_token() -> None:
-    text = model("kimi").tool_form.write([PARIS])
+    text = model("kimi").tool_format.write([PARIS])
     ids = unpack(model("kimi").encode(text, special=False))
     assert Reply().add(pieces_of("kimi", [ids])) == Reply(text)
 
@@ -138,7 +149,7 @@ def test_a_special_token_ends_broken_arguments() -> None:
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_a_call_that_is_cut_keeps_what_was_written(name: str) -> None:
-    text = model(name).tool_form.write([PARIS])
+    text = model(name).tool_format.write([PARIS])
     cut = text[: text.index("P\\") + 1]
     assert [call.arguments for call in read(name, cut).calls] == ['{"city":"P']
 
@@ -149,12 +160,12 @@ def read_cut(name: str, ids: list[int], thinking: bool | None = False) -> tuple[
     reply = Reply()
     for token_id in ids:
         reply.add(parser.push([token_id]))
-    return reply.add(parser.finish(cut=True)), parser.lost_call
+    return reply.add(parser.finish(cut=True)), parser.lost_tool_call
 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_wherever_a_reply_is_cut_no_call_is_text(name: str) -> None:
-    form = model(name).tool_form
+    form = model(name).tool_format
     before = "" if form.alone else "Let me see.\n"
     ids = ids_of(name, before + form.write(calls_of(name)))
     openings = [at for opening in form.openings for at in range(1, len(ids)) if opening in text_of(name, ids[:at])]
@@ -215,7 +226,7 @@ def test_half_a_call_inside_reasoning() -> None:
 
 def test_white_space_behind_a_whole_call_loses_none() -> None:
     for name in CALLERS:
-        reply, lost = read_cut(name, ids_of(name, model(name).tool_form.write([PARIS]) + "\n"))
+        reply, lost = read_cut(name, ids_of(name, model(name).tool_format.write([PARIS]) + "\n"))
         assert (reply.text, len(reply.calls), lost) == ("", 1, False)
 
 
@@ -243,7 +254,7 @@ def test_reasoning_that_never_ends_is_all_reasoning() -> None:
 
 @pytest.mark.parametrize("name", ["qwen", "hermes-special", "kimi"])
 def test_a_call_inside_reasoning_is_not_lost(name: str) -> None:
-    reply = read(name, "I need the weather.\n" + model(name).tool_form.write([PARIS, EMPTY]), True)
+    reply = read(name, "I need the weather.\n" + model(name).tool_format.write([PARIS, EMPTY]), True)
     assert (reply.text, reply.reasoning) == ("", "I need the weather.")
     assert [call.name for call in reply.calls] == [PARIS.name, EMPTY.name]
 
@@ -300,7 +311,7 @@ _SNIPPETS = [
 
 @st.composite
 def replies(draw: st.DrawFn, name: str) -> str:
-    form = model(name).tool_form
+    form = model(name).tool_format
     calls = [PARIS, EMPTY, ToolCall("3", "rm", "{}")]
     written = st.lists(st.sampled_from(calls), min_size=1, max_size=3).map(form.write)
     return "".join(draw(st.lists(st.one_of(st.sampled_from(_SNIPPETS), written), max_size=8)))
@@ -310,7 +321,7 @@ def replies(draw: st.DrawFn, name: str) -> str:
 @given(data=st.data())
 def test_however_tokens_are_cut_the_same_comes_out(name: str, data: st.DataObject) -> None:
     ids = ids_of(name, data.draw(replies(name)))
-    begun = data.draw(st.sampled_from([True, False, None])) if model(name).think_form is not None else False
+    begun = data.draw(st.sampled_from([True, False, None])) if model(name).reasoning_format is not None else False
     whole = pieces_of(name, [ids], begun)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
     chunks = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
@@ -318,14 +329,18 @@ def test_however_tokens_are_cut_the_same_comes_out(name: str, data: st.DataObjec
     for call in Reply().add(whole).calls:
         assert call.name in {tool.name for tool in TOOLS}
     for piece in whole:
-        if isinstance(piece, Said | Thought):
+        if isinstance(piece, TextPiece | ReasoningPiece):
             assert not any("\ud800" <= char <= "\udfff" for char in piece.text)
 
 
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    merged: list[Piece] = []
+def _merged(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
+    merged: list[ReplyPiece] = []
     for piece in pieces:
-        if merged and type(merged[-1]) is type(piece) and isinstance(piece, Said | Thought | Argued):
+        if (
+            merged
+            and type(merged[-1]) is type(piece)
+            and isinstance(piece, TextPiece | ReasoningPiece | ArgumentsPiece)
+        ):
             merged[-1] = type(piece)(merged[-1].text + piece.text)  # type: ignore[union-attr]
         else:
             merged.append(piece)
@@ -346,5 +361,5 @@ def _merged(pieces: list[Piece]) -> list[Piece]:
 )
 def test_arguments_end_where_the_object_does(arguments: dict, indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
-    reply = read("qwen", model("qwen").tool_form.write([ToolCall("1", "get_weather", text), EMPTY]))
+    reply = read("qwen", model("qwen").tool_format.write([ToolCall("1", "get_weather", text), EMPTY]))
     assert [call.arguments for call in reply.calls] == [text, "{}"]

@@ -1,9 +1,9 @@
 import pytest
 
-from emberline.text.tool_calls.formats import FORMS, detect
+from emberline.text.tool_calls.formats import FORMATS_BY_FAMILY, detect_tool_format
 from tests.text.chats import CHATML, FAMILIES, family
 from tests.text.chats import LLAMA3 as LLAMA3_PLAIN
-from tests.text.tools.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST, QWEN, model
+from tests.text.tool_calls.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST, QWEN, model
 
 
 @pytest.mark.parametrize(
@@ -24,28 +24,28 @@ from tests.text.tools.models import CALLERS, KIMI, LLAMA3, MISTRAL, MISTRAL_LIST
     ],
 )
 def test_a_family_is_known_by_its_template(source: str, name: str) -> None:
-    assert detect(source, "tools" in source, {}).family == name
+    assert detect_tool_format(source, "tools" in source, {}).family == name
 
 
 def test_a_template_that_takes_no_tools_gets_the_generic_form() -> None:
-    assert detect("<tool_call> arguments", knows_tools=False, special={}).own
+    assert detect_tool_format("<tool_call> arguments", supports_tools=False, special={}).untemplated
 
 
 def test_marks_are_tokens_where_the_tokenizer_has_them_as_special() -> None:
-    assert model("qwen").tool_form.tokens == {}
+    assert model("qwen").tool_format.tokens == {}
     special = model("hermes-special")
-    assert special.tool_form.tokens == {
+    assert special.tool_format.tokens == {
         mark: special.tokenizer.special[mark] for mark in ("<tool_call>", "</tool_call>")
     }
-    assert len(model("kimi").tool_form.tokens) == 5
-    assert model("generic").tool_form.tokens == {}
+    assert len(model("kimi").tool_format.tokens) == 5
+    assert model("generic").tool_format.tokens == {}
 
 
 def test_forms_are_found_by_name() -> None:
     for name in CALLERS:
-        form = model(name).tool_form
-        assert FORMS[form.family].at(form.tokens) == form
+        form = model(name).tool_format
+        assert FORMATS_BY_FAMILY[form.family].at(form.tokens) == form
 
 
 def test_models_without_tools_in_their_templates_have_the_generic_form() -> None:
-    assert {family(name).tool_form.family for name in FAMILIES} == {"generic"}
+    assert {family(name).tool_format.family for name in FAMILIES} == {"generic"}

@@ -12,8 +12,20 @@ from emberline.engine.grammar.validation import MAX_DEPTH, check, read
 from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
-
-from .samples import ALL, CALLS, JSON, LINKED, PERSON, SPECIAL, STRING, choice, frame, grammars, language, seq
+from tests.engine.grammar.samples import (
+    ALL,
+    CALLS,
+    JSON,
+    LINKED,
+    PERSON,
+    SPECIAL,
+    STRING,
+    choice,
+    frame,
+    grammars,
+    language,
+    seq,
+)
 
 MOST = 6
 SYMBOLS = (97, 98, 0xC3, 0xA9, 256 + SPECIAL)
@@ -48,7 +60,7 @@ def test_every_prefix_is_known_with_its_shortest_completion(grammar):
             else:
                 assert state is DEAD or n + state.cost > MOST
             if state is not DEAD and n + state.cost <= MOST:
-                completion = symbols_of(automaton.closing(state))
+                completion = symbols_of(automaton.completion(state))
                 assert len(completion) == state.cost
                 assert (*prefix, *completion) in words
 
@@ -70,7 +82,7 @@ def test_every_prefix_is_known_with_its_shortest_completion(grammar):
 def test_closing(name, text, closing):
     automaton = Automaton(ALL[name])
     state = automaton.feed(automaton.start, text.encode())
-    pieces = automaton.closing(state)
+    pieces = automaton.completion(state)
     joined = b"".join(piece for piece in pieces if isinstance(piece, bytes))
     assert len(joined) == state.cost == len(closing)
     assert automaton.feed(state, joined).cost == 0
@@ -79,7 +91,7 @@ def test_closing(name, text, closing):
 def test_special_tokens_are_on_the_way():
     automaton = Automaton(ALL["thinking"])
     state = automaton.feed(automaton.start, b"let me see")
-    assert automaton.closing(state) == [SPECIAL, b'{"value":0,"next":null}']
+    assert automaton.completion(state) == [SPECIAL, b'{"value":0,"next":null}']
     after = automaton.token(state, SPECIAL)
     assert automaton.feed(after, b"x") is DEAD
     assert automaton.token(after, SPECIAL) is DEAD
@@ -199,7 +211,7 @@ def test_left_to_itself_a_text_never_gets_stuck(grammar):
             assert state.cost == 0
             break
         state = automaton.step(state, allowed[(n * 7919) % len(allowed)])
-        assert automaton.feed(state, b"".join(p for p in automaton.closing(state) if isinstance(p, bytes))).cost == 0
+        assert automaton.feed(state, b"".join(p for p in automaton.completion(state) if isinstance(p, bytes))).cost == 0
 
 
 def test_a_shortest_reply_that_is_enormous_is_not_written_out():

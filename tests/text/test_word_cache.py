@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.text.tokenizer import FEW, MAX_WORD_CHARS, MAX_WORDS, Words, _cutter
+from emberline.text.tokenizer import MAX_WORD_CHARS, MAX_WORDS, MIN_CACHED_WORDS, WordCache, _cutter
 from tests.text.strategies import snippets
 
 
@@ -14,7 +14,7 @@ def _words(**kwargs):
         asked.append(text)
         return text.encode()
 
-    return Words(encode, **kwargs), asked
+    return WordCache(encode, **kwargs), asked
 
 
 @given(snippets)
@@ -57,7 +57,7 @@ def test_new_text_is_tokenised_at_once_and_its_common_words_are_learned():
     assert words.encode(text) == text.encode()
     assert asked[0] == " often"
     assert asked[-1] == text
-    assert len(asked) == FEW + len(text) // 256 + 1
+    assert len(asked) == MIN_CACHED_WORDS + len(text) // 256 + 1
     asked.clear()
     assert words.encode(text) == text.encode()
     assert asked[-1] == text, "most of it is still new"

@@ -163,14 +163,14 @@ async def test_a_waiting_caller_may_leave(compiler: GrammarCompiler) -> None:
 # Answers in its own time: as many milliseconds as the regex says.
 SLEEPER = """
 import os, sys, time, msgspec
-from emberline.text.grammar.compiler_process import LENGTH, READY, Reply
+from emberline.text.grammar.compiler_process import LENGTH, READY, CompileReply
 from emberline.text.grammar.reply_grammar import GrammarSpec
 sys.stdout.buffer.write(READY)
 sys.stdout.buffer.flush()
 while head := sys.stdin.buffer.read(LENGTH.size):
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(LENGTH.unpack(head)[0]), type=GrammarSpec)
     time.sleep(int(spec.output.value.split()[0]) / 1000)
-    answer = msgspec.msgpack.encode(Reply(grammar=b"x"))
+    answer = msgspec.msgpack.encode(CompileReply(grammar=b"x"))
     sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
     sys.stdout.buffer.flush()
 """

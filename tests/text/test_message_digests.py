@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.request import Message, ToolCall
-from emberline.text.prompt import TextHash, chain_digests, extend
+from emberline.text.prompt import TextHash, chain_digests, extend_digest
 
 messages = st.builds(
     Message,
@@ -25,7 +25,7 @@ def test_conversations_share_digests_as_far_as_they_share_messages(one, other):
 
 def test_a_reply_extends_the_chain():
     first, reply = Message("user", "hi"), Message("assistant", "hello")
-    assert extend(chain_digests([first])[-1], reply) == chain_digests([first, reply])[-1]
+    assert extend_digest(chain_digests([first])[-1], reply) == chain_digests([first, reply])[-1]
 
 
 @pytest.mark.parametrize(("arguments", "same"), [('{"b": [1], "a":2}', True), ('{"a":2,"b":[2]}', False), ("{", False)])

@@ -8,11 +8,19 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message, Reasoning, Tool, ToolCall
 from emberline.protocol.token_ids import pack, unpack
-from emberline.text.prompt import Cut, Known, build_prompt, chain_digests, extend, reply_entry, thinking_begun
+from emberline.text.prompt import (
+    KnownPrefix,
+    PrefixCut,
+    build_prompt,
+    chain_digests,
+    extend_digest,
+    reasoning_begun,
+    reply_entry,
+)
 from emberline.text.text_model import TextModel
-from emberline.text.tool_calls.formats import system_text
+from emberline.text.tool_calls.formats import tools_system_prompt
 from emberline.text.tool_calls.parser import Reply
-from tests.text.tools.models import CALLERS, model
+from tests.text.tool_calls.models import CALLERS, model
 
 WEATHER = Tool("get_weather", "Tells the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 ADD = Tool("add")
@@ -40,11 +48,11 @@ def test_tools_stand_in_the_prompt(name: str) -> None:
 
 
 def test_our_own_words_stand_at_the_end_of_the_system_message() -> None:
-    words = system_text((WEATHER, ADD))
+    words = tools_system_prompt((WEATHER, ADD))
     beginning = f"<|im_start|>system\nBe brief.\n\n{words}<|im_end|>\n<|im_start|>user\n"
     assert text_of("generic", ask(SYSTEM, USER)).startswith(beginning)
     assert text_of("generic", ask(USER)).startswith(f"<|im_start|>system\n{words}<|im_end|>\n<|im_start|>user\n")
-    assert len(system_text(())) < 500
+    assert len(tools_system_prompt(())) < 500
 
 
 def test_our_own_words_for_calls_and_results() -> None:
@@ -52,7 +60,7 @@ def test_our_own_words_for_calls_and_results() -> None:
     said = Message("assistant", "Let me see.", tool_calls=calls)
     results = (Message("tool", "20 C", tool_call_id="a"), Message("tool", "0", tool_call_id="b"))
     text = text_of("generic", ask(USER, said, *results))
-    written = model("generic").tool_form.write(calls)
+    written = model("generic").tool_format.write(calls)
     assert f"<|im_start|>assistant\nLet me see.\n{written}<|im_end|>\n" in text
     assert text.endswith(
         "<|im_start|>user\n<tool_response>\n20 C\n</tool_response>\n\n<tool_response>\n0\n</tool_response><|im_end|>\n"
@@ -73,7 +81,7 @@ def test_ids_are_what_the_templates_insist_on() -> None:
 
 
 def test_ids_that_are_given_out() -> None:
-    forms = {name: model(name).tool_form for name in CALLERS}
+    forms = {name: model(name).tool_format for name in CALLERS}
     assert re.fullmatch(r"call_[0-9a-f]{24}", forms["qwen"].call_id("r/0/0", "add", ""))
     assert re.fullmatch(r"[a-zA-Z0-9]{9}", forms["mistral"].call_id("r/0/0", "add", ""))
     assert forms["kimi"].call_id("r/0/0", "add", "3") == "functions.add:3"
@@ -117,7 +125,9 @@ def test_tools_and_reasoning_root_the_digests() -> None:
     plain = chain_digests([USER])
     assert chain_digests([USER], {}, (WEATHER,)) != plain
     assert chain_digests([USER], {}, (WEATHER,)) != chain_digests([USER], {}, (ADD,))
-    assert extend(plain[0], Message("assistant", "a", reasoning="b")) != extend(plain[0], Message("assistant", "a"))
+    assert extend_digest(plain[0], Message("assistant", "a", reasoning="b")) != extend_digest(
+        plain[0], Message("assistant", "a")
+    )
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -125,10 +135,10 @@ def test_tools_and_reasoning_root_the_digests() -> None:
 
 def reply_of(text: TextModel, request: GenerateRequest, reply_ids: list[int]) -> Message:
     prompt = build_prompt(text, request)
-    parser = text.reply_parser(prompt.ids, request.tools, thinking_begun(text, prompt.rendered))
+    parser = text.reply_parser(prompt.ids, request.tools, reasoning_begun(text, prompt.rendered))
     reply = Reply().add(parser.push(reply_ids)).add(parser.finish())
     calls = [
-        ToolCall(text.tool_form.call_id(f"r/0/{n}", call.name, call.number), call.name, call.arguments)
+        ToolCall(text.tool_format.call_id(f"r/0/{n}", call.name, call.number), call.name, call.arguments)
         for n, call in enumerate(reply.calls)
     ]
     return Message("assistant", reply.text, tool_calls=tuple(calls), reasoning=reply.reasoning or None)
@@ -141,7 +151,7 @@ def test_the_next_turn_keeps_the_ids_of_a_call(name: str) -> None:
     request = ask(USER)
     prompt = build_prompt(text, request)
     thought = "Look.</think>" if name == "kimi" else ""
-    written = thought + text.tool_form.write([ToolCall("", "get_weather", '{"city":"Paris","days":[1,2]}')])
+    written = thought + text.tool_format.write([ToolCall("", "get_weather", '{"city":"Paris","days":[1,2]}')])
     reply_ids = unpack(text.encode(written, special=True))
     reply = reply_of(text, request, reply_ids)
     assert len(reply.tool_calls) == 1
@@ -150,7 +160,7 @@ def test_the_next_turn_keeps_the_ids_of_a_call(name: str) -> None:
     assert entry is not None
     assert entry.ids == prompt.ids + pack(reply_ids)
     turns = (USER, reply, Message("tool", "20 C", tool_call_id=reply.tool_calls[0].id))
-    known = Known(entry.ids, (Cut(len(entry.ids) // 4, entry.text_len, entry.text_digest),))
+    known = KnownPrefix(entry.ids, (PrefixCut(len(entry.ids) // 4, entry.text_len, entry.text_digest),))
     following = build_prompt(text, ask(*turns), known)
     assert following.ids.startswith(entry.ids)
     assert following.n_known == len(entry.ids) // 4
@@ -164,7 +174,7 @@ def _ended(text: TextModel, request: GenerateRequest, reply: Message) -> bytes:
 @pytest.mark.parametrize("change", [{"tool_calls": ()}, {"content": "other"}, {"reasoning": "other"}])
 def test_ids_are_not_kept_for_another_reply(change: dict[str, object]) -> None:
     text, request = model("qwen"), ask(USER)
-    reply_ids = unpack(text.encode(text.tool_form.write([ToolCall("", "add", '{"a":1}')]), special=True))
+    reply_ids = unpack(text.encode(text.tool_format.write([ToolCall("", "add", '{"a":1}')]), special=True))
     reply = msgspec.structs.replace(reply_of(text, request, reply_ids), **change)
     prompt = build_prompt(text, request)
     assert reply_entry(text, request, prompt, reply, pack(reply_ids)) is None
@@ -213,7 +223,7 @@ def test_how_prompts_begin_and_end_reasoning(name: str, reasoning: Reasoning, en
     prompt = build_prompt(model(name), ask(USER, tools=(), reasoning=reasoning))
     assert prompt.rendered is not None
     assert prompt.rendered.text.endswith(ending)
-    assert thinking_begun(model(name), prompt.rendered) is begun
+    assert reasoning_begun(model(name), prompt.rendered) is begun
 
 
 def test_what_the_client_tells_the_template_wins() -> None:

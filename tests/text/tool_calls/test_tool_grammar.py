@@ -13,8 +13,8 @@ from emberline.text.grammar.reply_grammar import build
 from emberline.text.prompt import grammar_spec
 from emberline.text.tool_calls.parser import Reply
 from tests.text.grammar.reference import Sampler
-from tests.text.tools.models import CALLERS, model
-from tests.text.tools.recognise import as_characters, as_text, matches, plain_grammar
+from tests.text.tool_calls.models import CALLERS, model
+from tests.text.tool_calls.parse_helpers import as_characters, as_text, matches, plain_grammar
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 WEATHER, NOW = Tool("get_weather", "", CITY), Tool("now")
@@ -34,13 +34,13 @@ def allows(name: str, grammar: Grammar, text: str) -> bool:
 
 
 def written(name: str, *calls: ToolCall) -> str:
-    return model(name).tool_form.write(calls)
+    return model(name).tool_format.write(calls)
 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_auto_is_text_or_declared_calls(name: str) -> None:
     grammar = grammar_of(name)
-    form = model(name).tool_form
+    form = model(name).tool_format
     assert allows(name, grammar, "Hello.")
     assert allows(name, grammar, "")
     assert allows(name, grammar, written(name, PARIS))

@@ -1,4 +1,6 @@
-"""How much of the official JSON Schema test suite is supported: `python -m tests.text.grammar.suite FOLDER …`.
+"""How much of the official JSON Schema test suite is supported.
+
+`python -m tests.text.grammar.json_schema.suite FOLDER …`:
 
 FOLDER is one draft's of the suite, such as `tests/draft2020-12` of its repository; the sdist of `jsonschema` carries
 it too, under `json/`. Prints how many schemas are refused and why; fails if one is misread or over 10 % are refused.

@@ -3,10 +3,10 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Reasoning, Tool
 from emberline.protocol.token_ids import unpack
-from emberline.text.prompt import thinking_limit
+from emberline.text.prompt import reasoning_limit
 from emberline.text.tool_calls.reasoning import budget, template_kwargs
 from tests.text.chats import FAMILIES, family
-from tests.text.tools.models import model
+from tests.text.tool_calls.models import model
 
 
 def request(reasoning: Reasoning, **fields: object) -> GenerateRequest:
@@ -14,9 +14,9 @@ def request(reasoning: Reasoning, **fields: object) -> GenerateRequest:
 
 
 def test_which_models_think() -> None:
-    thinking = {name for name in FAMILIES if family(name).think_form is not None}
+    thinking = {name for name in FAMILIES if family(name).reasoning_format is not None}
     assert thinking == {"chatml", "reasoning", "plain"}  # they have the tokens
-    assert model("generic").think_form is None
+    assert model("generic").reasoning_format is None
 
 
 @pytest.mark.parametrize(
@@ -59,27 +59,27 @@ def test_a_template_that_knows_efforts_needs_no_bound() -> None:
 
 def test_the_engines_bound() -> None:
     kimi = model("kimi")
-    limit = thinking_limit(kimi, request(Reasoning(budget_tokens=9), tools=(Tool("f"),)), 100)
+    limit = reasoning_limit(kimi, request(Reasoning(budget_tokens=9), tools=(Tool("f"),)), 100)
     special = kimi.tokenizer.special
     assert limit is not None
     assert (limit.most, unpack(limit.ids)) == (9, [special["</think>"]])
     assert limit.end_ids == tuple(
         special[mark] for mark in ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     )
-    qwen = thinking_limit(model("qwen"), request(Reasoning(budget_tokens=9)), 100)
+    qwen = reasoning_limit(model("qwen"), request(Reasoning(budget_tokens=9)), 100)
     assert qwen is not None
     assert model("qwen").decode(unpack(qwen.ids)) == "\n</think>\n\n"
 
 
 def test_no_bound_where_there_is_nothing_to_bound() -> None:
-    assert thinking_limit(model("kimi"), request(Reasoning()), 100) is None
-    assert thinking_limit(model("kimi"), request(Reasoning(budget_tokens=100)), 100) is None
+    assert reasoning_limit(model("kimi"), request(Reasoning()), 100) is None
+    assert reasoning_limit(model("kimi"), request(Reasoning(budget_tokens=100)), 100) is None
 
 
 def test_a_budget_that_cannot_be_kept_is_refused() -> None:
     """Its end of reasoning is ordinary text, several tokens of it."""
-    with pytest.raises(BadInput, match="</think> is no single token: leave it out") as caught:
-        thinking_limit(model("hermes-text"), request(Reasoning(budget_tokens=9)), 100)
+    with pytest.raises(BadInput, match="</think> is not a single token") as caught:
+        reasoning_limit(model("hermes-text"), request(Reasoning(budget_tokens=9)), 100)
     assert caught.value.param == "reasoning"
-    assert thinking_limit(model("hermes-text"), request(Reasoning(budget_tokens=100)), 100) is None  # kept anyway
-    assert thinking_limit(model("hermes-text"), request(Reasoning(effort="low")), 100) is None
+    assert reasoning_limit(model("hermes-text"), request(Reasoning(budget_tokens=100)), 100) is None  # kept anyway
+    assert reasoning_limit(model("hermes-text"), request(Reasoning(effort="low")), 100) is None
