@@ -15,65 +15,18 @@ from emberline.upstream.disaggregation import Adapter, BadPrefillReply, Fields, 
 from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange
 from emberline.upstream.sse import cached_of
 
+CACHED_WAIT_S = 2.0  # for the prefill server's reply once the decode server's is at its usage
+RELEASE_S = 10.0  # for the decode server to fetch blocks of a cancelled request, so that prefill can free them
 MAX_ERROR_BYTES = 64 << 10
 _MAX_MESSAGE_CHARS = 1000
 _CONTEXT = re.compile(r"maximum context length|context[ _]length|max_model_len|longer than the model", re.IGNORECASE)
 
+log = logging.getLogger("emberline.balancer")
+_releases: set[asyncio.Task[None]] = set()  # keeps the tasks alive
+
 
 class UpstreamBusy(Overloaded):
     """HTTP 429: another server may have room. No fault of the server's."""
-
-
-async def _raise_status(server: UpstreamClient, exchange: Exchange) -> NoReturn:
-    """The error that a status other than 200 stands for."""
-    try:
-        body = await exchange.read(MAX_ERROR_BYTES)
-    except ConnectionFailed as error:
-        raise server.lost(str(error)) from error
-    finally:
-        exchange.close()
-    status = exchange.status
-    message, param = _error_of(body)
-    if status == 429:
-        raise UpstreamBusy(
-            message or f"{server.name} has no room", retry_after_s=_seconds(exchange.headers.get("retry-after"))
-        )
-    if status == 413:
-        raise TooLarge(message or "the request is too large for the server")
-    if status in (400, 422):
-        kind = ContextExceeded if _CONTEXT.search(message) else BadInput
-        raise kind(message or f"the server answered {status}", param=param)
-    if status in (401, 403):
-        raise server.lost("does not accept the key that is configured for it")
-    raise server.lost(f"answered {status}{f': {message[:200]}' if message else ''}")
-
-
-def _error_of(body: bytes) -> tuple[str, str | None]:
-    """Message and `param` of an OpenAI error object, shortened."""
-    try:
-        answer: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return "", None
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    if not isinstance(error, dict):
-        return str(error)[:_MAX_MESSAGE_CHARS], None
-    message = error.get("message") or error.get("detail") or ""
-    param = error.get("param")
-    return str(message)[:_MAX_MESSAGE_CHARS], param[:64] if isinstance(param, str) else None
-
-
-def _seconds(retry_after: str | None) -> float:
-    try:
-        return min(600.0, max(1.0, float(retry_after or 1)))
-    except ValueError:
-        return 1.0
-
-
-CACHED_WAIT_S = 2.0  # for the prefill server's reply once the decode server's is at its usage
-RELEASE_S = 10.0  # for the decode server to fetch blocks of a cancelled request, so that prefill can free them
-
-log = logging.getLogger("emberline.balancer")
-_releases: set[asyncio.Task[None]] = set()  # keeps the tasks alive
 
 
 class Attempt:
@@ -257,3 +210,48 @@ async def _abandon(answering: "asyncio.Task[Exchange]") -> None:
     answering.cancel()
     with contextlib.suppress(asyncio.CancelledError, EmberlineError):
         (await answering).close()
+
+
+async def _raise_status(server: UpstreamClient, exchange: Exchange) -> NoReturn:
+    """The error that a status other than 200 stands for."""
+    try:
+        body = await exchange.read(MAX_ERROR_BYTES)
+    except ConnectionFailed as error:
+        raise server.lost(str(error)) from error
+    finally:
+        exchange.close()
+    status = exchange.status
+    message, param = _error_of(body)
+    if status == 429:
+        raise UpstreamBusy(
+            message or f"{server.name} has no room", retry_after_s=_seconds(exchange.headers.get("retry-after"))
+        )
+    if status == 413:
+        raise TooLarge(message or "the request is too large for the server")
+    if status in (400, 422):
+        kind = ContextExceeded if _CONTEXT.search(message) else BadInput
+        raise kind(message or f"the server answered {status}", param=param)
+    if status in (401, 403):
+        raise server.lost("does not accept the key that is configured for it")
+    raise server.lost(f"answered {status}{f': {message[:200]}' if message else ''}")
+
+
+def _error_of(body: bytes) -> tuple[str, str | None]:
+    """Message and `param` of an OpenAI error object, shortened."""
+    try:
+        answer: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return "", None
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    if not isinstance(error, dict):
+        return str(error)[:_MAX_MESSAGE_CHARS], None
+    message = error.get("message") or error.get("detail") or ""
+    param = error.get("param")
+    return str(message)[:_MAX_MESSAGE_CHARS], param[:64] if isinstance(param, str) else None
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        return min(600.0, max(1.0, float(retry_after or 1)))
+    except ValueError:
+        return 1.0

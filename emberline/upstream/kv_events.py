@@ -19,9 +19,16 @@ from emberline.protocol.block_hash import BLOCK_BYTES, DIGEST_BYTES, root, split
 from emberline.protocol.frames import KVEvents
 
 MAX_BLOCKS = 4 << 20  # of one server; beyond that its events are rejected
+REPLAY_TIMEOUT_S = 5.0
+END = (1 << 64) - 1  # -1 as 8 bytes: the replay is over
+_HIGH_WATER_MARK = 100_000  # messages
+_RETRY_S = 5.0
 _DEVICE = (None, "GPU", "gpu")
 _STORED_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _REMOVED_FIELDS = ("type", "block_hashes", "medium")
+
+
+log = logging.getLogger("emberline.balancer")
 
 
 class BadKVEvents(Exception):
@@ -169,14 +176,6 @@ def _extend(chain: bytes, packed: bytes) -> tuple[bytes, bytes, bytes]:
     return bytes(keys), chain, packed[n_full:]
 
 
-REPLAY_S = 5.0
-END = (1 << 64) - 1  # -1 as 8 bytes: the replay is over
-_HIGH_WATER_MARK = 100_000  # messages
-_RETRY_S = 5.0
-
-log = logging.getLogger("emberline.balancer")
-
-
 class KVSubscriber:
     """Follows one server's events; a gap is replayed where the server can, else all that is known is dropped."""
 
@@ -246,7 +245,7 @@ class KVSubscriber:
         if not self._replay:
             return False
         try:
-            async with asyncio.timeout(REPLAY_S):
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 async with contextlib.aclosing(_replay(context, self._replay, first)) as messages:
                     async for number, payload in messages:
                         if number != first or number >= end:
@@ -254,7 +253,7 @@ class KVSubscriber:
                         self._absorb(payload)
                         first += 1
         except TimeoutError:
-            log.warning("endpoint %s: no replay of KV events within %g s", self._name, REPLAY_S)
+            log.warning("endpoint %s: no replay of KV events within %g s", self._name, REPLAY_TIMEOUT_S)
         return first == end
 
     def _drop(self, why: str) -> None:

@@ -34,7 +34,7 @@ _NUMBERS = [bytes([number]) for number in range(KEYS_PER_CHUNK)]
 
 
 def byte_keys(model: str, salt: bytes, *parts: bytes) -> bytes:
-    """Equal up to where the parts' bytes are equal; another model's or tenant's are never equal."""
+    """Two prompts share keys as far as their bytes are equal; never across models or tenants."""
     chain = blake2b(b"%d/%s%s" % (len(salt), salt, model.encode()), person=b"emberline.bytes").digest()
     text = b"".join(parts)
     keys: list[bytes] = []
@@ -52,25 +52,13 @@ def estimated_tokens(n_bytes: int) -> int:
 
 _ENGINES = ("vllm", "sglang")
 _DEFAULTS = SamplingParams()
-# Ours → theirs, sent only where it is not the default.
-_SAMPLING = {
-    "max_tokens": "max_tokens",
-    "top_p": "top_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "seed": "seed",
-}
-_EXTRAS = {  # no part of OpenAI's API
-    "min_tokens": "min_tokens",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "ignore_eos": "ignore_eos",
-}
+# Sent only where they are not the default.
+_SAMPLING = ("max_tokens", "top_p", "frequency_penalty", "presence_penalty", "seed")
+_EXTRAS = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")  # no part of OpenAI's API
 
 
 def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
-    """Fields without the model's name; `messages` or `prompt` as they will travel."""
+    """All fields but the model; `messages` are encoded already."""
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if request.messages is not None:
         fields["messages"] = msgspec.Raw(msgspec.json.encode([_message(message) for message in request.messages]))
@@ -101,11 +89,11 @@ def _message(message: Message) -> dict[str, Any]:
 def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     sampling = request.sampling
     fields: dict[str, Any] = {"temperature": sampling.temperature}
-    for ours, theirs in (_SAMPLING | _EXTRAS).items():
-        if (value := getattr(sampling, ours)) != getattr(_DEFAULTS, ours):
-            if ours in _EXTRAS and kind not in _ENGINES:
-                raise Unsupported(f"`{ours}` is not known to the server of this model", param=ours)
-            fields[theirs] = value
+    for name in (*_SAMPLING, *_EXTRAS):
+        if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
+            if name in _EXTRAS and kind not in _ENGINES:
+                raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
+            fields[name] = value
     if sampling.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.stop:
