@@ -17,8 +17,8 @@ from msgspec.structs import replace as with_fields
 
 from benchmarks.report import markdown
 from emberline.simulator.coefficients import FixedTokenBudget, load
-from emberline.simulator.experiment import SimulationConfig, SimulationResult
-from emberline.simulator.simulation import load_at_utilization, load_within_slo, simulate
+from emberline.simulator.experiment import SLO_TPOT_S, SLO_TTFT_S, SimulationConfig, SimulationResult, percentile
+from emberline.simulator.simulation import MAX_SEARCH_RUNS, load_at_utilization, simulate
 from emberline.simulator.trace import TrafficTrace
 from emberline.simulator.trace_sources import open_trace
 
@@ -141,6 +141,30 @@ def disaggregated(sweep: Sweep, workers: int, kv_tokens: int | None) -> None:
     print(f"  requests/s within SLO: aggregated, ITL target {aggregated}; disaggregated {served}", flush=True)
     ratio = best / aggregated if aggregated else 0.0
     sweep.judge(part, "requests within SLO, disaggregated ÷ aggregated", ratio, 1.3, True)
+
+
+def load_within_slo(
+    trace: TrafficTrace, config: SimulationConfig, start: float
+) -> tuple[float, SimulationResult | None]:
+    """The highest load, to 5 %, that meets the SLO, and its result. `start`: the first load to try."""
+    load, low, high = start, 0.0, float("inf")
+    best: SimulationResult | None = None
+    for _ in range(MAX_SEARCH_RUNS):
+        result = simulate(trace, replace(config, load=load))
+        if _meets_slo(result):
+            low, best = load, result
+        else:
+            high = load
+        if high <= low * 1.05:
+            break
+        load = low * 1.3 if high == float("inf") else (low + high) / 2 if low else high / 1.5
+    return low, best
+
+
+def _meets_slo(result: SimulationResult) -> bool:
+    """Whether the 90th percentiles of TTFT and time per output token do."""
+    ttft, tpot = sorted(result.ttft_s()), sorted(result.time_per_token_s())
+    return percentile(ttft, 90) <= SLO_TTFT_S and percentile(tpot, 90) <= SLO_TPOT_S
 
 
 def _served(outcome: SimulationResult | None) -> float:

@@ -47,46 +47,34 @@ log = logging.getLogger("emberline.serve")
 OnReady = Callable[[ServerAddress, Sequence[ModelEntry], Sequence[dict[str, Any]]], None]
 
 
+_OPTIONS = (  # flag, configuration key, placeholder, help
+    ("--http-workers", "server.http_workers", "N", "HTTP processes (default 1: the core itself)"),
+    ("--device", "engine.device", "DEVICE", "auto, cpu or cuda (default auto)"),
+    ("--replicas", "engine.replicas", "N", "workers per model (default one per GPU, else 1)"),
+    ("--prefill-workers", "engine.prefill_workers", "N", "per model; prefill/decode disaggregation"),
+    ("--decode-workers", "engine.decode_workers", "N", "per model, with --prefill-workers"),
+    ("--threads", "engine.threads", "N", "CPU threads per worker (default: cores)"),
+    ("--kv-bytes", "engine.kv_bytes", "SIZE", "KV cache per worker, e.g. 4G (default: a quarter of the memory, ≤ 2G)"),
+    ("--max-running", "engine.max_running", "N", "sequences in a batch"),
+    ("--token-budget", "engine.token_budget", "N", "tokens computed per step"),
+    ("--log-level", "log.level", "LEVEL", "debug, info, warning or error"),
+)
+_REPEATABLE = (
+    ("--allowed-host", "server.allowed_hosts", "NAME", "a Host header to accept; repeatable"),
+    ("--cors-origin", "server.cors_origins", "URL", "a web origin that may call; repeatable"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("engine.models", nargs="*", metavar="MODEL", help=f"name, path or hf:org/repo (default {DEFAULT_MODEL})")
     common.add_address(parser)
-    add("--http-workers", dest="server.http_workers", metavar="N", help="HTTP processes (default 1: the core itself)")
-    add(
-        "--allowed-host",
-        dest="server.allowed_hosts",
-        action="append",
-        metavar="NAME",
-        help="a Host header to accept; repeatable",
-    )
-    add(
-        "--cors-origin",
-        dest="server.cors_origins",
-        action="append",
-        metavar="URL",
-        help="a web origin that may call; repeatable",
-    )
-    add("--device", dest="engine.device", metavar="DEVICE", help="auto, cpu or cuda (default auto)")
-    add("--replicas", dest="engine.replicas", metavar="N", help="workers per model (default one per GPU, else 1)")
-    add("--prefill-workers", dest="engine.prefill_workers", metavar="N", help="per model; disaggregates prefill")
-    add("--decode-workers", dest="engine.decode_workers", metavar="N", help="per model, with --prefill-workers")
-    add("--threads", dest="engine.threads", metavar="N", help="CPU threads per worker (default: cores)")
-    add(
-        "--kv-bytes",
-        dest="engine.kv_bytes",
-        metavar="SIZE",
-        help="KV cache per worker, e.g. 512M or 4G (default: a quarter of the free memory, at most 2G)",
-    )
-    add("--max-running", dest="engine.max_running", metavar="N", help="sequences in a batch")
-    add("--token-budget", dest="engine.token_budget", metavar="N", help="tokens computed per step")
-    add(
-        "--deterministic",
-        dest="engine.deterministic",
-        action="store_const",
-        const=True,
-        help="same seed, same tokens in any batch (always so on a CPU; slower on a GPU)",
-    )
-    add("--log-level", dest="log.level", metavar="LEVEL", help="debug, info, warning or error")
+    for flag, key, metavar, text in _OPTIONS:
+        add(flag, dest=key, metavar=metavar, help=text)
+    for flag, key, metavar, text in _REPEATABLE:
+        add(flag, dest=key, metavar=metavar, help=text, action="append")
+    same = "same seed, same tokens in any batch (always so on a CPU; slower on a GPU)"
+    add("--deterministic", dest="engine.deterministic", action="store_const", const=True, help=same)
     common.add_data_dir(parser)
     add("--json", action="store_true", help="print one line of JSON when ready")
 

@@ -131,11 +131,6 @@ class SimulationResult:
         )
         return _ratio(good, len(self.requests))
 
-    def meets_slo(self) -> bool:
-        """Whether the 90th percentiles of TTFT and time per output token do."""
-        ttft, tpot = sorted(self.ttft_s()), sorted(self.time_per_token_s())
-        return percentile(ttft, 90) <= SLO_TTFT_S and percentile(tpot, 90) <= SLO_TPOT_S
-
     def figures(self) -> dict[str, Any]:
         ttft, tpot = sorted(self.ttft_s()), sorted(self.time_per_token_s())
         mean_busy = sum(self.busy_s) / len(self.busy_s)

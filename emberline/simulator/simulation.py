@@ -191,24 +191,6 @@ def load_at_utilization(trace: TrafficTrace, config: SimulationConfig, busy: flo
     return load
 
 
-def load_within_slo(
-    trace: TrafficTrace, config: SimulationConfig, start: float
-) -> tuple[float, SimulationResult | None]:
-    """The highest load, to 5 %, that meets the SLO, and its result. `start`: the first load to try."""
-    load, low, high = start, 0.0, float("inf")
-    best: SimulationResult | None = None
-    for _ in range(MAX_SEARCH_RUNS):
-        result = simulate(trace, replace(config, load=load))
-        if result.meets_slo():
-            low, best = load, result
-        else:
-            high = load
-        if high <= low * 1.05:
-            break
-        load = low * 1.3 if high == float("inf") else (low + high) / 2 if low else high / 1.5
-    return low, best
-
-
 def _initial_load(trace: TrafficTrace, config: SimulationConfig) -> float:
     """A first guess: the load that keeps all workers busy at half of the possible hit ratio."""
     turns = [turn for session in trace.sessions for turn in session.turns]

@@ -1,4 +1,4 @@
-"""The command line as a process: with pipes, or with a terminal around it."""
+"""Runs the command line as a process, with pipes or in a pseudo-terminal."""
 
 import os
 import pty
@@ -23,13 +23,13 @@ def emberline(*words: str, home: Path, stdin: str = "", **env: str) -> subproces
 
 
 class Terminal:
-    """`emberline run` with a terminal around it."""
+    """`emberline run` in a pseudo-terminal."""
 
-    def __init__(self, port: int, home: Path) -> None:
+    def __init__(self, port: str, home: Path) -> None:
         self.master, slave = pty.openpty()
         self.seen = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "emberline.cli.main", "run", "--port", str(port)],
+            [sys.executable, "-m", "emberline.cli.main", "run", "--port", port],
             stdin=slave,
             stdout=slave,
             stderr=slave,

@@ -1,4 +1,4 @@
-"""A fake_server server for the commands that talk to one."""
+"""A fake Emberline server for the commands that talk to one: canned status, scripted chats, one batch."""
 
 import json
 import threading
@@ -7,25 +7,61 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = "@cf/test/model"
+RESULTS = b'{"custom_id":"c0"}\n{"custom_id":"c1"}\n'
+QUEUE = {
+    "waiting": [{"model": "@cf/x/m", "account": "a", "queued": 5, "running": 2, "quarantined": 1, "age_s": 75.0}],
+    "n_dead": 1,
+    "dead": [{"batch": "batch_1", "line": 4, "custom_id": "c4\x1b[2J", "model": "@cf/x/m"}],
+}
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Streams `pieces` with `pause_s` between them to every chat, and keeps what it was asked."""
+    """Streams `deltas` with `pause_s` between them to every chat. Its batch advances by two requests at each poll."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.daemon_threads = True
-        self.pieces = ["Hel", "lo", "!"]
+        self.deltas = ["Hel", "lo", "!"]
         self.pause_s = 0.0
-        self.error: tuple[int, str] | None = None
-        self.requests: list[dict[str, Any]] = []
+        self.error: tuple[int, str] | None = None  # the answer to every POST
+        self.chats: list[dict[str, Any]] = []
+        self.posts: list[tuple[str, str, bytes]] = []  # (path, content type, body)
         self.headers: list[dict[str, str]] = []
-        self.left = threading.Event()  # a client went away in the middle of an answer
+        self.disconnected = threading.Event()  # a client went away in the middle of an answer
         self.output_tokens = 0
+        self.n_done = 0  # of the batch
 
     @property
-    def port(self) -> int:
-        return int(self.server_address[1])
+    def port(self) -> str:
+        return str(self.server_address[1])
+
+    def ps(self) -> dict[str, Any]:
+        self.output_tokens += 100
+        load = {"running": 1, "waiting": 2, "kv_used_blocks": 1, "kv_total_blocks": 4}
+        engine = {
+            "name": "model-0",
+            "model": MODEL,
+            "ok": True,
+            "problem": "",
+            "device": "cpu",
+            "backend": "native",
+            "kv_tokens": 64,
+            "load": {**load, "output_tokens": self.output_tokens},
+        }
+        return {"ok": True, "engines": [engine]}
+
+    def batch(self) -> dict[str, Any]:
+        self.n_done = min(6, self.n_done + 2)
+        ended = self.n_done == 6
+        return {
+            "id": "batch_1",
+            "status": "completed" if ended else "in_progress",
+            "request_counts": {"total": 6, "completed": max(0, self.n_done - 1), "failed": 1},
+            "created_at": 1,
+            "output_file_id": "file-out" if ended else None,
+            "error_file_id": None,
+            "queue": {"position": 3, "estimated_wait_s": 200.0},
+        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,51 +72,56 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.headers.append(dict(self.headers))
-        load = {"running": 1, "waiting": 2, "kv_used_blocks": 1, "kv_total_blocks": 4}
-        self.server.output_tokens += 100
-        engine = {
-            "name": "model-0",
-            "model": MODEL,
-            "ok": True,
-            "problem": "",
-            "device": "cpu",
-            "backend": "native",
-            "kv_tokens": 64,
-            "load": {**load, "output_tokens": self.server.output_tokens},
-        }
         bodies: dict[str, Any] = {
-            "/health": {"status": "ok"},
-            "/v1/models": {"data": [{"id": MODEL}]},
-            "/api/ps": {"ok": True, "engines": [engine]},
+            "/health": lambda: {"status": "ok"},
+            "/v1/models": lambda: {"data": [{"id": MODEL}]},
+            "/api/ps": self.server.ps,
+            "/api/queue": lambda: QUEUE,
+            "/v1/batches/batch_1": self.server.batch,
+            "/v1/batches?limit=20": lambda: {"data": [self.server.batch()], "has_more": False},
+            "/v1/files/file-out/content": lambda: RESULTS,
         }
-        self._json(200, bodies[self.path])
+        self._reply(200, bodies[self.path]())
 
     def do_POST(self) -> None:
         self.server.headers.append(dict(self.headers))
-        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posts.append((self.path, self.headers["Content-Type"], raw))
+        if self.path == "/v1/chat/completions":
+            self.server.chats.append(json.loads(raw))
         if self.server.error is not None:
             status, message = self.server.error
-            return self._json(status, {"error": {"message": message}})
+            self._reply(status, {"error": {"message": message}})
+        elif self.path == "/v1/chat/completions":
+            self._stream()
+        elif self.path == "/v1/files":
+            self._reply(200, {"id": "file-in"})
+        elif self.path == "/api/queue/replay":
+            self._reply(200, {"replayed": 1})
+        else:
+            self._reply(200, self.server.batch())
+
+    def _stream(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            for piece in self.server.pieces:
-                self._event({"choices": [{"index": 0, "delta": {"content": piece}}]})
+            for text in self.server.deltas:
+                self._event({"choices": [{"index": 0, "delta": {"content": text}}]})
                 time.sleep(self.server.pause_s)
         except OSError:
-            self.server.left.set()
+            self.server.disconnected.set()
             return
-        details = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
-        self._event({"choices": [], "usage": details})
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
+        self._event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         self.wfile.flush()
 
-    def _json(self, status: int, body: Any) -> None:
-        raw = json.dumps(body).encode()
+    def _reply(self, status: int, body: Any) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()

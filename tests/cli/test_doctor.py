@@ -1,4 +1,4 @@
-"""The doctor finds what is broken, and says how to mend it."""
+"""`emberline doctor`: each check and its remedy."""
 
 import json
 import socket
@@ -51,7 +51,7 @@ def test_json_has_every_check_and_the_verdict(
     assert report["ok"], report
 
 
-def test_a_broken_configuration_is_a_finding_not_a_crash(
+def test_invalid_configuration_is_a_failed_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBERLINE_HOME", str(tmp_path))
@@ -63,7 +63,7 @@ def test_a_broken_configuration_is_a_finding_not_a_crash(
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
-def test_a_torch_outside_the_range(version: str) -> None:
+def test_unsupported_torch_version(version: str) -> None:
     found = doctor.torch_version({"version": version})
     assert found.status == "fail"
     assert "pip install torch==2.13.0" in found.fix
@@ -71,7 +71,7 @@ def test_a_torch_outside_the_range(version: str) -> None:
     assert doctor.torch_version("No module named 'torch'").status == "fail"
 
 
-def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "n_gpus_installed", lambda: 2)
     found = doctor.gpu({"gpus": []})
     assert found.status == "warn"
@@ -89,7 +89,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gcc" in found.fix
 
 
-def test_a_port_somebody_else_has(tmp_path: Path) -> None:
+def test_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -98,7 +98,7 @@ def test_a_port_somebody_else_has(tmp_path: Path) -> None:
     assert "--port" in found.fix
 
 
-def test_data_that_others_can_touch(tmp_path: Path) -> None:
+def test_data_folder_permissions(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert doctor.data_folder(config(tmp_path)).status == "ok"
     (tmp_path / "secret").write_text("x")
@@ -109,7 +109,7 @@ def test_data_that_others_can_touch(tmp_path: Path) -> None:
     assert doctor.data_folder(config(tmp_path)).fix == f"chmod 700 {tmp_path}"
 
 
-def test_a_model_that_rotted(tmp_path: Path) -> None:
+def test_damaged_model(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "cf--x--y"
     folder.mkdir(parents=True)
     card = {

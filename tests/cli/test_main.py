@@ -1,4 +1,4 @@
-"""The command line as a user meets it: as a process."""
+"""The command line as a process: help, errors and the model commands."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def test_plain_help_imports_next_to_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_typing_slip_is_understood(tmp_path: Path) -> None:
+def test_misspelt_command_gets_a_hint(tmp_path: Path) -> None:
     done = emberline("sevre", home=tmp_path)
     assert done.returncode == 2
     assert "did you mean `emberline serve`?" in done.stderr
@@ -70,7 +70,7 @@ def test_version(tmp_path: Path) -> None:
     assert json.loads(emberline("version", "--json", home=tmp_path).stdout) == {"version": __version__}
 
 
-def test_nothing_pulled_yet(tmp_path: Path) -> None:
+def test_no_models_installed(tmp_path: Path) -> None:
     assert "emberline pull" in emberline("ls", home=tmp_path).stdout
     assert json.loads(emberline("ls", "--json", home=tmp_path).stdout) == []
     done = emberline("rm", "smollm2", home=tmp_path)
@@ -78,7 +78,7 @@ def test_nothing_pulled_yet(tmp_path: Path) -> None:
     assert "not pulled" in done.stderr
 
 
-def test_an_unknown_model_is_refused_with_the_choices(tmp_path: Path) -> None:
+def test_unknown_model_is_refused_with_the_choices(tmp_path: Path) -> None:
     done = emberline("pull", "no-such-model", home=tmp_path)
     assert done.returncode == 1
     assert "no-such-model" in done.stderr
@@ -86,7 +86,7 @@ def test_an_unknown_model_is_refused_with_the_choices(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
+def test_truncated_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     done = emberline("pull", str(tmp_path / "half.gguf"), home=tmp_path / "home")
     assert done.returncode == 1
@@ -101,13 +101,13 @@ def test_ps_without_a_server(tmp_path: Path, free_port: str) -> None:
     assert "emberline serve" in done.stderr
 
 
-def test_run_with_an_empty_prompt(tmp_path: Path, free_port: str) -> None:
+def test_run_refuses_an_empty_prompt(tmp_path: Path, free_port: str) -> None:
     done = emberline("run", "--port", free_port, home=tmp_path, stdin="  \n")
     assert done.returncode == 2
     assert "the prompt is empty" in done.stderr
 
 
-def test_a_port_in_use_is_told_before_anything_is_pulled(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_before_any_download(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -119,19 +119,19 @@ def test_a_port_in_use_is_told_before_anything_is_pulled(tmp_path: Path) -> None
     assert not (tmp_path / "models").exists()
 
 
-def test_serving_the_world_needs_a_key(tmp_path: Path) -> None:
+def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     done = emberline("serve", "--host", "0.0.0.0", home=tmp_path)
     assert done.returncode == 1
     assert "refusing to listen on 0.0.0.0 without a key" in done.stderr
     assert "export EMBERLINE_AUTH_KEY=" in done.stderr
 
 
-def test_commands_that_do_not_listen_do_not_ask_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_do_not_listen_need_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_SERVER_HOST", "0.0.0.0")
     assert emberline("ls", home=tmp_path).returncode == 0
 
 
-def test_a_bad_setting_is_one_line(tmp_path: Path) -> None:
+def test_invalid_setting_is_one_line(tmp_path: Path) -> None:
     done = emberline("serve", "--port", "many", home=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("emberline: bad value 'many' for port in [server] (flag --port)")
@@ -172,7 +172,7 @@ def test_an_unknown_model_is_refused_by_serve(tmp_path: Path) -> None:
     assert "no-such-model" in done.stderr
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mute.gguf"
     path.write_bytes(gguf_bytes(tmp_path))
     done = emberline("pull", str(path), home=tmp_path / "home")
@@ -188,11 +188,11 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "no tokenizer" in found.detail
 
 
-def test_a_data_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+def test_unusable_data_folder_is_one_line(tmp_path: Path) -> None:
     done = emberline("serve", "--port", "0", "--data-dir", "/proc/emberline", home=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "emberline: cannot use /proc/emberline: No such file or directory\n"
 
 
-def test_help_is_for_users(tmp_path: Path) -> None:
+def test_help_omits_developer_notes(tmp_path: Path) -> None:
     assert "where to begin reading" not in emberline("serve", "--help", home=tmp_path).stdout

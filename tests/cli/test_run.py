@@ -12,20 +12,20 @@ from tests.cli.console import Terminal, emberline
 from tests.cli.fake_server import MODEL, FakeServer
 
 
-def test_one_prompt_from_arguments(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("run", "--port", str(fake_server.port), "say", "hello", "--seed", "7", home=tmp_path)
+def test_prompt_from_arguments(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", fake_server.port, "say", "hello", "--seed", "7", home=tmp_path)
     assert (done.returncode, done.stdout) == (0, "Hello!\n")
-    (asked,) = fake_server.requests
-    assert asked["messages"] == [{"role": "user", "content": "say hello"}]
-    assert (asked["model"], asked["seed"], asked["stream"]) == (MODEL, 7, True)
-    assert "max_tokens" not in asked
+    (sent,) = fake_server.chats
+    assert sent["messages"] == [{"role": "user", "content": "say hello"}]
+    assert (sent["model"], sent["seed"], sent["stream"]) == (MODEL, 7, True)
+    assert "max_tokens" not in sent
 
 
-def test_a_prompt_and_a_document_on_stdin(tmp_path: Path, fake_server: FakeServer) -> None:
-    words = ("run", "--port", str(fake_server.port), "--system", "Be brief.", "Summarise:")
+def test_prompt_with_a_document_on_stdin(tmp_path: Path, fake_server: FakeServer) -> None:
+    words = ("run", "--port", fake_server.port, "--system", "Be brief.", "Summarise:")
     done = emberline(*words, home=tmp_path, stdin="a long text\n")
     assert done.returncode == 0
-    assert fake_server.requests[0]["messages"] == [
+    assert fake_server.chats[0]["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Summarise:\n\na long text"},
     ]
@@ -80,51 +80,51 @@ def test_one_unknown_word_before_text_on_stdin_is_a_prompt_unless_it_resembles_a
 
 
 def test_a_misspelt_model_is_refused(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("run", "--port", str(fake_server.port), "smolm2", home=tmp_path)
+    done = emberline("run", "--port", fake_server.port, "smolm2", home=tmp_path)
     assert done.returncode == 1
     assert "did you mean smollm2?" in done.stderr
-    assert fake_server.requests == []
+    assert fake_server.chats == []
 
 
 def test_flags_between_the_model_and_the_prompt(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("run", MODEL, "--port", str(fake_server.port), "say", "--seed", "7", "hello", home=tmp_path)
+    done = emberline("run", MODEL, "--port", fake_server.port, "say", "--seed", "7", "hello", home=tmp_path)
     assert (done.returncode, done.stdout) == (0, "Hello!\n")
-    assert fake_server.requests[0]["messages"] == [{"role": "user", "content": "say hello"}]
+    assert fake_server.chats[0]["messages"] == [{"role": "user", "content": "say hello"}]
 
 
 def test_model_alone_with_the_prompt_on_stdin(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("run", MODEL, "--port", str(fake_server.port), home=tmp_path, stdin="a text\n")
+    done = emberline("run", MODEL, "--port", fake_server.port, home=tmp_path, stdin="a text\n")
     assert done.returncode == 0
-    assert fake_server.requests[0]["messages"] == [{"role": "user", "content": "a text"}]
+    assert fake_server.chats[0]["messages"] == [{"role": "user", "content": "a text"}]
 
 
-def test_figures_go_to_stderr(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("run", "--port", str(fake_server.port), "-v", MODEL, "x", home=tmp_path)
+def test_verbose_figures_go_to_stderr(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", fake_server.port, "-v", MODEL, "x", home=tmp_path)
     assert done.stdout == "Hello!\n"
     assert "3 tokens at" in done.stderr
     assert "7 in the prompt (5 cached)" in done.stderr
 
 
-def test_the_servers_error_is_the_message(tmp_path: Path, fake_server: FakeServer) -> None:
+def test_server_error_is_shown(tmp_path: Path, fake_server: FakeServer) -> None:
     fake_server.error = (429, "too many requests, come back later")
-    done = emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path)
+    done = emberline("run", "--port", fake_server.port, MODEL, "x", home=tmp_path)
     assert (done.returncode, done.stderr) == (1, "emberline: too many requests, come back later\n")
 
 
-def test_a_missing_key_is_named(tmp_path: Path, fake_server: FakeServer) -> None:
+def test_missing_key_is_explained(tmp_path: Path, fake_server: FakeServer) -> None:
     fake_server.error = (401, "send it as `Authorization: Bearer <key>`")
-    done = emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path)
+    done = emberline("run", "--port", fake_server.port, MODEL, "x", home=tmp_path)
     assert done.returncode == 1
     assert "EMBERLINE_AUTH_KEY" in done.stderr
 
 
-def test_the_key_is_sent(tmp_path: Path, fake_server: FakeServer) -> None:
-    emberline("run", "--port", str(fake_server.port), MODEL, "x", home=tmp_path, EMBERLINE_AUTH_KEY="my-key")
+def test_api_key_is_sent(tmp_path: Path, fake_server: FakeServer) -> None:
+    emberline("run", "--port", fake_server.port, MODEL, "x", home=tmp_path, EMBERLINE_AUTH_KEY="my-key")
     assert {headers.get("Authorization") for headers in fake_server.headers} == {"Bearer my-key"}
 
 
 def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("ps", "--port", str(fake_server.port), home=tmp_path)
+    done = emberline("ps", "--port", fake_server.port, home=tmp_path)
     head, row = done.stdout.splitlines()
     assert head.split() == [
         "MODEL",
@@ -139,23 +139,23 @@ def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
         "TOKENS/S",
     ]
     assert row.split()[:9] == [MODEL, "0", "cpu", "native", "ok", "1", "2", "25", "%"]
-    report = json.loads(emberline("ps", "--json", "--port", str(fake_server.port), home=tmp_path).stdout)
+    report = json.loads(emberline("ps", "--json", "--port", fake_server.port, home=tmp_path).stdout)
     assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100
 
 
 def test_bench(tmp_path: Path, fake_server: FakeServer) -> None:
-    done = emberline("bench", "--json", "--input-words", "9", "--port", str(fake_server.port), home=tmp_path)
+    done = emberline("bench", "--json", "--input-words", "9", "--port", fake_server.port, home=tmp_path)
     runs = json.loads(done.stdout)["runs"]
     assert [row["streams"] for row in runs] == [1, 8]
     assert all(row["tokens_per_s"] > 0 and row["prompt_tokens"] == 7 for row in runs)
-    prompts = [asked["messages"][0]["content"] for asked in fake_server.requests]
+    prompts = [sent["messages"][0]["content"] for sent in fake_server.chats]
     assert len(set(prompts)) == 9
-    assert all(asked["ignore_eos"] for asked in fake_server.requests)
+    assert all(sent["ignore_eos"] for sent in fake_server.chats)
 
 
-def test_bench_says_what_went_wrong(tmp_path: Path, fake_server: FakeServer) -> None:
+def test_bench_shows_the_server_error(tmp_path: Path, fake_server: FakeServer) -> None:
     fake_server.error = (400, "the prompt is too long")
-    done = emberline("bench", "--port", str(fake_server.port), home=tmp_path)
+    done = emberline("bench", "--port", fake_server.port, home=tmp_path)
     assert (done.returncode, done.stderr) == (1, "emberline: the prompt is too long\n")
 
 
@@ -164,7 +164,7 @@ def terminal(tmp_path: Path, fake_server: FakeServer) -> Terminal:
     return Terminal(fake_server.port, tmp_path)
 
 
-def test_a_conversation(terminal: Terminal, fake_server: FakeServer, tmp_path: Path) -> None:
+def test_conversation(terminal: Terminal, fake_server: FakeServer, tmp_path: Path) -> None:
     terminal.expect(MODEL)
     terminal.expect(">>> ")
     terminal.type("first\n")
@@ -181,34 +181,34 @@ def test_a_conversation(terminal: Terminal, fake_server: FakeServer, tmp_path: P
     terminal.expect("There is no command /nonsense")
     terminal.type("/exit\n")
     assert terminal.close() == 0
-    conversations = [[message["content"] for message in asked["messages"]] for asked in fake_server.requests]
+    conversations = [[message["content"] for message in sent["messages"]] for sent in fake_server.chats]
     assert conversations == [["first"], ["first", "Hello!", "two\nlines"], ["third"]]
     history = tmp_path / "history"
     assert "first" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, fake_server: FakeServer) -> None:
-    fake_server.pieces = ["word "] * 1000
+def test_ctrl_c_stops_only_the_answer(terminal: Terminal, fake_server: FakeServer) -> None:
+    fake_server.deltas = ["word "] * 1000
     fake_server.pause_s = 0.02
     terminal.expect(">>> ")
     terminal.type("go on\n")
     terminal.expect("word word")
     os.kill(terminal.process.pid, 2)
     terminal.expect(">>> ")
-    assert fake_server.left.wait(10)
-    fake_server.pieces = ["done"]
+    assert fake_server.disconnected.wait(10)
+    fake_server.deltas = ["done"]
     terminal.type("and now?\n")
     terminal.expect("done")
     terminal.expect(">>> ")
     terminal.type("\x04")
     assert terminal.close() == 0
-    said = fake_server.requests[1]["messages"][1]["content"]
+    said = fake_server.chats[1]["messages"][1]["content"]
     assert said.startswith("word ")
     assert len(said) < 5000
 
 
-def test_an_error_leaves_the_conversation_as_it_was(terminal: Terminal, fake_server: FakeServer) -> None:
+def test_error_leaves_the_conversation_unchanged(terminal: Terminal, fake_server: FakeServer) -> None:
     terminal.expect(">>> ")
     fake_server.error = (503, "the engine is starting")
     terminal.type("lost\n")
@@ -219,11 +219,11 @@ def test_an_error_leaves_the_conversation_as_it_was(terminal: Terminal, fake_ser
     terminal.expect(">>> ")
     terminal.type("\x04")
     assert terminal.close() == 0
-    assert fake_server.requests[1]["messages"] == [{"role": "user", "content": "kept"}]
+    assert fake_server.chats[1]["messages"] == [{"role": "user", "content": "kept"}]
 
 
-def test_a_model_cannot_steer_the_terminal(terminal: Terminal, fake_server: FakeServer) -> None:
-    fake_server.pieces = ["\x1b]0;owned\x07safe\x9b2J"]
+def test_control_characters_are_removed(terminal: Terminal, fake_server: FakeServer) -> None:
+    fake_server.deltas = ["\x1b]0;owned\x07safe\x9b2J"]
     terminal.expect(">>> ")
     terminal.type("x\n")
     terminal.expect("]0;ownedsafe2J")
