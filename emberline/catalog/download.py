@@ -3,8 +3,6 @@
 import errno
 import shutil
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +11,11 @@ from typing import NamedTuple
 from emberline.protocol.errors import Unavailable
 
 INTERVAL_S = 0.2
-WINDOW_S = 5.0  # over which the rate is measured, so that a stall shows
 
 
 class DownloadProgress(NamedTuple):
     done_bytes: int
     total_bytes: int
-    rate: float  # bytes a second
-    eta: float | None  # seconds left; None while nothing moves
 
 
 ReportProgress = Callable[[DownloadProgress], None]
@@ -33,28 +28,19 @@ def watched(folder: Path, total_bytes: int, report: ReportProgress | None) -> It
         yield
         return
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, total_bytes, report, stop), daemon=True)
+
+    def watch() -> None:
+        while not stop.wait(INTERVAL_S):
+            report(DownloadProgress(min(folder_bytes(folder), total_bytes), total_bytes))
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-    report(DownloadProgress(total_bytes, total_bytes, 0.0, 0.0))
-
-
-def _watch(folder: Path, total_bytes: int, report: ReportProgress, stop: threading.Event) -> None:
-    samples: deque[tuple[float, int]] = deque()
-    while not stop.wait(INTERVAL_S):
-        now, done = time.monotonic(), min(folder_bytes(folder), total_bytes)
-        if not done:
-            samples.clear()  # measure the rate from the first byte, not from the start of the download program
-        samples.append((now, done))
-        while now - samples[0][0] > WINDOW_S:
-            samples.popleft()
-        elapsed = now - samples[0][0]
-        rate = max(0.0, (done - samples[0][1]) / elapsed) if elapsed else 0.0
-        report(DownloadProgress(done, total_bytes, rate, (total_bytes - done) / rate if rate else None))
+    report(DownloadProgress(total_bytes, total_bytes))
 
 
 def folder_bytes(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Stand-ins for the two places models come from: a hub and a package index, on a port of their own."""
+"""A fake Hugging Face Hub and package index on a local port."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The store: what is registered, found, resolved and removed."""
+"""The model store: linking, finding, resolving and removing models."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What both databases promise alike."""
+"""The contract of both databases."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -63,7 +63,7 @@ async def test_a_transaction_that_reads_before_it_writes(store: Database) -> Non
 
 
 async def test_deadlocked_transactions_are_retried(store: Database) -> None:
-    """Each moves one from row to row in its own direction: in PostgreSQL these run into each other's locks."""
+    """Opposite lock orders: in PostgreSQL these transactions deadlock."""
     await store.write("CREATE TABLE n (k TEXT PRIMARY KEY, v BIGINT)")
     await store.transaction([Query("INSERT INTO n VALUES (?, 0)", (k,)) for k in "ab"])
     add = "UPDATE n SET v = v + ? WHERE k = ?"

@@ -1,4 +1,4 @@
-"""PostgreSQL that goes away and comes back, under a store that is in use."""
+"""A PostgreSQL server that stops and restarts under a store in use."""
 
 import asyncio
 import tempfile
@@ -62,7 +62,7 @@ async def test_an_outage_raises_unavailable_and_recovers(server: StoppablePostgr
     stop.set()
     await tasks[1]
     found = {int(str(account)) for (account,) in await store.read("SELECT account FROM holdings")}
-    assert set(written) <= found  # what returned is there
-    assert len(found - set(written)) <= 1  # at most the one in flight was kept without saying so
+    assert set(written) <= found  # acknowledged writes are durable
+    assert len(found - set(written)) <= 1  # at most the write in flight was committed without an acknowledgement
     tasks[0].cancel()
     await store.close()

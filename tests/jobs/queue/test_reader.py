@@ -1,4 +1,4 @@
-"""What a batch's status says of its wait: from the first line that ended, and whatever was before."""
+"""Position and estimated time to completion of a batch."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ async def queue(store: Database, tmp_path: Path, time: ManualClock):  # type: ig
 
 
 async def work(queue: Queue, time: ManualClock, n_running: int, line_s: float, rounds: int) -> list[Lease]:
-    """So many lines at once, each for so long, over and over; those that run at the end."""
+    """Run jobs in rounds of equal duration; returns the leases that still run."""
     leases = await queue.claim("w", MODEL, n_running)
     for _ in range(rounds):
         time.advance(line_s)
@@ -43,7 +43,7 @@ async def work(queue: Queue, time: ManualClock, n_running: int, line_s: float, r
 
 @pytest.mark.parametrize("second", [0, 7, 58])
 async def test_eta_is_right_from_the_first_completed_job(queue: Queue, time: ManualClock, second: int) -> None:
-    """Whenever in a minute of the clock it begins."""
+    """Whatever second of a minute it starts at."""
     time.us = (time.us // 60_000_000) * 60_000_000 + second * 1_000_000
     batch = await queue.submit(new_batch(), new_jobs(100))
     assert (await queue.position(batch)).eta_s is None

@@ -1,4 +1,4 @@
-"""A URL that a tenant chose leads nowhere inside the network, whatever it is called."""
+"""SSRF protection: no form of URL or name reaches a private address."""
 
 import ipaddress
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What we sign, the reference implementation and OpenAI's own client accept; nothing else."""
+"""Signatures are accepted by the reference implementation and OpenAI's client; altered ones are not."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Deliveries over TLS: to the checked address, for the name in the URL, and only with a certificate for that name."""
+"""Deliveries over TLS: to the checked address, with a certificate for the host name of the URL."""
 
 import asyncio
 import shutil
@@ -24,7 +24,7 @@ class TlsReceiver(Receiver):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for NAME, with its key, that nobody trusts yet."""
+    """An untrusted certificate for NAME, with its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
     path = tmp_path_factory.mktemp("tls") / "both.pem"
