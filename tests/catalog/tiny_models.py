@@ -1,4 +1,4 @@
-"""A model small enough to move around: one layer, as a GGUF and as a Hugging Face folder."""
+"""A one-layer model for tests, as a GGUF and as a Hugging Face folder."""
 
 import json
 import struct

@@ -155,7 +155,7 @@ class Soak:
             **self.counts,
             "kills": killer.total,
             "kills_under_streams": killer.n_under_streams,
-            "moves": (self.home.parent / "server.log").read_text(errors="replace").count("moving: "),
+            "moves": (self.home.parent / "server.log").read_text(errors="replace").count("failover: "),
             "anomalies": len(self.problems),
             "problems": self.problems[:20],
             "seconds": round(time.monotonic() - began_s, 1),
