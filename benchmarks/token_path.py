@@ -1,11 +1,15 @@
 """How much code one streamed chat token crosses: `python -m benchmarks.token_path [--list] [--json]`.
 
 Method. A server with one engine worker serves the default model. Both processes record every function of the package
-that is called while one chat completion (OpenAI API, streamed, no tools, four tokens) is answered, from its first
-byte to its last event. The functions' source lines, docstrings and comments included, are what somebody has to read
-to follow the request; their number and the number of files that hold them are the result. What was not called in
-each of several such requests is work in the background and does not count. Neither do start-up, the first request
-(it fills caches), other packages, and module-level statements such as the definitions of the structs that travel.
+that is called while a chat completion (OpenAI API, streamed, no tools) is answered. The functions' source lines,
+docstrings and comments included, are what somebody has to read to follow it; their number and the number of files that
+hold them are the result. It is counted twice: for the whole request, from its first byte to its last event (validation,
+chat template, tokenizing, admission, prefill, decode, finalization), and for a token alone, from the engine's step to
+the event that carries it, recorded in the middle of a stream.
+
+What was not called in each of several such requests is work in the background and does not count. Neither do start-up,
+the first request (it fills caches), other packages, and module-level statements such as the definitions of the structs
+that travel.
 """
 
 import argparse
@@ -17,16 +21,19 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "emberline"
 WAIT_S = 120.0
 REQUESTS = 5
+FIRST_EVENT, LAST_EVENT = 4, 24  # between which a token alone is recorded
 BODY = {
     "model": "smollm2",
     "stream": True,
-    "max_tokens": 4,
+    "max_tokens": 32,
+    "ignore_eos": True,
     "temperature": 0,
     "messages": [{"role": "user", "content": "Name a color."}],
 }
@@ -58,19 +65,22 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print every file with its lines")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     options = parser.parse_args()
-    lines = lines_by_file(recorded_calls())
-    total = sum(lines.values())
+    paths = {name: lines_by_file(calls) for name, calls in recorded_calls().items()}
     if options.json:
-        print(json.dumps({"files": len(lines), "lines": total, "by_file": lines}, indent=1))
+        rows = {
+            name: {"files": len(lines), "lines": sum(lines.values()), "by_file": lines} for name, lines in paths.items()
+        }
+        print(json.dumps(rows, indent=1))
         return
-    if options.list:
-        for path, n in sorted(lines.items(), key=lambda item: -item[1]):
-            print(f"{n:6} {path}")
-    print(f"one streamed chat token: {total} lines in {len(lines)} files")
+    for name, lines in paths.items():
+        if options.list:
+            for path, n in sorted(lines.items(), key=lambda item: -item[1]):
+                print(f"{n:6} {path}")
+        print(f"{name}: {sum(lines.values())} lines in {len(lines)} files")
 
 
-def recorded_calls() -> set[tuple[str, int]]:
-    """Path and first line of each function of the package that was called for one request."""
+def recorded_calls() -> dict[str, set[tuple[str, int]]]:
+    """Path and first line of each function of the package that was called, for a whole request and for a token."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(RECORDER)
@@ -86,15 +96,40 @@ def recorded_calls() -> set[tuple[str, int]]:
             try:
                 assert server.stdout is not None
                 url = json.loads(server.stdout.readline())["url"]
-                for _ in range(REQUESTS):
-                    ask(url)  # its calls make both processes write down what they recorded before
-                    (folder / "on").touch()
-                    ask(url)
-                    (folder / "on").unlink()
-                ask(url)
-                return read_calls(folder, n_processes=2)
+                return {
+                    "one streamed chat request": windows(folder, lambda: recorded(folder, url, None)),
+                    "one token of it": windows(folder, lambda: recorded(folder, url, (FIRST_EVENT, LAST_EVENT))),
+                }
             finally:
                 server.terminate()
+
+
+def windows(folder: Path, record: Callable[[], None]) -> set[tuple[str, int]]:
+    """What was called in each of several windows."""
+    for path in folder.glob("*.calls"):
+        path.unlink()
+    for _ in range(REQUESTS):
+        record()
+    return read_calls(folder, n_processes=2)
+
+
+def recorded(folder: Path, url: str, events: tuple[int, int] | None) -> None:
+    """Record one request, or what happens between two of its events."""
+    flag = folder / "on"
+    ask(url)
+    if events is None:
+        flag.touch()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(BODY).encode())
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        n_events = 0
+        for line in answer:
+            n_events += line.startswith(b"data:")
+            if events is not None and n_events == events[0] and line.startswith(b"data:"):
+                flag.touch()
+            if events is not None and n_events == events[1]:
+                flag.unlink(missing_ok=True)
+    flag.unlink(missing_ok=True)
+    ask(url)  # its calls make both processes write down what they recorded
 
 
 def ask(url: str) -> None:
