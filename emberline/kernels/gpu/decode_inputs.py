@@ -27,6 +27,9 @@ def _prepare(
         tl.store(token_ids + row, tl.where(real, token, 0))
         tl.store(positions + row, tl.maximum(position, 0))
         tl.store(context_lens + row, position + 1)
+        if position < 0:  # a padding row's KV goes to the null block, not where the row's last sequence had its own
+            for g in tl.static_range(GROUPS):
+                tl.store(step_tables + g * step_group + row * width, 0)
     last_entry = tl.maximum(position, 0) // 16
     if real & (chunk * ENTRIES <= last_entry):
         j = chunk * ENTRIES + tl.arange(0, ENTRIES)

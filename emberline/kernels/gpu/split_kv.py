@@ -159,6 +159,7 @@ def plan_work_items(
 
 @triton.jit
 def store_output(out_ptrs, acc, denom, mask):
+    denom = tl.where(denom == 0.0, 1.0, denom)  # a padding row attends to nothing: zeros, not NaN
     tl.store(out_ptrs, (acc / denom[:, None]).to(out_ptrs.dtype.element_ty), mask=mask)
 
 
