@@ -167,7 +167,7 @@ def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _deterministic(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.work / "llama-8b-short"
-    _write_model(folder, 2)
+    _write_model(folder, 6)
     with worker(folder, args.work / "deterministic.log", "--deterministic", "--kv-bytes", str(8 << 30)) as engine:
         return {"deterministic": {"same_in_any_batch": workloads.same_in_any_batch(engine.client, Prompts(5))}}
 

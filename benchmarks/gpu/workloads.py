@@ -107,9 +107,25 @@ def whole_context(client: Client, prompts: Prompts, context_len: int, n_out: int
     return client.generate([prompts.of(context_len - n_out)], n_out)[0]
 
 
-def same_in_any_batch(client: Client, prompts: Prompts, n: int = 12, n_out: int = 48) -> bool:
-    """Whether replies are the same alone, together and with cached prompts. The worker must be deterministic."""
-    requests = [prompts.of(40 + 37 * i) for i in range(n)]
-    alone = [client.generate([prompt], n_out)[1][0].tokens for prompt in requests]
-    together = [reply.tokens for reply in client.generate(requests, n_out)[1]]
-    return alone == together
+def same_in_any_batch(client: Client, prompts: Prompts, n: int = 160, concurrencies: tuple[int, ...] = (8, 64)) -> bool:
+    """Whether replies are the same one at a time and many at a time. The worker must be deterministic.
+
+    Prompts and replies have many lengths, so that batches shrink and grow to sizes between those of CUDA graphs.
+    """
+    requests = [(prompts.of(150 + i * 41 % 1250), 16 + i * 7 % 49) for i in range(n)]
+    alone = closed_loop(client, requests, 1)
+    return all(closed_loop(client, requests, concurrency) == alone for concurrency in concurrencies)
+
+
+def closed_loop(client: Client, requests: list[tuple[list[int], int]], concurrency: int) -> list[list[int]]:
+    """The tokens of all replies, with so many requests in flight; each request is a prompt and a reply length."""
+    replies: list[Reply] = []
+    for prompt, n_out in requests:
+        while sum(not reply.finish for reply in replies) >= concurrency:
+            client.run(time.perf_counter() + 0.002)
+        replies += client.submit([prompt], n_out)
+    client.run()
+    failed = [reply.finish for reply in replies if reply.finish != "length"]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(replies)} requests ended with {failed[0]}, {concurrency} at a time")
+    return [reply.tokens for reply in replies]
