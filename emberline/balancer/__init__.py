@@ -1,1 +1,1 @@
-"""Engines as the front door sees them: connections, who is in flight where, which engine takes the next request."""
+"""Admission control, routing and the in-flight ledger: which worker computes which request, and when."""

@@ -68,6 +68,7 @@ class Balancer:
 
     def register(self, endpoint: Endpoint) -> None:
         """A configured worker that has not connected yet."""
+        assert endpoint.name not in self._workers, "worker names are unique"
         worker = self._add(endpoint, Capacity())
         worker.connected, worker.problem = False, "not connected yet"
 

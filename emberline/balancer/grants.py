@@ -56,7 +56,7 @@ class JobQuota:
         self._share = share
         self._cap = 1.0  # of the worker's sequences
         self._last_request_s = now_s - QUIET_S  # when a request last ran there
-        self._ttft_s = {True: SmoothedMean(), False: SmoothedMean()}  # of requests, with and without jobs beside them
+        self._ttft_s = {True: SmoothedMean(), False: SmoothedMean()}  # of requests, with and without jobs on the worker
         self._adjusted_s, self._adjusted_steps = now_s, 0
 
     @property
@@ -102,7 +102,7 @@ class JobQuota:
             return  # the worker was idle, or has restarted
         self.step_s.add(elapsed_s / n_steps, now_s)
         if now_s - self._last_request_s >= QUIET_S:
-            return  # there is nobody to protect: the cap is kept for the next request
+            return  # no request to protect: keep the cap for the next one
         if self.granted and self._is_slow(now_s):
             self._cap = max(min(self._cap, self._share) * _DECREASE, FLOOR)
         else:

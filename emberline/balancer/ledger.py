@@ -222,7 +222,7 @@ class InFlightLedger:
         record.decode = record.prefill = None
 
     def orphans(self, now_s: float) -> list[str]:
-        """Requests of which nothing was heard for too long; those that wait are bounded by their own deadlines."""
+        """Dispatched requests without progress for too long; those that wait are bounded by their own deadlines."""
         return [
             request_id
             for request_id, record in self._records.items()

@@ -1,4 +1,4 @@
-"""The one pipeline from a canonical request to text events, for every door, queued work and the command line.
+"""The one pipeline from a canonical request to text events, for every API, jobs and the command line.
 
 Opening one (the process that is the core; it owns the store, sessions, admission, metrics):
 
@@ -17,14 +17,14 @@ A service:
 
     service.generate(request, principal) -> AsyncGenerator[TextEvent]   # aclose() cancels the work in the engine
     await service.count_tokens(request, principal) -> int
-    service.responses                               # answers kept for later: keep, recall, forget
+    service.responses                               # stored responses: put, get, delete
     service.models() -> list[ModelCard]
     service.resolve(model_id) -> ModelCard          # ModelNotFound, MalformedModelId
     await service.health() -> Health                # .ok: tokens can move; .detail: plain data, per engine
     await service.metrics() -> bytes                # Prometheus text
 
-`request.id` is made by the door, unique for ever: the usage row is keyed by it. Never take it from a client.
-Who asks is `emberline.accounts.auth.Authenticator`'s business: it makes the `Principal`.
+`request.id` is made by the API, unique for ever: the usage row is keyed by it. Never take it from a client.
+`emberline.accounts.auth.Authenticator` makes the `Principal`.
 """
 
 from emberline.service.health import Health

@@ -30,14 +30,6 @@ from emberline.protocol.request import EngineRequest
 from emberline.service.connection import Link, dial, retry_delays
 
 
-class Sender(Protocol):
-    """The engine's end of a stream, as the stream needs it."""
-
-    def submit(self, stream: "EngineStream", requests: list[EngineRequest]) -> None: ...
-
-    def abort(self, ids: list[str]) -> None: ...
-
-
 class EngineStream:
     """The deltas of a request's sequences, in order. The engine's connection fills it, one consumer drains it.
 
@@ -45,10 +37,10 @@ class EngineStream:
     together.
     """
 
-    __slots__ = ("_deltas", "_error", "_loop", "_open_ids", "_sender", "_waiter", "begun")
+    __slots__ = ("_client", "_deltas", "_error", "_loop", "_open_ids", "_waiter", "begun")
 
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+    def __init__(self, client: "EngineClient") -> None:
+        self._client = client
         self._loop = asyncio.get_running_loop()
         self._deltas: list[TokenDelta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -58,7 +50,7 @@ class EngineStream:
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Add sequences to this stream. Unavailable when the engine is not connected."""
-        self._sender.submit(self, requests)
+        self._client.submit(self, requests)
         self._open_ids.update(request.id for request in requests)
 
     async def next(self) -> list[TokenDelta]:
@@ -80,12 +72,12 @@ class EngineStream:
         """Stop one sequence; nothing more of it is delivered."""
         if sequence_id in self._open_ids:
             self._open_ids.discard(sequence_id)
-            self._sender.abort([sequence_id])
+            self._client.abort([sequence_id])
 
     def close(self) -> None:
         """Abort what still runs."""
         if self._open_ids:
-            self._sender.abort(list(self._open_ids))
+            self._client.abort(list(self._open_ids))
             self._open_ids.clear()
 
     # --- called by the connection ------------------------------------------------------------------------------------

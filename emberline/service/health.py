@@ -16,7 +16,7 @@ _BREAKER = {
 
 
 class Connection(Protocol):
-    """The core's connection to a worker: what health needs beside the ledger."""
+    """The core's connection to a worker: what health needs besides the ledger."""
 
     info: EngineInfo | None  # of the last time it was connected
     problem: str  # empty while connected

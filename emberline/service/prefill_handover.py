@@ -16,7 +16,7 @@ CACHED_WAIT_S = 1.0  # for the prefill worker to report its cached tokens, after
 class Prefill:
     """The prefill worker's side. Its failure before the first token fails the decode worker's stream.
 
-    The client is told its cached tokens: the decode worker cannot know what was computed elsewhere.
+    Its cached tokens are those reported to the client: the decode worker cannot know what was computed elsewhere.
     """
 
     def __init__(self, engine: EngineClient, stream: EngineStream, request: EngineRequest) -> None:

@@ -85,16 +85,16 @@ class Sessions:
             self._release(block)
 
     def _hold(self, block: bytes) -> bytes:
-        kept, n_held = self._blocks.get(block, (block, 0))
+        shared, n_held = self._blocks.get(block, (block, 0))
         if not n_held:
             self.n_bytes += len(block)
-        self._blocks[kept] = (kept, n_held + 1)
-        return kept
+        self._blocks[shared] = (shared, n_held + 1)
+        return shared
 
     def _release(self, block: bytes) -> None:
-        kept, n_held = self._blocks[block]
+        shared, n_held = self._blocks[block]
         if n_held > 1:
-            self._blocks[kept] = (kept, n_held - 1)
+            self._blocks[shared] = (shared, n_held - 1)
         else:
-            del self._blocks[kept]
+            del self._blocks[shared]
             self.n_bytes -= len(block)

@@ -20,9 +20,9 @@ from emberline.service import open_core_server, open_http_worker
 from emberline.service.responses import DatabaseResponses
 from emberline.store import SqliteStore
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import FakeEngine
 from tests.service.conftest import MODEL as REAL_MODEL
 from tests.service.conftest import PATIENCE_S, Opener, engine, offer, open_one, say, text_model
+from tests.service.fake_engine import FakeEngine
 
 from .scripted import MODEL, USAGE, ScriptedService, Wire, app_of
 from .test_responses import ASK, CF, WEATHER, ask, calling, events_of, saying

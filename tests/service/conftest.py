@@ -10,7 +10,7 @@ from emberline.protocol import token_ids as tokens
 from emberline.protocol.request import Principal
 from emberline.service import Served, Service, open_service
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import EOS, FakeEngine, Script
+from tests.service.fake_engine import EOS, FakeEngine, Script
 
 MODEL = "@cf/test/bytes"
 ALICE = Principal("alice", "", b"a" * 16)

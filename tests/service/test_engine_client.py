@@ -13,7 +13,7 @@ from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import EngineLoad, Step, Vocabulary
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service.engine_client import EngineClient
-from tests.balancer.fake_engine import FakeEngine
+from tests.service.fake_engine import FakeEngine
 
 PATIENCE_S = 5.0
 

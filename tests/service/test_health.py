@@ -6,8 +6,8 @@ import pytest
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.events import TokenDelta
 from emberline.service import Service
-from tests.balancer.fake_engine import EOS, FakeEngine
 from tests.service.conftest import PATIENCE_S, Opener
+from tests.service.fake_engine import EOS, FakeEngine
 from tests.service.test_service import ask, events_of
 
 
@@ -19,7 +19,7 @@ async def test_a_connected_idle_engine_is_healthy(service: Service) -> None:
     assert engine["context_len"] == 256
 
 
-async def test_an_engine_that_takes_no_step_is_not(
+async def test_a_stalled_engine_is_not_healthy(
     service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberline.balancer.worker.STALLED_S", 0.05)
@@ -38,7 +38,7 @@ async def test_an_engine_that_takes_no_step_is_not(
     assert (await service.health()).ok
 
 
-async def test_no_engine_no_health(service: Service, engine: FakeEngine) -> None:
+async def test_a_model_without_engines_is_down(service: Service, engine: FakeEngine) -> None:
     await engine.die()
     async with asyncio.timeout(PATIENCE_S):
         while (await service.health()).ok:

@@ -16,7 +16,7 @@ from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
 from emberline.service.request_context import JobContext
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import EOS, FakeEngine, Script
+from tests.service.fake_engine import EOS, FakeEngine, Script
 
 from .conftest import ALICE, MODEL, Opener
 
@@ -30,7 +30,7 @@ def ledger_of(service: Service) -> UsageLedger:
     return service.core._usage
 
 
-async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) -> None:
+async def test_the_usage_row_of_a_job_is_handed_to_its_queue(service: Service) -> None:
     rows: list[UsageRow] = []
     answer = await collect_answer(service.generate(queued(), ALICE, JobContext("e0", rows.append)))
     assert answer.choices[0].text == "Hello!"
@@ -38,7 +38,9 @@ async def test_the_row_is_given_to_the_errand_and_not_written(service: Service) 
     assert await ledger_of(service).find("b-0") is None
 
 
-async def test_it_runs_where_it_was_granted(tmp_path: Path, say: Callable[..., Script], open_one: Opener) -> None:
+async def test_a_job_runs_on_the_worker_it_was_granted(
+    tmp_path: Path, say: Callable[..., Script], open_one: Opener
+) -> None:
     engines = [await FakeEngine(tmp_path / f"{n}.sock", say("Hi"), name=n).start() for n in ("e0", "e1")]
     service = await open_one(*engines)
     for n in range(4):
@@ -50,7 +52,7 @@ async def test_it_runs_where_it_was_granted(tmp_path: Path, say: Callable[..., S
     await engines[0].die()
 
 
-async def test_an_engine_that_dies_under_it_is_told_at_once(engine: FakeEngine, service: Service) -> None:
+async def test_a_job_fails_at_once_when_its_worker_is_lost(engine: FakeEngine, service: Service) -> None:
     engine.script = None
     rows: list[UsageRow] = []
     events = service.generate(queued(), ALICE, JobContext("e0", rows.append))
@@ -65,7 +67,7 @@ async def test_an_engine_that_dies_under_it_is_told_at_once(engine: FakeEngine, 
     assert await ledger_of(service).find("b-0") is None
 
 
-async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine, service: Service) -> None:
+async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) -> None:
 
     engine.script = None
     runs = [
@@ -93,9 +95,7 @@ async def test_it_counts_as_queued_work_and_keeps_nobody_out(engine: FakeEngine,
     assert active() == (0, 0)
 
 
-async def test_a_reply_goes_on_behind_what_was_said(
-    engine: FakeEngine, service: Service, text_model: TextModel
-) -> None:
+async def test_a_job_resumes_behind_its_transcript(engine: FakeEngine, service: Service, text_model: TextModel) -> None:
     """Only what is new is told; all of it is counted, and the engine draws nothing twice."""
     ids = tokens.unpack(text_model.encode("Hello!", special=False))
     engine.script = lambda request: [*ids, EOS][len(request.output_ids) // 4 :]
@@ -112,7 +112,7 @@ async def test_a_reply_goes_on_behind_what_was_said(
         assert engine.submitted[-1].output_ids == tokens.pack(ids[:n_said])
 
 
-async def test_a_reply_that_was_all_said_needs_no_engine(
+async def test_a_complete_transcript_needs_no_engine(
     engine: FakeEngine, service: Service, text_model: TextModel
 ) -> None:
     ids = [*tokens.unpack(text_model.encode("Hello!", special=False)), EOS]

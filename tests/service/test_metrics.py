@@ -7,13 +7,13 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed
 from emberline.service import Service
 from emberline.service.metrics import Histogram
-from tests.balancer.fake_engine import FakeEngine
+from tests.service.fake_engine import FakeEngine
 from tests.service.test_service import ask, events_of
 
 BOUNDS = (0.1, 1.0, 10.0)
 
 
-async def test_what_prometheus_reads(service: Service, engine: FakeEngine) -> None:
+async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
     engine.cached = 4
     for _ in range(2):
         *_, completed = await events_of(service, ask())
@@ -53,7 +53,7 @@ async def test_what_prometheus_reads(service: Service, engine: FakeEngine) -> No
 
 
 @given(st.lists(st.floats(0, 100)), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5))))
-def test_a_histogram_loses_nothing(values: list[float], more: list[tuple[float, int]]) -> None:
+def test_histograms_add_up(values: list[float], more: list[tuple[float, int]]) -> None:
     one, other = Histogram(BOUNDS), Histogram(BOUNDS)
     for value in values:
         one.observe(value)

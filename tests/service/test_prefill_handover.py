@@ -12,7 +12,7 @@ from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.prefill_handover import Prefill, hand_over
-from tests.balancer.fake_engine import FakeEngine
+from tests.service.fake_engine import FakeEngine
 from tests.service.test_engine_client import PATIENCE_S, request
 
 TOKEN = TokenDelta("r1", tokens.pack([5]))

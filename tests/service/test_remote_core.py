@@ -15,8 +15,8 @@ from emberline.service import Service, open_core_server, open_http_worker, remot
 from emberline.service.core_server import CoreServer
 from emberline.service.remote_core import RemoteCore
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, PATIENCE_S, offer
+from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of, in_flight, row_of, rows, settled, text_of
 
 
@@ -34,52 +34,58 @@ async def server(service: Service, tmp_path: Path) -> AsyncIterator[CoreServer]:
 
 
 @pytest.fixture
-async def door(server: CoreServer, engine: FakeEngine, text_model: TextModel, tmp_path: Path) -> AsyncIterator[Service]:
-    door = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
-    assert await door.ready(PATIENCE_S)
-    yield door
-    await door.close()
+async def http_worker(
+    server: CoreServer, engine: FakeEngine, text_model: TextModel, tmp_path: Path
+) -> AsyncIterator[Service]:
+    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    assert await http_worker.ready(PATIENCE_S)
+    yield http_worker
+    await http_worker.close()
 
 
-def remote(door: Service) -> RemoteCore:
-    assert isinstance(door.core, RemoteCore)
-    return door.core
+def remote(http_worker: Service) -> RemoteCore:
+    assert isinstance(http_worker.core, RemoteCore)
+    return http_worker.core
 
 
-async def test_a_door_serves_and_the_core_keeps_the_books(
-    service: Service, door: Service, engine: FakeEngine, say: Callable[..., Script], tmp_path: Path
+async def test_an_http_worker_serves_and_the_core_records(
+    service: Service, http_worker: Service, engine: FakeEngine, say: Callable[..., Script], tmp_path: Path
 ) -> None:
     request = ask("hello")
-    events = await events_of(door, request)
+    events = await events_of(http_worker, request)
     assert text_of(events) == "Hello!"
     row = await row_of(service, request)
     assert (row.status, row.output_tokens) == ("finished", 7)
     assert in_flight(service) == 0
     history = (Message("user", "hello"), Message("assistant", "Hello!"), Message("user", "more"))
-    await events_of(door, ask(messages=history))  # the session is the core's
+    await events_of(http_worker, ask(messages=history))  # the session is the core's
     assert engine.submitted[1].prompt_ids.startswith(engine.submitted[0].prompt_ids)
-    assert (await door.health()).ok
-    assert b'emberline_requests_total{model="@cf/test/bytes",status="finished"} 2.0' in await door.metrics()
+    assert (await http_worker.health()).ok
+    assert b'emberline_requests_total{model="@cf/test/bytes",status="finished"} 2.0' in await http_worker.metrics()
     assert os.stat(tmp_path / "core.sock").st_mode & 0o777 == 0o600
 
 
-async def test_errors_cross_the_border(service: Service, door: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_the_core_reach_the_client(
+    service: Service, http_worker: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def full(ask: object) -> str:
         raise Overloaded("no room", retry_after_s=7)
 
     monkeypatch.setattr(service.core, "admit", full)
     with pytest.raises(Overloaded) as refused:
-        await events_of(door, ask())
+        await events_of(http_worker, ask())
     assert refused.value.retry_after_s == 7
 
 
-async def test_a_door_that_dies_leaves_no_request_open(service: Service, door: Service, engine: FakeEngine) -> None:
+async def test_requests_of_a_dead_http_worker_are_ended(
+    service: Service, http_worker: Service, engine: FakeEngine
+) -> None:
     engine.script = None
     request = ask()
-    task = asyncio.create_task(events_of(door, request))
+    task = asyncio.create_task(events_of(http_worker, request))
     await engine.submission()
     assert in_flight(service) == 1
-    link = remote(door)._link
+    link = remote(http_worker)._link
     assert link is not None
     link.drop("killed")
     row = await row_of(service, request)
@@ -90,12 +96,12 @@ async def test_a_door_that_dies_leaves_no_request_open(service: Service, door: S
     await asyncio.wait([task])
 
 
-async def test_a_client_that_leaves_a_door_while_it_waits_holds_nothing(
-    service: Service, door: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_cancelled_request_that_waits_holds_nothing(
+    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = None
     request = ask()
-    task = asyncio.create_task(events_of(door, request))
+    task = asyncio.create_task(events_of(http_worker, request))
     await engine.submission()
     await engine.die()  # before its first token: the request now waits for the engine to return
     await until(lambda: in_flight(service) == 0)
@@ -108,16 +114,16 @@ async def test_a_client_that_leaves_a_door_while_it_waits_holds_nothing(
     assert await rows(service) == 1
 
 
-async def test_a_door_that_dies_between_two_engines_leaves_a_row(
-    service: Service, door: Service, engine: FakeEngine
+async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
+    service: Service, http_worker: Service, engine: FakeEngine
 ) -> None:
     engine.script = None
     request = ask()
-    task = asyncio.create_task(events_of(door, request))
+    task = asyncio.create_task(events_of(http_worker, request))
     await engine.submission()
     await engine.die()  # before its first token: the request now waits for the engine to return
     await until(lambda: in_flight(service) == 0)
-    link = remote(door)._link
+    link = remote(http_worker)._link
     assert link is not None
     link.drop("killed")
     row = await row_of(service, request)
@@ -130,8 +136,8 @@ async def test_a_door_that_dies_between_two_engines_leaves_a_row(
     assert await rows(service) == 1
 
 
-async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
-    service: Service, door: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_an_http_worker_waits_for_an_engine_whose_loss_the_core_has_not_noticed(
+    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unaware(ask: object) -> Route:
         return Route(decode="e0")
@@ -139,7 +145,7 @@ async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
     monkeypatch.setattr("emberline.service.engine_transport.CONNECT_WAIT_S", 0.0)
     monkeypatch.setattr(service.core, "admit", unaware)
     script, engine.script = engine.script, None
-    task = asyncio.create_task(events_of(door, ask()))
+    task = asyncio.create_task(events_of(http_worker, ask()))
     await engine.submission()
     await engine.die()
     await asyncio.sleep(0.1)
@@ -148,50 +154,52 @@ async def test_a_door_waits_for_an_engine_whose_death_the_core_has_not_noticed(
     assert text_of(await task) == "Hello!"
 
 
-async def test_without_a_core_a_door_says_unavailable(
-    door: Service, server: CoreServer, engine: FakeEngine, tmp_path: Path, service: Service
+async def test_without_a_core_requests_are_unavailable(
+    http_worker: Service, server: CoreServer, engine: FakeEngine, tmp_path: Path, service: Service
 ) -> None:
     engine.script = None
-    running = asyncio.create_task(events_of(door, ask()))
+    running = asyncio.create_task(events_of(http_worker, ask()))
     (sent,) = await engine.submission()
     await server.close()
-    await until(lambda: remote(door)._link is None)
+    await until(lambda: remote(http_worker)._link is None)
     with pytest.raises(Unavailable) as refused:
-        await events_of(door, ask())
+        await events_of(http_worker, ask())
     assert refused.value.retry_after_s
-    assert not (await door.health()).ok
+    assert not (await http_worker.health()).ok
     engine.step(TokenDelta(sent.id, tokens.pack([EOS]), "stop"))
     with pytest.raises(Unavailable, match="core process"):
         await running
     again = await open_core_server(service, tmp_path / "core.sock")
-    await until(lambda: remote(door)._link is not None)
+    await until(lambda: remote(http_worker)._link is not None)
     engine.script = lambda request: [EOS]
-    await events_of(door, ask())
+    await events_of(http_worker, ask())
     await again.close()
 
 
-async def test_what_a_door_sees_reaches_the_core(
-    service: Service, door: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+async def test_load_reports_and_refusals_reach_the_core(
+    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.script = None
-    async with aclosing(door.generate(ask(), ALICE)) as events:
+    async with aclosing(http_worker.generate(ask(), ALICE)) as events:
         started = asyncio.ensure_future(anext(events))
         (sent,) = await engine.submission()
         engine.step(TokenDelta(sent.id, tokens.pack([70])))
         await started
         with pytest.raises(BadInput):
-            await events_of(door, ask(n=0))
-        remote(door)._send_notice()
-        await door.health()  # answered after the notice
+            await events_of(http_worker, ask(n=0))
+        remote(http_worker)._send_notice()
+        await http_worker.health()  # answered after the notice
         metrics = (await service.metrics()).decode()
         assert 'emberline_requests_refused_total{error="bad_input"} 1.0' in metrics
         assert 'vllm:num_requests_running{engine="e0",model_name="@cf/test/bytes"} 1.0' in metrics
-    await settled(door)
+    await settled(http_worker)
 
 
-async def test_notices_go_out_by_themselves(service: Service, door: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_notices_are_sent_periodically(
+    service: Service, http_worker: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_core, "NOTICE_INTERVAL_S", 0.01)
-    door.core.refused("bad_input")
+    http_worker.core.refused("bad_input")
     async with asyncio.timeout(PATIENCE_S):
         while b"bad_input" not in await service.metrics():
             await asyncio.sleep(0.01)

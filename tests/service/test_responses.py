@@ -15,9 +15,9 @@ from emberline.service import Service, open_core_server, open_http_worker, respo
 from emberline.service.responses import DatabaseResponses
 from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import FakeEngine
 from tests.databases import DatabaseLocation
 from tests.service.conftest import PATIENCE_S, Opener, offer
+from tests.service.fake_engine import FakeEngine
 
 DAY_US = 86_400_000_000
 
@@ -241,29 +241,29 @@ async def test_from_a_door(
 ) -> None:
     service: Service = await open_one(engine)
     server = await open_core_server(service, tmp_path / "core.sock")
-    door = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
-    assert await door.ready(PATIENCE_S)
+    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    assert await http_worker.ready(PATIENCE_S)
     far_us = 4_000_000_000_000_000
-    assert await door.responses.put(record(0, far_us))
-    assert await door.responses.put(record(1, far_us + 1, size=3 << 20))
-    assert not await door.responses.put(record(3, far_us))
+    assert await http_worker.responses.put(record(0, far_us))
+    assert await http_worker.responses.put(record(1, far_us + 1, size=3 << 20))
+    assert not await http_worker.responses.put(record(3, far_us))
     near = await service.responses.get("alice", "r1", whole=True)
     assert (
         near
-        == await door.responses.get("alice", "r1", whole=True)
+        == await http_worker.responses.get("alice", "r1", whole=True)
         == [
             record(0, far_us),
             record(1, far_us + 1, size=3 << 20),
         ]
     )
-    assert await door.responses.get("bob", "r1") == []
+    assert await http_worker.responses.get("bob", "r1") == []
     monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 100)
     with pytest.raises(TooLarge) as refused:
-        await door.responses.get("alice", "r1", whole=True)
+        await http_worker.responses.get("alice", "r1", whole=True)
     assert refused.value.param == "previous_response_id"
-    assert await door.responses.delete("alice", "r1")
-    assert not await door.responses.delete("alice", "r1")
+    assert await http_worker.responses.delete("alice", "r1")
+    assert not await http_worker.responses.delete("alice", "r1")
     await server.close()
     with pytest.raises(Unavailable):
-        await door.responses.get("alice", "r0")
-    await door.close()
+        await http_worker.responses.get("alice", "r0")
+    await http_worker.close()

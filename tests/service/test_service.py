@@ -29,8 +29,8 @@ from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.run import MAX_FAILOVERS
 from emberline.text.text_model import TextModel
-from tests.balancer.fake_engine import EOS, FakeEngine, Script
 from tests.service.conftest import ALICE, MODEL, PATIENCE_S, Opener
+from tests.service.fake_engine import EOS, FakeEngine, Script
 
 _ids = itertools.count()
 
@@ -710,7 +710,7 @@ async def test_every_request_ends_once_whatever_happens(
 
 
 async def test_end_survives_msgpack(service: Service) -> None:
-    """What a door sends to the core is the same on the other side."""
+    """The frame of a finalized request is the same after encoding and decoding."""
     from emberline.service.core import RequestEnd
 
     seen: list[RequestEnd] = []

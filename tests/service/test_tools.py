@@ -23,8 +23,8 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import Message, OutputFormat, Reasoning, Tool, ToolCall, ToolChoice
 from emberline.service import Service, open_service
-from tests.balancer.fake_engine import EOS, FakeEngine
 from tests.service.conftest import ALICE, PATIENCE_S, offer
+from tests.service.fake_engine import EOS, FakeEngine
 from tests.service.test_service import ask, events_of, row_of, text_of
 from tests.text.tool_calls.models import model
 
