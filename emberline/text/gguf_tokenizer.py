@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries in its metadata."""
+"""Reads the tokenizer from the metadata of a GGUF file."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _BEFORE, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M
 
 
 def _cased(suffix: str, digits: str) -> str:
-    """Words that end where small letters turn into capitals."""
+    """Words that end where lower case changes to upper case."""
     letters = f"{_BEFORE}{_UPPER}*{_LOWER}+{suffix}|{_BEFORE}{_UPPER}+{_LOWER}*{suffix}|"
     return letters + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 
@@ -30,15 +30,15 @@ QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{
 TEKKEN = _cased("", DIGIT)
 GPT4O = _cased(_CONTRACTIONS + "?", r"\p{N}{1,3}")
 
-# None of these ever joins what stands on the two sides of a single space, or of a single line break: see words.py.
+# None of these joins the two sides of a single space or of a single line break: see `WordCache`.
 KNOWN_REGEXES = frozenset({GPT2, LLAMA3, QWEN2, QWEN35, TEKKEN, GPT4O, DIGIT})
 
 
 class Recipe(NamedTuple):
-    regexes: tuple[str, ...]  # applied one after the other
-    nfc: bool = False  # text is brought to Unicode's composed form first
-    ignore_merges: bool = False  # a word that is in the vocabulary whole is that one token
-    add_bos: bool = False  # when the file does not say
+    regexes: tuple[str, ...]  # applied in order
+    nfc: bool = False  # Unicode normalization form C is applied first
+    ignore_merges: bool = False  # a word that is in the vocabulary is one token
+    add_bos: bool = False  # if the file does not say
 
 
 _GPT2 = Recipe((GPT2,))
@@ -56,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
     "qwen35": Recipe((QWEN35,), nfc=True),
     "tekken": Recipe((TEKKEN,), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Recipe((GPT4O,))),
-    "default": _GPT2,  # also of files that predate the field
+    "default": _GPT2,  # also for files without the field
 }
 
 
@@ -67,13 +67,13 @@ def pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 MAX_UNCUTTABLE = 16
-MAX_TOKEN_CHARS = 1024  # real vocabularies stay far below; work on a token may grow with its square
+MAX_TOKEN_CHARS = 1024  # real vocabularies stay far below; the work per token may be quadratic
 
 
 def gguf_parts(metadata: Mapping[str, object]) -> Parts:
     fields = Fields(metadata, "the metadata").under("tokenizer.ggml.")
     if not fields.has("model") or not fields.has("tokens"):
-        raise BadCheckpoint("the file carries no tokenizer (tokenizer.ggml.model and .tokens)")
+        raise BadCheckpoint("the file contains no tokenizer (tokenizer.ggml.model and .tokens)")
     kind = fields.text("model")
     if kind == "gpt2":
         return _byte_level(fields)
@@ -88,7 +88,7 @@ def _byte_level(fields: Fields) -> Parts:
     name = fields.text("pre", "default")
     recipe = RECIPES.get(name)
     if recipe is None:
-        raise BadCheckpoint(f"tokenizer.ggml.pre is {name!r}, a way to cut words that is not known here")
+        raise BadCheckpoint(f"tokenizer.ggml.pre is {name!r}, an unsupported pre-tokenizer")
     tokens = _strings(fields, "tokens")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(fields, "merges"))]
     try:
@@ -134,9 +134,10 @@ def _sentencepiece(fields: Fields) -> Parts:
 
 
 def _merges(pieces: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose whole scores best: every way to halve every piece, best piece first.
+    """SentencePiece merges the pair whose result scores best: every split of every piece, best piece first.
 
-    Of one piece's halvings the longest left half comes first: in a run of equals, the leftmost pair is joined.
+    Of the splits of one piece the longest left part comes first, so that in a run of equal characters the leftmost
+    pair is merged.
     """
     return [
         (left, right)
@@ -147,7 +148,7 @@ def _merges(pieces: dict[str, int], scores: Sequence[float]) -> list[tuple[str, 
 
 
 def _uncuttable(tokens: Sequence[str]) -> str | None:
-    """The characters that some token joins to a following space; None when too many, or when one spans lines."""
+    """The characters that some token joins to a following space; None if there are too many, or a token spans lines."""
     everything = "\0".join(tokens)
     if re.search(r"\n[^\n\0]", everything):
         return None
@@ -170,7 +171,7 @@ def _added(fields: Fields, tokens: Sequence[str]) -> dict[int, AddedToken]:
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Of a token that is listed twice, the first is used; some converters fill a vocabulary up like that."""
+    """Of a token that is listed twice, the first counts; some converters pad vocabularies with duplicates."""
     if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
         raise BadCheckpoint(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}")
     return {token: index for index, token in reversed(list(enumerate(tokens)))}

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model folder: tokenizer.json, with what the files beside it add."""
+"""Reads the tokenizer of a Hugging Face model folder: tokenizer.json and the settings files next to it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 
 
 class _Pipeline(msgspec.Struct):
-    """What tokenizer.json says around the vocabulary, which is left unread here."""
+    """The parts of tokenizer.json that are read here; the vocabulary is not."""
 
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
@@ -25,7 +25,7 @@ class _Pipeline(msgspec.Struct):
 
 
 def read_json(path: Path) -> Json:
-    """A JSON object; an absent file is an empty one."""
+    """A JSON object; empty if the file does not exist."""
     value = _decode(path, Any) if path.is_file() else {}
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{path.name} is not a JSON object")
@@ -36,7 +36,7 @@ def hf_parts(folder: Path, settings: Json) -> Parts:
     """`settings` is the folder's tokenizer_config.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise BadCheckpoint(f"{folder.name} has no tokenizer.json; make one of its tokenizer, or use a GGUF file")
+        raise BadCheckpoint(f"{folder.name} has no tokenizer.json; convert its tokenizer, or use a GGUF file")
     pipeline: _Pipeline = _decode(path, _Pipeline)
     try:
         whole = tokenizers.Tokenizer.from_file(str(path))
@@ -60,7 +60,7 @@ def hf_parts(folder: Path, settings: Json) -> Parts:
 
 
 def token_text(settings: Json, name: str) -> str | None:
-    """The text of a token that a settings file names: a string, or an object around one."""
+    """The text of a token in a settings file: a string, or an object that contains one."""
     value = settings.get(name)
     if isinstance(value, dict):
         value = value.get("content")
@@ -77,7 +77,7 @@ def _decode(path: Path, kind: Any) -> Any:
 
 
 def _raw(token: AddedToken) -> AddedToken:
-    """Special tokens are found in raw text, never in normalised text: only so can a mark hide them."""
+    """Special tokens are matched in raw text, not in normalized text: otherwise a mark could not hide them."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
@@ -96,7 +96,7 @@ def _spelling(pipeline: _Pipeline) -> tuple[Spelling, PrefixSpace]:
         (step for step in _steps(pipeline.pre_tokenizer, "pretokenizers") if step["type"] == "Metaspace"), None
     )
     if metaspace is None and "Replace" not in steps:
-        raise BadCheckpoint(f"tokenizer.json has a decoder that is not known here: {', '.join(steps) or 'none'}")
+        raise BadCheckpoint(f"tokenizer.json has an unsupported decoder: {', '.join(steps) or 'none'}")
     if "Metaspace" not in steps and "Strip" not in steps:
         return "metaspace", "never"
     schemes: dict[str, PrefixSpace] = {"never": "never", "first": "first"}
@@ -104,7 +104,7 @@ def _spelling(pipeline: _Pipeline) -> tuple[Spelling, PrefixSpace]:
 
 
 def _cuts_words(pipeline: _Pipeline) -> bool:
-    """Whether words.py may cut: every step is one whose behaviour at a single space is known."""
+    """Whether the word cache is exact: every step is one whose behavior at a single space is known."""
     if any(step["type"] != "NFC" for step in _steps(pipeline.normalizer, "normalizers")):
         return False
     return all(_known(step) for step in _steps(pipeline.pre_tokenizer, "pretokenizers"))
@@ -118,7 +118,7 @@ def _known(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
-    """The steps of a component, those of a sequence one by one."""
+    """The steps of a component, with sequences flattened."""
     if component is None:
         return
     if component.get("type") == "Sequence":
@@ -129,7 +129,7 @@ def _steps(component: dict[str, Any] | None, inner: str) -> Iterator[dict[str, A
 
 
 def _beginning(whole: tokenizers.Tokenizer, settings: Json) -> tuple[int | None, bool]:
-    """The beginning-of-sequence token and whether sequences begin with it: as the settings say, or as it is done."""
+    """The beginning-of-sequence token, and whether sequences begin with it: as in the settings or the template."""
     text = token_text(settings, "bos_token")
     bos_id = whole.token_to_id(text) if text is not None else None
     template = whole.encode("", add_special_tokens=True).ids

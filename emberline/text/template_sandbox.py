@@ -1,10 +1,10 @@
-"""A Jinja environment for templates that come out of model files: no way out, and no way to go on for ever.
+"""A sandboxed Jinja environment for chat templates of model files, which are untrusted, with bounded work and memory.
 
-Bounded, for one rendering:
-- work: every loop round, call and filter counts one, and so do every 16 characters written anywhere, into the output
-  or into blocks, macros and variables (MAX_WORK). The clock is read at each (MAX_SECONDS).
-- size: of every text, list and number that an operator, a literal, a filter or a call makes, nested lists weighed
-  whole (MAX_CHARS, MAX_ITEMS, MAX_BITS); looked at beforehand where a result can outgrow what went in.
+Limits of one rendering:
+- work: every loop iteration, call and filter counts as one unit, and so do every 16 characters written to the output,
+  to blocks, macros and variables (MAX_WORK). The deadline is checked each time (MAX_SECONDS).
+- size: of every text, list and number that an operator, literal, filter or call creates, including nested values
+  (MAX_CHARS, MAX_ITEMS, MAX_BITS); checked beforehand where a result can be larger than its operands.
 Not bounded is the time of one built-in operation on values within these sizes (a sort, a comparison): a few seconds.
 """
 
@@ -39,15 +39,15 @@ _WIDE_FORMAT = re.compile(r"%[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))|\{[^{}]*\d{5
 
 
 class TemplateLimit(TemplateError):
-    """The template did too much."""
+    """The template exceeded a limit."""
 
 
 class TemplateRefusal(TemplateError):
-    """The template called raise_exception: what it was given does not fit it."""
+    """The template called raise_exception: it rejects these messages."""
 
 
 class _Budget(threading.local):
-    """What the rendering under way in this thread has used."""
+    """What the current rendering in this thread has used."""
 
     def __init__(self) -> None:
         self.begin()
@@ -55,7 +55,7 @@ class _Budget(threading.local):
     def begin(self) -> None:
         self.work = 0
         self.deadline = time.monotonic() + MAX_SECONDS
-        self.weights: dict[int, tuple[object, int]] = {}  # by identity; the object is kept so that it stays its own
+        self.weights: dict[int, tuple[object, int]] = {}  # by id; the reference keeps the id from being reused
 
     def spend(self, work: int) -> None:
         self.work += work
@@ -105,7 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._weighed(super().call_binop(context, operator, left, right))
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts, and looks before it leaps. `wraps` keeps Jinja's note of what it wants passed."""
+        """The filter with its work counted and its result checked. `wraps` keeps Jinja's pass_* attributes."""
         n_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -117,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def _check_growth(self, name: str, args: Sequence[Any]) -> None:
-        """`args` begin with what the filter or the method is applied to."""
+        """The first of `args` is the value that the filter or method is applied to."""
         if name in _WIDTHS and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args[1:]):
             raise TemplateLimit(f"it calls {name} with a number above {MAX_WIDTH}")
         if name in _GROWTH and len(args) > 1 and _GROWTH[name](args[0], *args[1:]) > MAX_CHARS:
@@ -138,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _weight(self, value: Any) -> int:
-        """Characters and items in a value, however often it contains another. Values do not change: weighed once."""
+        """Characters and items in a value, with repeated parts counted each time; cached by identity."""
         if isinstance(value, str):
             return len(value) + 1
         if not isinstance(value, list | tuple | dict):
@@ -150,12 +150,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             known = self.budget.weights[id(value)] = (value, 1 + len(value) + sum(map(self._weight, inner)))
         return known[1]
 
-    def _counted(self, iterable: Any, n_literal: int) -> "_Rounds":
-        """What a loop goes over; each round costs one and the literal text in the loop's body."""
-        return _Rounds(iterable, self.budget, 1 + max(n_literal, 0) // CHARS_PER_WORK)
+    def _counted(self, iterable: Any, n_literal: int) -> "_CountedIterable":
+        """The iterable of a loop; each iteration costs one unit and the literal text in the loop's body."""
+        return _CountedIterable(iterable, self.budget, 1 + max(n_literal, 0) // CHARS_PER_WORK)
 
     def _written(self, value: Any) -> str:
-        """Every expression's value on its way into the output, a block or a macro."""
+        """Counts the value of an expression that is written to the output, a block or a macro."""
         text = value if isinstance(value, str) else str(self._weighed(value))
         self.budget.spend(len(text) // CHARS_PER_WORK)
         return text
@@ -173,10 +173,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _Rounds:
-    """An iterable that is paid for round by round. It has a length if what it goes over has one.
+class _CountedIterable:
+    """An iterable whose iterations count as work. It has a length if the wrapped iterable has one.
 
-    Every attribute has an underscore: templates may hold one of these, and cannot read such names.
+    Attribute names begin with an underscore, so that templates, which may get hold of it, cannot read them.
     """
 
     __slots__ = ("_budget", "_iterable", "_price")
@@ -196,7 +196,7 @@ class _Rounds:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training. Here it is only its body."""
+    """`{% generation %}` marks generated text for training; here only its body is rendered."""
 
     tags = {"generation"}
 
@@ -206,7 +206,7 @@ class _GenerationTag(Extension):
 
 
 def _instrument(node: nodes.Node) -> None:
-    """Puts the counting filters where a template can loop or grow without a call."""
+    """Inserts the counting filters where a template can loop or grow without a call."""
     for field, child in node.iter_fields():
         if isinstance(child, nodes.Node):
             setattr(node, field, _instrumented(child))
@@ -253,7 +253,7 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict) else 1
 
 
-# How long a result can be when that is more than what went in.
+# Upper bounds of results that can be larger than their operands.
 _GROWTH: dict[str, Callable[..., int]] = {
     "replace": lambda text, old="", new="", *_: str(text).count(str(old)) * _length(new),
     "join": _joined_length,

@@ -178,7 +178,7 @@ def test_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     done = emberline("pull", str(path), home=tmp_path / "home")
     assert done.returncode == 1
     assert done.stderr.endswith(
-        f"emberline: {path} cannot be served: the file carries no tokenizer (tokenizer.ggml.model and .tokens)\n"
+        f"emberline: {path} cannot be served: the file contains no tokenizer (tokenizer.ggml.model and .tokens)\n"
     )
     entry = ModelEntry(describe_path(path), path)
     with pytest.raises(BadInput, match="no tokenizer"):

@@ -108,7 +108,7 @@ class _Nfa:
 
     def state(self) -> int:
         if len(self.epsilon) >= MAX_NFA_STATES:
-            raise BadInput("a pattern is too large to be combined with the constraints beside it: simplify one of them")
+            raise BadInput("a pattern is too large to be combined with the other constraints: simplify one of them")
         self.epsilon.append([])
         self.labelled.append([])
         return len(self.epsilon) - 1
@@ -179,7 +179,7 @@ def from_expression(expression: Expression) -> CharacterDfa:
         nonlocal work
         work += len(state)
         if work > MAX_SUBSET_WORK:
-            raise BadInput("a pattern is too complex to be combined with the constraints beside it: simplify it")
+            raise BadInput("a pattern is too complex to be combined with the other constraints: simplify it")
         pairs = [(low, high, target) for each in state for ranges, target in nfa.labelled[each] for low, high in ranges]
         return [(low, high, nfa.closure(targets)) for low, high, targets in _split(pairs)]
 
@@ -234,7 +234,7 @@ def explore(
         edges.append(row)
         n_edges += len(row)
         if len(order) > MAX_STATES or n_edges > MAX_EDGES:
-            raise BadInput("a pattern and the constraints beside it are too large together: simplify one of them")
+            raise BadInput("a pattern and the other constraints are too large together: simplify one of them")
     return _trim(CharacterDfa(edges, {number for state, number in numbers.items() if accepting(state)}))
 
 

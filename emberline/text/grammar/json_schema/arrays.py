@@ -177,7 +177,7 @@ def _containing(writer: GrammarWriter, arrays: ArraySet, least: int, most: int |
     n_tracked = max([arrays.n_prefix, least, most or 0, 1])
     if n_tracked > MAX_TRACKED:
         if max(arrays.n_prefix, least) > MAX_TRACKED:
-            writer.document.unsupported("'contains' beside more than 64 items is not supported")
+            writer.document.unsupported("'contains' together with more than 64 items is not supported")
         most, n_tracked = MAX_TRACKED, MAX_TRACKED
     rules: dict[State, int] = {}
     waiting: list[State] = []
@@ -247,7 +247,7 @@ def _unique(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | Non
             return _bracketed(_items(writer, arrays, least, limit))
     if least <= 1 and sum(clause.least for clause in arrays.contains) <= 1:
         return array_expression(writer, ArraySet(arrays.constraints, least, 1, False, arrays.contains))
-    writer.document.unsupported("'uniqueItems' beside these other constraints on an array is not supported")
+    writer.document.unsupported("'uniqueItems' together with these other constraints on an array is not supported")
 
 
 def _prefix_disjoint(writer: GrammarWriter, arrays: ArraySet) -> bool:
