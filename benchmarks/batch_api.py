@@ -24,7 +24,7 @@ from emberline.jobs.queue.queue import Queue, open_queue
 from emberline.protocol.answer import Answer, AnswerChoice, TextPart
 from emberline.protocol.events import Usage
 from emberline.store import open_store
-from tests.api.scripted import MODEL, ScriptedService
+from tests.api.fake_service import MODEL, FakeService
 
 N_LINES = 10_000
 TEXT = "word " * 380
@@ -113,7 +113,7 @@ async def figures_of(client: httpx.AsyncClient, queue: Queue, submit: Any, resul
 
 
 async def main() -> None:
-    service = ScriptedService()
+    service = FakeService()
     with tempfile.TemporaryDirectory() as folder:
         store = await open_store(Path(folder) / "bench.db")
         queue = await open_queue(store, Path(folder))

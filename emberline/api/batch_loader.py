@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from functools import partial
 
-from emberline.api.anthropic.batches import AnthropicJobReader
+from emberline.api.anthropic.batches import read_message_job
 from emberline.api.batches.job_format import CooperativeYield, JobReader, file_lines
 from emberline.api.http.call import Backend
 from emberline.api.openai.batch_jobs import OpenAIJobReader
-from emberline.api.workers_ai.endpoints import WorkersAIJobReader
+from emberline.api.workers_ai.endpoints import read_input_job
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.limits import INSERT_CHUNK
 from emberline.jobs.queue.job import NewJob
@@ -83,7 +84,7 @@ class BatchService:
             await self.queue.reject(batch, [failure.info()])
 
     async def _append_jobs(self, batch: Batch) -> None:
-        queue, reader = self.queue, job_reader(batch, self._service)
+        queue, read_job = self.queue, job_reader(batch, self._service)
         assert batch.input_blob is not None, "a batch is created with its file"
         n_read, yielding = 0, CooperativeYield()
         jobs: list[NewJob] = []
@@ -91,10 +92,9 @@ class BatchService:
             n_read += 1
             if n_read > queue.limits.max_jobs:
                 raise TooLarge(f"a batch has at most {queue.limits.max_jobs:,} lines: split it", param="input_file_id")
-            if n_read <= batch.counts.total:
-                reader.skip(line)
-            else:
-                jobs.append(reader.read(line))
+            job = read_job(line)  # also of lines loaded before a restart: the reader may keep state
+            if n_read > batch.counts.total:
+                jobs.append(job)
             await yielding.after(len(line.data or b""))
             if len(jobs) == INSERT_CHUNK:
                 await queue.append(batch, jobs)
@@ -105,8 +105,8 @@ class BatchService:
 
 def job_reader(batch: Batch, service: Backend) -> JobReader:
     if batch.kind == "anthropic":
-        return AnthropicJobReader(service)
+        return partial(read_message_job, service)
     if batch.kind == "workers_ai":
-        return WorkersAIJobReader(service, batch.model)
+        return partial(read_input_job, service, batch.model)
     assert batch.kind == "openai", "a background response has no file to load"
     return OpenAIJobReader(service, batch.endpoint)

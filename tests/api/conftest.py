@@ -7,36 +7,35 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
+from tests.api.batch_fixtures import open_batch_service
+from tests.api.fake_service import FakeService, client_of
 from tests.jobs.webhooks.helpers import webhook_service
 
-from .queued import desk_of
-from .scripted import ScriptedService, client_of
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
 
 
 @pytest.fixture
-def service() -> ScriptedService:
-    return ScriptedService()
-
-
-@pytest.fixture
-async def client(service: ScriptedService) -> AsyncIterator[httpx.AsyncClient]:
+async def client(service: FakeService) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(service) as client:
         yield client
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[WebhookService]:
-    """Events on a store of their own; nothing is delivered."""
-    store = await open_store(tmp_path / "desk.db")
-    async with webhook_service(store, deliver=False) as desk:
-        yield desk
+async def webhooks(tmp_path: Path) -> AsyncIterator[WebhookService]:
+    """Events on their own store; nothing is delivered."""
+    store = await open_store(tmp_path / "webhooks.db")
+    async with webhook_service(store, deliver=False) as webhooks:
+        yield webhooks
     await store.close()
 
 
 @pytest.fixture
-async def batches(service: ScriptedService, tmp_path: Path) -> AsyncIterator[BatchService]:
-    """A queue on a store of its own."""
+async def batches(service: FakeService, tmp_path: Path) -> AsyncIterator[BatchService]:
+    """A queue on its own store."""
     store = await open_store(tmp_path / "queue.db")
-    async with desk_of(store, service, tmp_path) as desk:
-        yield desk
+    async with open_batch_service(store, service, tmp_path) as batches:
+        yield batches
     await store.close()

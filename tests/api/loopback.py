@@ -1,4 +1,4 @@
-"""The app on a real port, in a thread of its own."""
+"""Serves the app on a real port, in its own thread."""
 
 import asyncio
 import socket

@@ -13,13 +13,12 @@ import pytest
 from emberline.protocol.errors import Overloaded
 from emberline.protocol.events import ChoiceDone, TextDelta
 from emberline.protocol.request import Message, OutputFormat, Reasoning, ToolCall, ToolChoice
-
-from .loopback import Loopback, on_loopback
-from .scripted import AGENT, KEY, MODEL, ScriptedService, agent, app_of, hello, says
+from tests.api.fake_service import AGENT, KEY, MODEL, FakeService, agent, app_of, hello, says
+from tests.api.loopback import Loopback, on_loopback
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
-_service = ScriptedService()
+_service = FakeService()
 
 
 class Town(pydantic.BaseModel):
@@ -29,7 +28,7 @@ class Town(pydantic.BaseModel):
 
 
 async def looks_then_answers(request):
-    """Calls until there are results, then says what they were."""
+    """Calls tools until there are results, then repeats the results."""
     messages = request.messages or ()
     results = [message.content for message in messages if message.role == "tool"]
     script = says(TextDelta(0, " and ".join(results)), ChoiceDone(0, "stop")) if results else agent
@@ -47,7 +46,7 @@ def server() -> Iterator[Loopback]:
 
 
 @pytest.fixture
-def service() -> ScriptedService:
+def service() -> FakeService:
     _service.requests.clear()
     _service.principals.clear()
     _service.script = hello
@@ -72,7 +71,7 @@ def to_cloudflare(server: Loopback) -> Iterator[cloudflare.Cloudflare]:
         yield client
 
 
-def test_openai_chat(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_chat(to_openai: openai.OpenAI, service: FakeService) -> None:
     session = {"x-session-affinity": "ses_1"}
     answer = to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, extra_headers=session)
     assert answer.choices[0].message.content == "Hello!"
@@ -82,7 +81,7 @@ def test_openai_chat(to_openai: openai.OpenAI, service: ScriptedService) -> None
     assert answer._request_id == service.requests[0].id
 
 
-def test_openai_chat_stream(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_chat_stream(to_openai: openai.OpenAI, service: FakeService) -> None:
     options = {"include_usage": True}
     chunks = list(
         to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, stream_options=options)
@@ -91,24 +90,24 @@ def test_openai_chat_stream(to_openai: openai.OpenAI, service: ScriptedService) 
     assert [chunk.usage.prompt_tokens_details.cached_tokens for chunk in chunks if chunk.usage] == [8]
 
 
-def test_openai_stream_helper(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_stream_helper(to_openai: openai.OpenAI, service: FakeService) -> None:
     with to_openai.chat.completions.stream(model=MODEL, messages=MESSAGES) as stream:
         assert stream.get_final_completion().choices[0].message.content == "Hello!"
 
 
-def test_openai_completions(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_completions(to_openai: openai.OpenAI, service: FakeService) -> None:
     answer = to_openai.completions.create(model=MODEL, prompt=["a", "b"], n=2)
     assert [choice.text for choice in answer.choices] == ["Hello!"] * 4
     streamed = to_openai.completions.create(model=MODEL, prompt="a", stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == "Hello!"
 
 
-def test_openai_models(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_models(to_openai: openai.OpenAI, service: FakeService) -> None:
     assert MODEL in [model.id for model in to_openai.models.list()]
     assert to_openai.models.retrieve(MODEL).id == MODEL
 
 
-def test_openai_errors(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_errors(to_openai: openai.OpenAI, service: FakeService) -> None:
     with pytest.raises(openai.NotFoundError, match="nope"):
         to_openai.chat.completions.create(model="nope", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -118,7 +117,7 @@ def test_openai_errors(to_openai: openai.OpenAI, service: ScriptedService) -> No
         to_openai.with_options(api_key="wrong").models.list()
 
 
-def test_openai_retries_what_is_overloaded(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_retries_what_is_overloaded(to_openai: openai.OpenAI, service: FakeService) -> None:
     async def full_at_first(request):
         if len(service.requests) < 2:
             raise Overloaded("full", retry_after_s=0.01)
@@ -130,7 +129,7 @@ def test_openai_retries_what_is_overloaded(to_openai: openai.OpenAI, service: Sc
     assert answer.choices[0].message.content == "Hello!"
 
 
-def test_openai_hears_of_a_broken_stream(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_client_reports_a_broken_stream(to_openai: openai.OpenAI, service: FakeService) -> None:
     async def breaks(request):
         async for event in hello(request):
             yield event
@@ -142,7 +141,7 @@ def test_openai_hears_of_a_broken_stream(to_openai: openai.OpenAI, service: Scri
         list(to_openai.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
 
 
-def test_openai_parses_into_a_model(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_parses_into_a_model(to_openai: openai.OpenAI, service: FakeService) -> None:
     service.script = says(TextDelta(0, '{"town":'), TextDelta(0, '"Oslo"}'), ChoiceDone(0, "stop"))
     answer = to_openai.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Town)
     assert answer.choices[0].message.parsed == Town(town="Oslo")
@@ -159,7 +158,7 @@ def test_openai_parses_into_a_model(to_openai: openai.OpenAI, service: ScriptedS
     assert [event.parsed for event in events if event.type == "content.done"] == [Town(town="Oslo")]
 
 
-def test_openai_tools_streamed_as_events(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_tools_streamed_as_events(to_openai: openai.OpenAI, service: FakeService) -> None:
     service.script = agent
     tool = openai.pydantic_function_tool(Town, name="weather")
     with to_openai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=[tool]) as stream:
@@ -182,7 +181,7 @@ def test_openai_tools_streamed_as_events(to_openai: openai.OpenAI, service: Scri
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_tool_loop(to_openai: openai.OpenAI, service: ScriptedService, streamed: bool) -> None:
+def test_openai_tool_loop(to_openai: openai.OpenAI, service: FakeService, streamed: bool) -> None:
     service.script = looks_then_answers
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
     messages: list = list(MESSAGES)
@@ -208,7 +207,7 @@ def test_openai_tool_loop(to_openai: openai.OpenAI, service: ScriptedService, st
     )
 
 
-def test_openai_older_functions(to_openai: openai.OpenAI, service: ScriptedService) -> None:
+def test_openai_deprecated_functions(to_openai: openai.OpenAI, service: FakeService) -> None:
     service.script = says(*AGENT[4:])
     asked = {"model": MODEL, "messages": MESSAGES, "functions": [{"name": "weather", "parameters": SCHEMA}]}
     choice = to_openai.chat.completions.create(**asked, function_call={"name": "weather"}).choices[0]
@@ -222,7 +221,7 @@ def test_openai_older_functions(to_openai: openai.OpenAI, service: ScriptedServi
     assert "".join(call.arguments for call in called) == '{"town":"Oslo"}'
 
 
-def test_anthropic_messages(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_messages(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     answer = to_anthropic.messages.create(model=MODEL, max_tokens=9, system="Be kind.", messages=MESSAGES)
     assert answer.content[0].text == "Hello!"
     assert answer.stop_reason == "end_turn"
@@ -230,7 +229,7 @@ def test_anthropic_messages(to_anthropic: anthropic.Anthropic, service: Scripted
     assert [message.role for message in service.requests[0].messages or ()] == ["system", "user"]
 
 
-def test_anthropic_stream(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_stream(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     with to_anthropic.messages.stream(model=MODEL, max_tokens=9, messages=MESSAGES) as stream:
         assert list(stream.text_stream) == ["Hel", "lo", "!"]
         final = stream.get_final_message()
@@ -238,7 +237,7 @@ def test_anthropic_stream(to_anthropic: anthropic.Anthropic, service: ScriptedSe
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens, final.usage.output_tokens) == (4, 8, 3)
 
 
-def test_anthropic_tools_and_thinking_streamed(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_tools_and_thinking_streamed(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     service.script = looks_then_answers
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     asked = {"model": MODEL, "max_tokens": 9000, "tools": tools, "thinking": {"type": "enabled", "budget_tokens": 2000}}
@@ -271,7 +270,7 @@ def test_anthropic_tools_and_thinking_streamed(to_anthropic: anthropic.Anthropic
     )
 
 
-def test_anthropic_parses_into_a_model(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_parses_into_a_model(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     service.script = says(TextDelta(0, '{"town":"Oslo"}'), ChoiceDone(0, "stop"))
     answer = to_anthropic.messages.parse(model=MODEL, max_tokens=9, messages=MESSAGES, output_format=Town)
     assert answer.parsed_output == Town(town="Oslo")
@@ -280,23 +279,23 @@ def test_anthropic_parses_into_a_model(to_anthropic: anthropic.Anthropic, servic
     assert (output.kind, output.value["required"]) == ("json_schema", ["town"])
 
 
-def test_anthropic_count_tokens(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_count_tokens(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     assert to_anthropic.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens == 1
 
 
-def test_anthropic_errors(to_anthropic: anthropic.Anthropic, service: ScriptedService) -> None:
+def test_anthropic_errors(to_anthropic: anthropic.Anthropic, service: FakeService) -> None:
     with pytest.raises(anthropic.NotFoundError, match="nope"):
         to_anthropic.messages.create(model="nope", max_tokens=9, messages=MESSAGES)
     with pytest.raises(anthropic.AuthenticationError):
         to_anthropic.with_options(api_key="wrong").messages.create(model=MODEL, max_tokens=9, messages=MESSAGES)
 
 
-def test_anthropic_with_a_bearer_token(server: Loopback, service: ScriptedService) -> None:
+def test_anthropic_with_a_bearer_token(server: Loopback, service: FakeService) -> None:
     with anthropic.Anthropic(base_url=server.url, auth_token=KEY, max_retries=0) as client:
         assert client.messages.create(model=MODEL, max_tokens=9, messages=MESSAGES).content[0].text == "Hello!"
 
 
-def test_cloudflare_run(to_cloudflare: cloudflare.Cloudflare, service: ScriptedService) -> None:
+def test_cloudflare_run(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
     answer = to_cloudflare.ai.run(MODEL, account_id="acme", prompt="Hi")
     assert answer["response"] == "Hello!"
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
@@ -305,7 +304,7 @@ def test_cloudflare_run(to_cloudflare: cloudflare.Cloudflare, service: ScriptedS
     assert answer["response"] == "Hello!"
 
 
-def test_cloudflare_tools_and_json_mode(to_cloudflare: cloudflare.Cloudflare, service: ScriptedService) -> None:
+def test_cloudflare_tools_and_json_mode(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
     service.script = agent
     tools = [{"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}]
     answer = to_cloudflare.ai.run(MODEL, account_id="acme", messages=MESSAGES, tools=tools)
@@ -317,14 +316,14 @@ def test_cloudflare_tools_and_json_mode(to_cloudflare: cloudflare.Cloudflare, se
     assert service.requests[-1].output == OutputFormat("json_schema", SCHEMA)
 
 
-def test_cloudflare_stream(to_cloudflare: cloudflare.Cloudflare, service: ScriptedService) -> None:
+def test_cloudflare_stream(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
     with to_cloudflare.ai.with_streaming_response.run(MODEL, account_id="acme", prompt="Hi", stream=True) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[0].startswith('data: {"response":"Hel","p":"')
     assert lines[-1] == "data: [DONE]"
 
 
-def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: ScriptedService) -> None:
+def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
     names = [model["name"] for model in to_cloudflare.ai.models.list(account_id="acme", per_page=1)]
     assert names == [MODEL, "@hf/acme/tiny"]
     assert to_cloudflare.ai.models.schema.get(account_id="acme", model=MODEL).input.type == "object"
@@ -332,7 +331,7 @@ def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: Scrip
     assert len(list(to_cloudflare.ai.authors.list(account_id="acme"))) == 2
 
 
-def test_cloudflare_errors(to_cloudflare: cloudflare.Cloudflare, service: ScriptedService) -> None:
+def test_cloudflare_errors(to_cloudflare: cloudflare.Cloudflare, service: FakeService) -> None:
     with pytest.raises(cloudflare.BadRequestError) as refused:
         to_cloudflare.ai.run("@cf/no/such", account_id="acme", prompt="Hi")
     assert refused.value.errors[0].code == 5007
@@ -340,7 +339,7 @@ def test_cloudflare_errors(to_cloudflare: cloudflare.Cloudflare, service: Script
         to_cloudflare.with_options(api_token="wrong").ai.tasks.list(account_id="acme")
 
 
-def test_curl_without_a_content_type(server: Loopback, service: ScriptedService) -> None:
+def test_curl_without_a_content_type(server: Loopback, service: FakeService) -> None:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/x-www-form-urlencoded"}
     url = f"{server.url}/client/v4/accounts/acme/ai/run/{MODEL}"
     assert httpx.post(url, content='{"prompt": "Hi"}', headers=headers).json()["result"]["response"] == "Hello!"

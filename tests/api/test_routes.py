@@ -1,4 +1,4 @@
-"""Every route declares its policy, and means it."""
+"""Every route declares its policy, and the policy is enforced."""
 
 import pytest
 
@@ -8,8 +8,7 @@ from emberline.api.http.router import Policy, Route
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
-
-from .scripted import KEY, MODEL, ScriptedService, client_of
+from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
 OPEN = {"/", "/favicon.ico", "/health", "/openapi.json"}
 
@@ -18,16 +17,16 @@ def url(route: Route) -> str:
     return route.path.replace("{account}", "acme").replace("{model}", MODEL).replace("{id}", "resp_1")
 
 
-def test_what_is_open() -> None:
-    """A new open route has to be written down here too."""
+def test_open_routes() -> None:
+    """A new open route must be added here too."""
     assert {route.path for route in ROUTES if route.policy is Policy.OPEN} == OPEN
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 async def test_the_policy_holds(
-    service: ScriptedService, desk: WebhookService, batches: BatchService, route: Route
+    service: FakeService, webhooks: WebhookService, batches: BatchService, route: Route
 ) -> None:
-    async with client_of(service, KEY, desk, batches) as client:
+    async with client_of(service, KEY, webhooks, batches) as client:
         tries = [
             {},
             {"authorization": "Bearer wrong"},
@@ -45,9 +44,9 @@ async def test_the_policy_holds(
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 async def test_other_methods(
-    service: ScriptedService, desk: WebhookService, batches: BatchService, route: Route
+    service: FakeService, webhooks: WebhookService, batches: BatchService, route: Route
 ) -> None:
-    async with client_of(service, events=desk, batches=batches) as client:
+    async with client_of(service, webhooks=webhooks, batches=batches) as client:
         others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
             r.method for r in ROUTES if r.path == route.path
         }
@@ -71,7 +70,7 @@ async def test_other_methods(
 @pytest.mark.parametrize(
     "path", ["/v1", "/v1/", "/v1/nope", "/v1/models/", "/metrics/", "/health/x", "/api", "/docs", "/v1/chat"]
 )
-async def test_no_route(service: ScriptedService, path: str) -> None:
+async def test_no_route(service: FakeService, path: str) -> None:
     async with client_of(service) as client:
         answer = await client.get(path)
         assert answer.status_code == 404

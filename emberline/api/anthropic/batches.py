@@ -19,6 +19,7 @@ from emberline.api.batches.job_format import (
 from emberline.api.batches.submission import (
     cancel_batch,
     find_batch,
+    new_batch,
     queue_position,
     submit_once,
     submit_requests,
@@ -27,7 +28,7 @@ from emberline.api.http.body import decode, read_body
 from emberline.api.http.call import Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, error_body
 from emberline.api.http.sse import JSONL, send_bytes
-from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
+from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.jobs.webhooks.events import timestamp
 from emberline.protocol.errors import BadInput, EmberlineError
@@ -59,26 +60,18 @@ _request_decoder = msgspec.json.Decoder(BatchRequest)
 _params_decoder = msgspec.json.Decoder(MessagesRequest)
 
 
-class AnthropicJobReader:
-    """Custom ids were checked when the batch was created."""
-
-    def __init__(self, service: Backend) -> None:
-        self._service = service
-
-    def read(self, line: FileLine) -> NewJob:
-        custom_id = ""
-        try:
-            given = decode(line.content(), _request_decoder)
-            custom_id = given.custom_id
-            params = decode(bytes(given.params), _params_decoder)
-            if params.stream:
-                raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
-            return NewJob(custom_id, batch_request(params.to_request("")[0], self._service))
-        except EmberlineError as error:
-            return NewJob(custom_id, None, error.info())
-
-    def skip(self, line: FileLine) -> None:
-        """There is no state to keep."""
+def read_message_job(service: Backend, line: FileLine) -> NewJob:
+    """The job of one line. Custom ids were checked when the batch was created."""
+    custom_id = ""
+    try:
+        given = decode(line.content(), _request_decoder)
+        custom_id = given.custom_id
+        params = decode(bytes(given.params), _params_decoder)
+        if params.stream:
+            raise BadInput("`stream` has no meaning in a batch: leave it out", param="params.stream")
+        return NewJob(custom_id, batch_request(params.to_request("")[0], service))
+    except EmberlineError as error:
+        return NewJob(custom_id, None, error.info())
 
 
 def _result_line(result: Result) -> bytes:
@@ -110,14 +103,7 @@ async def create(call: Call) -> Reply:
     await _check_ids(requests)
 
     async def submit(batch_id: str) -> bytes:
-        new = NewBatch(
-            id=batch_id,
-            account=call.principal.account,
-            key_id=call.principal.key_id,
-            kind="anthropic",
-            endpoint=ENDPOINT,
-            attributes={"n_requests": len(requests)},
-        )
+        new = new_batch(call, batch_id, "anthropic", ENDPOINT, attributes={"n_requests": len(requests)})
         return encode(await _batch_with_position(call, await submit_requests(call, new, requests)))
 
     return await submit_once(call, raw, new_batch_id("anthropic"), submit)

@@ -6,7 +6,7 @@ wrote it, whether logprobs were requested) is read from that file again when a r
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,6 +34,10 @@ class FileLine(NamedTuple):
         if self.data is None:
             raise TooLarge("the request is larger than one of a batch may be")
         return self.data
+
+
+# Parses the lines of one batch, in order; it may keep state. The job of an invalid line holds the error.
+JobReader = Callable[[FileLine], NewJob]
 
 
 async def file_lines(chunks: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[FileLine]:
@@ -72,16 +76,6 @@ class CooperativeYield:
         if self._n_bytes >= _YIELD_BYTES:
             self._n_bytes = 0
             await asyncio.sleep(0)
-
-
-class JobReader(Protocol):
-    """Parses the lines of one batch, in order. It may keep state between lines."""
-
-    def read(self, line: FileLine) -> NewJob:
-        """The job of a line; that of an invalid line holds the error."""
-
-    def skip(self, line: FileLine) -> None:
-        """A line that was loaded before a restart."""
 
 
 class Result(NamedTuple):

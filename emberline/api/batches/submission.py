@@ -50,6 +50,13 @@ async def submit_once(call: Call, body: bytes, new_id: str, submit: Callable[[st
     return Reply(200, answer)
 
 
+def new_batch(call: Call, batch_id: str, kind: BatchKind, endpoint: str, **fields: Any) -> NewBatch:
+    principal = call.principal
+    return NewBatch(
+        id=batch_id, account=principal.account, key_id=principal.key_id, kind=kind, endpoint=endpoint, **fields
+    )
+
+
 async def submit_requests(call: Call, new: NewBatch, requests: Iterable[msgspec.Raw]) -> Batch:
     """Submit a batch whose requests came in the body: they are stored as a file of lines. Durable on return."""
     file = await store_requests(call, new.id, requests)

@@ -28,13 +28,13 @@ class Guard:
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not self._host_allowed(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
-            raise Forbidden(f"this server does not answer to the host {shown!r}; --allowed-host makes it")
+            raise Forbidden(f"the host {shown!r} is not allowed; add it with --allowed-host")
         origins = _values(scope, b"origin")
         if not origins:
             return None
         if len(origins) > 1 or not self._origin_allowed(origins[0], hosts[0]):
             shown = origins[0][:100]
-            raise Forbidden(f"web pages of {shown!r} may not call this server; --cors-origin lets them")
+            raise Forbidden(f"the origin {shown!r} is not allowed; add it with --cors-origin")
         return origins[0]
 
     def _host_allowed(self, host: str, scope: Scope) -> bool:

@@ -89,7 +89,7 @@ class OpenAIJobReader:
         self._endpoint = endpoint
         self._line_of: dict[str, int] = {}  # by custom id, the line that has it
 
-    def read(self, line: FileLine) -> NewJob:
+    def __call__(self, line: FileLine) -> NewJob:
         custom_id = ""
         try:
             given = decode(line.content(), _line_decoder)
@@ -103,12 +103,6 @@ class OpenAIJobReader:
         except EmberlineError as error:
             error.message = f"line {line.number}: {error.message}"
             return NewJob(custom_id, None, error.info())
-
-    def skip(self, line: FileLine) -> None:
-        try:
-            self._check(decode(line.content(), _line_decoder), line.number)
-        except EmberlineError:
-            return
 
     def _check(self, given: BatchLine, number: int) -> None:
         custom_id = given.custom_id

@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from emberline.api.batches.submission import cancel_batch, find_batch, queue_position, submit_once
+from emberline.api.batches.submission import cancel_batch, find_batch, new_batch, queue_position, submit_once
 from emberline.api.common.sampling_fields import Metadata
 from emberline.api.http.body import UnsupportedField, decode, read_body, refuse_unsupported
 from emberline.api.http.call import Call, Reply, encode, json_reply, list_reply
 from emberline.api.http.errors import NoSuchFile, codes
 from emberline.api.openai.batch_jobs import FORMATS
 from emberline.api.openai.files import error_file_id, output_file_id
-from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
+from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.protocol.errors import BadInput, ErrorInfo, NotFound, Unsupported, from_info
 
 MAX_WINDOW_H = 14 * 24
@@ -44,12 +44,11 @@ async def create(call: Call) -> Reply:
     await _check(call, body)
 
     async def submit(batch_id: str) -> bytes:
-        new = NewBatch(
-            id=batch_id,
-            account=call.principal.account,
-            key_id=call.principal.key_id,
-            kind="openai",
-            endpoint=body.endpoint,
+        new = new_batch(
+            call,
+            batch_id,
+            "openai",
+            body.endpoint,
             window_s=_window_s(body.completion_window),
             metadata=body.metadata or {},
             attributes={"completion_window": body.completion_window},

@@ -13,7 +13,7 @@ from emberline.api.common.sampling_fields import GenerationFields, TokenId, sess
 from emberline.api.http.body import UnsupportedField, refuse_unsupported, unsupported
 from emberline.api.http.call import Backend, Events
 from emberline.api.http.errors import Dialect, FieldNames
-from emberline.api.openai.chunk_stream import ChunkStream, StreamOptions
+from emberline.api.openai.chat import ChunkStream, StreamOptions
 from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput

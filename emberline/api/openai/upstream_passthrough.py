@@ -37,8 +37,7 @@ from emberline.api.common.sampling_fields import (
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply, encode, while_connected
 from emberline.api.http.errors import Dialect, HeaderList, error_body
-from emberline.api.openai.chat import ChatRequest
-from emberline.api.openai.chunk_stream import StreamOptions
+from emberline.api.openai.chat import ChatRequest, StreamOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable

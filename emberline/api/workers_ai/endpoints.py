@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, batch_request, batch_results
-from emberline.api.batches.submission import find_batch, position_body, submit_once, submit_requests
+from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
 from emberline.api.http.body import decode, read_body
@@ -16,7 +16,7 @@ from emberline.api.http.errors import Dialect, HeaderList, NoSuchBatch, error_bo
 from emberline.api.http.sse import send_bytes, stream
 from emberline.api.workers_ai.answer import ResultOptions, RunStream, envelope, result_body
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
-from emberline.jobs.batches.batch import Batch, NewBatch, new_batch_id
+from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
 
@@ -100,14 +100,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply
         raise TooLarge(f"{len(requests):,} requests are too many for one call, which takes {most:,}", param="requests")
 
     async def submit(batch_id: str) -> bytes:
-        new = NewBatch(
-            id=batch_id,
-            account=call.principal.account,
-            key_id=call.principal.key_id,
-            kind="workers_ai",
-            endpoint=ENDPOINT,
-            model=card.id,
-        )
+        new = new_batch(call, batch_id, "workers_ai", ENDPOINT, model=card.id)
         batch = await submit_requests(call, new, requests)
         return encode(envelope({"status": "queued", "request_id": batch.id, "model": model}))
 
@@ -168,25 +161,17 @@ def _job_result(result: Result) -> bytes:
     return encode(body if reference is None else body | {"external_reference": reference})
 
 
-class WorkersAIJobReader:
-    def __init__(self, service: Backend, model: str) -> None:
-        self._service = service
-        self._model = model
-
-    def read(self, line: FileLine) -> NewJob:
-        reference = ""
-        try:
-            given = decode(line.content(), _input_decoder)
-            if isinstance(given.external_reference, str):
-                reference = given.external_reference[:512]
-            if given.stream:
-                raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
-            if given.requests is not None or given.request_id is not None:
-                raise BadInput("an input in `requests` is a `prompt` or `messages`", param="requests")
-            request, _ = given.to_request(self._model, "")
-            return NewJob(reference, batch_request(request, self._service))
-        except EmberlineError as error:
-            return NewJob(reference, None, error.info())
-
-    def skip(self, line: FileLine) -> None:
-        """There is no state to keep."""
+def read_input_job(service: Backend, model: str, line: FileLine) -> NewJob:
+    reference = ""
+    try:
+        given = decode(line.content(), _input_decoder)
+        if isinstance(given.external_reference, str):
+            reference = given.external_reference[:512]
+        if given.stream:
+            raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
+        if given.requests is not None or given.request_id is not None:
+            raise BadInput("an input in `requests` is a `prompt` or `messages`", param="requests")
+        request, _ = given.to_request(model, "")
+        return NewJob(reference, batch_request(request, service))
+    except EmberlineError as error:
+        return NewJob(reference, None, error.info())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.batches.job_format import batch_request, job_error
-from emberline.api.batches.submission import queue_position, store_requests
+from emberline.api.batches.submission import new_batch, queue_position, store_requests
 from emberline.api.common.answer import events_of
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, encode, while_connected
@@ -20,7 +20,7 @@ from emberline.api.http.sse import named_event
 from emberline.api.openai.responses.items import Item
 from emberline.api.openai.responses.output import ResponseBuilder, StreamEvent
 from emberline.api.openai.responses.request import ResponsesRequest
-from emberline.jobs.batches.batch import Batch, NewBatch
+from emberline.jobs.batches.batch import Batch
 from emberline.jobs.queue.job import Job, NewJob
 from emberline.jobs.queue.transcript import TranscriptPart
 from emberline.protocol.answer import StoredResponse
@@ -71,23 +71,14 @@ async def submit(
     call: Call, own_id: str, raw: bytes, items: Sequence[Item], request: GenerateRequest
 ) -> BackgroundResponse:
     """Durable on return."""
-    account = call.principal.account
     request = batch_request(request, call.service)
     submitted = encode(_Submitted(msgspec.Raw(raw), msgspec.Raw(encode(items))))
     file = await store_requests(call, own_id, [msgspec.Raw(submitted)])
     try:
-        new = NewBatch(
-            id=own_id,
-            account=account,
-            key_id=call.principal.key_id,
-            kind="response",
-            endpoint=ENDPOINT,
-            model=request.model,
-            input_file_id=file.id,
-        )
+        new = new_batch(call, own_id, "response", ENDPOINT, model=request.model, input_file_id=file.id)
         await call.queue.submit(new, [NewJob("", request)])
     finally:
-        await call.queue.files.delete(account, file.id)
+        await call.queue.files.delete(call.principal.account, file.id)
     found = await find(call, own_id)
     if found is None:
         raise NoSuchResponse(f"the response {own_id} was deleted while it was submitted")

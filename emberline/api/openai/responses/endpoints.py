@@ -43,21 +43,15 @@ _FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-class _Output(msgspec.Struct):
-    output: list[Item]
+class _StoredBody(msgspec.Struct):
+    """The parts of a stored response object that are read again."""
+
+    id: str = ""
+    status: str = ""
+    output: list[Item] = []
 
 
-class _Id(msgspec.Struct):
-    id: str
-
-
-class _Status(msgspec.Struct):
-    status: str
-
-
-_output_decoder = msgspec.json.Decoder(_Output)
-_id_decoder = msgspec.json.Decoder(_Id)
-_status_decoder = msgspec.json.Decoder(_Status)
+_body_decoder = msgspec.json.Decoder(_StoredBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
     reply = await submit_once(call, raw, response_id(call.id), submit)
     if not body.stream:
         return reply
-    found = await background.find(call, _id_decoder.decode(reply.body).id)
+    found = await background.find(call, _body_decoder.decode(reply.body).id)
     if found is None:
         raise _no_such_response(response_id(call.id))
     await background.stream(call, found, -1)
@@ -189,7 +183,7 @@ async def _history(call: Call, previous: str | None) -> list[StoredResponse]:
     if previous is None:
         return []
     records = await _find(call, previous, with_history=True)
-    if records and _status_decoder.decode(records[-1].body).status in ("queued", "in_progress"):
+    if records and _body_decoder.decode(records[-1].body).status in ("queued", "in_progress"):
         raise Conflict(f"{previous} is not complete yet: wait for it first", param="previous_response_id")
     if not records:
         raise NoPreviousResponse(
@@ -245,7 +239,7 @@ def _no_such_response(own_id: str) -> NoSuchResponse:
 
 
 def _items(record: StoredResponse) -> list[Item]:
-    return items_decoder.decode(record.input) + _output_decoder.decode(record.body).output
+    return items_decoder.decode(record.input) + _body_decoder.decode(record.body).output
 
 
 # --- generating the response ------------------------------------------------------------------------------------------

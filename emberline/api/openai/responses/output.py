@@ -111,11 +111,7 @@ class ResponseBuilder:
             return []
         events = [] if self._open == "reasoning" else self._open_reasoning()
         self._pieces.append(event.text)
-        if self._as_summary:
-            events.append(self._event("reasoning_summary_text.delta", summary_index=0, delta=event.text))
-        else:
-            events.append(self._event("reasoning_text.delta", content_index=0, delta=event.text))
-        return events
+        return [*events, self._reasoning_event("text.delta", delta=event.text)]
 
     def _call(self, event: ToolCallStarted) -> list[StreamEvent]:
         tool = self._client_tools.get(event.name, ClientTool(event.name, None, custom=False))
@@ -167,24 +163,24 @@ class ResponseBuilder:
     def _open_reasoning(self) -> list[StreamEvent]:
         fields: Json = {"summary": []} if self._as_summary else {"summary": [], "content": []}
         events = self._open_item("reasoning", fields | ({"encrypted_content": ""} if self._encrypted else {}))
-        return [*events, self._reasoning_part("added", "")]
+        return [*events, self._reasoning_event("part.added", part=self._reasoning_part(""))]
 
     def _close_reasoning(self, item: Json, text: str) -> list[StreamEvent]:
-        if self._as_summary:
-            item["summary"] = [{"type": "summary_text", "text": text}]
-            done = self._event("reasoning_summary_text.done", summary_index=0, text=text)
-        else:
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            done = self._event("reasoning_text.done", content_index=0, text=text)
+        part = self._reasoning_part(text)
+        item["summary" if self._as_summary else "content"] = [part]
         if self._encrypted:
             item["encrypted_content"] = seal(text)
-        return [done, self._reasoning_part("done", text)]
+        return [self._reasoning_event("text.done", text=text), self._reasoning_event("part.done", part=part)]
 
-    def _reasoning_part(self, change: str, text: str) -> StreamEvent:
+    def _reasoning_part(self, text: str) -> Json:
+        return {"type": "summary_text" if self._as_summary else "reasoning_text", "text": text}
+
+    def _reasoning_event(self, kind: str, **fields: Any) -> StreamEvent:
+        """Reasoning is sent either as the item's summary or as its content."""
         if self._as_summary:
-            part = {"type": "summary_text", "text": text}
-            return self._event(f"reasoning_summary_part.{change}", summary_index=0, part=part)
-        return self._event(f"content_part.{change}", content_index=0, part={"type": "reasoning_text", "text": text})
+            return self._event(f"reasoning_summary_{kind}", summary_index=0, **fields)
+        prefix = "content_" if kind.startswith("part") else "reasoning_"
+        return self._event(prefix + kind, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
         index = len(self.items) - 1

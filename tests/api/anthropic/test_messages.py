@@ -1,0 +1,176 @@
+"""The Anthropic Messages API: responses, streams and errors."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
+from emberline.protocol.request import GenerateRequest, Message, Reasoning, SamplingParams, ToolCall
+from tests.api.fake_service import MODEL, USAGE, FakeService
+
+BODY = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+CF = "/client/v4/accounts/acme/ai"
+USAGE_JSON = '{"input_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":8,"output_tokens":3}'
+
+
+def normal(text: str) -> str:
+    return re.sub(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", "ID", text)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", f"{CF}/v1/messages", f"{CF}/v1/v1/messages"])
+async def test_message(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
+    answer = await client.post(path, json=BODY)
+    assert normal(answer.text) == (
+        '{"id":"msg_ID","type":"message","role":"assistant","model":"' + MODEL + '",'
+        '"content":[{"type":"text","text":"Hello!"}],"stop_reason":"end_turn","stop_sequence":null,'
+        '"usage":' + USAGE_JSON + "}"
+    )
+    assert answer.headers["request-id"] == answer.headers["x-request-id"] == service.requests[0].id
+    assert service.principals[0].account == ("local" if path.startswith("/v1") else "acme")
+
+
+async def test_stream(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/messages", json=BODY | {"stream": True})
+    assert answer.headers["content-type"] == "text/event-stream"
+
+    def delta(text: str) -> str:
+        return (
+            "event: content_block_delta\ndata: "
+            '{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"' + text + '"}}\n\n'
+        )
+
+    assert normal(answer.text) == (
+        'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_ID","type":"message",'
+        '"role":"assistant","model":"' + MODEL + '","content":[],'
+        '"usage":' + USAGE_JSON.replace('tokens":3', 'tokens":1') + ',"stop_reason":null,"stop_sequence":null}}\n\n'
+        "event: content_block_start\n"
+        'data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}\n\n'
+        'event: ping\ndata: {"type":"ping"}\n\n' + delta("Hel") + delta("lo") + delta("!") +
+        'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+        'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},'
+        '"usage":' + USAGE_JSON + "}\n\n"
+        'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("done", "reason"),
+    [
+        (ChoiceDone(0, "length"), ("max_tokens", None)),
+        (ChoiceDone(0, "stop"), ("end_turn", None)),
+        (ChoiceDone(0, "stop", "END"), ("stop_sequence", "END")),
+    ],
+)
+async def test_stop_reasons(client: httpx.AsyncClient, service: FakeService, done: ChoiceDone, reason: tuple) -> None:
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(USAGE)
+        yield TextDelta(0, "x")
+        yield done
+        yield Completed(USAGE)
+
+    service.script = script
+    answer = (await client.post("/v1/messages", json=BODY)).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == reason
+    streamed = (await client.post("/v1/messages", json=BODY | {"stream": True})).text
+    assert (
+        f'"delta":{json.dumps({"stop_reason": reason[0], "stop_sequence": reason[1]}, separators=(",", ":"))}'
+        in streamed
+    )
+
+
+async def test_canonical_request(client: httpx.AsyncClient, service: FakeService) -> None:
+    body = {
+        "model": MODEL,
+        "system": [
+            {"type": "text", "text": "You are", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "kind."},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "Let me look."},
+                {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "nothing"}]},
+                {"type": "text", "text": "So?"},
+            ]},
+        ],
+        "temperature": 0.2, "top_p": 0, "top_k": 9, "stop_sequences": ["END"], "metadata": {"user_id": "ann"},
+        "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}, "tools": [], "service_tier": "auto",
+    }  # fmt: skip
+    answer = await client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert service.requests[0] == GenerateRequest(
+        id=answer.headers["x-request-id"],
+        model=MODEL,
+        messages=(
+            Message("system", "You are\nkind."),
+            Message("user", "Hi"),
+            Message("assistant", "Let me look.", tool_calls=(ToolCall("t1", "look", '{"at":1}'),), reasoning="hm"),
+            Message("tool", "nothing", tool_call_id="t1"),
+            Message("user", "So?"),
+        ),
+        sampling=SamplingParams(temperature=0.2, top_p=1e-6, top_k=9, stop=("END",)),
+        session="ann",
+        reasoning=Reasoning(enabled=False),
+    )
+
+
+async def test_count_tokens(client: httpx.AsyncClient, service: FakeService) -> None:
+    body = {"model": MODEL, "system": "Be brief.", "messages": [{"role": "user", "content": "one two three"}]}
+    for path in ("/v1/messages", f"{CF}/v1/messages", f"{CF}/v1/v1/messages"):
+        answer = await client.post(f"{path}/count_tokens", json=body)
+        assert answer.json() == {"input_tokens": 5}
+
+
+async def test_error_forms(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/messages", json=BODY | {"model": "nope"})
+    assert answer.status_code == 404
+    error = {"type": "not_found_error", "message": "No such model nope or task"}
+    assert answer.json() == {"type": "error", "error": error, "request_id": answer.headers["x-request-id"]}
+    assert answer.headers["request-id"] == answer.headers["cf-ai-req-id"] == answer.headers["x-request-id"]
+    both = await client.post(f"{CF}/v1/messages", json=BODY | {"model": "nope"})
+    assert both.json()["error"] == error
+    assert both.json()["errors"][0]["code"] == 5007
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tools": [{"name": "f"}]}, "tools[0]` needs an `input_schema"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL | {"name": "no spaces"}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"input_schema": []}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ({"thinking": {"type": "sometimes"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format"),
+        ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
+        ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0]"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+    ],
+)
+async def test_errors_name_the_field(client: httpx.AsyncClient, change: dict, named: str) -> None:
+    answer = await client.post("/v1/messages", json=BODY | change)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert named in answer.json()["error"]["message"]

@@ -1,0 +1,228 @@
+"""A fake service that answers from a script, and clients that reach the app without a socket."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.secret import Secret
+from emberline.api.app import ApiSettings, App
+from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import ASGIApp, Events
+from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.jobs.webhooks.service import WebhookService
+from emberline.protocol.answer import StoredResponse
+from emberline.protocol.errors import MalformedModelId, ModelNotFound
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextEvent,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
+from emberline.protocol.request import GenerateRequest, Principal
+from emberline.service.health import Health
+from emberline.service.responses import ResponseStore
+from emberline.upstream.models import UpstreamModels
+from emberline.upstream.request import UpstreamRequest
+
+MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
+KEY = "correct-horse-battery-staple"
+Script = Callable[[GenerateRequest], AsyncIterator[TextEvent]]
+
+
+def card(model_id: str, author: str, **fields: Any) -> ModelCard:
+    return ModelCard(
+        id=model_id,
+        aliases=(model_id.rpartition("/")[2],),
+        description=f"{model_id}, for tests.",
+        author=author,
+        context_window=8192,
+        source=PathSource("/nowhere"),
+        created_at="2024-10-31 00:00:00.000",
+        **fields,
+    )
+
+
+CARDS = [card(MODEL, "huggingfacetb", license="apache-2.0"), card("@hf/acme/tiny", "acme")]
+USAGE = Usage(prompt_tokens=12, completion_tokens=3, cached_by_tier={"device": 8})
+
+
+async def hello(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+    """Every choice generates "Hello!" in three deltas."""
+    yield Started(Usage(prompt_tokens=12, completion_tokens=1, cached_by_tier={"device": 8}))
+    for index in range(request.n):
+        for piece in ("Hel", "lo", "!"):
+            yield TextDelta(index, piece)
+        yield ChoiceDone(index, "stop")
+    yield Completed(Usage(prompt_tokens=12, completion_tokens=3 * request.n, cached_by_tier={"device": 8}))
+
+
+class MemoryResponses:
+    """Stored responses in a dict; the real store has its own tests."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, StoredResponse] = {}
+
+    async def put(self, record: StoredResponse) -> bool:
+        self.records[record.id] = record
+        return True
+
+    async def get(self, account: str, response_id: str, whole: bool = False) -> list[StoredResponse]:
+        record = self.records.get(response_id)
+        if record is None or record.account != account:
+            return []
+        earlier = await self.get(account, record.parent, True) if whole and record.parent else []
+        return [*earlier, record]
+
+    async def delete(self, account: str, response_id: str) -> bool:
+        return bool(await self.get(account, response_id)) and self.records.pop(response_id) is not None
+
+
+AGENT = (
+    ReasoningDelta(0, "Two "),
+    ReasoningDelta(0, "towns."),
+    TextDelta(0, "Let me "),
+    TextDelta(0, "look."),
+    ToolCallStarted(0, 0, "call_a", "weather"),
+    ToolCallDelta(0, 0, '{"town":'),
+    ToolCallDelta(0, 0, '"Oslo"}'),
+    ToolCallStarted(0, 1, "call_b", "weather"),
+    ToolCallDelta(0, 1, '{"town":"Rome"}'),
+    ChoiceDone(0, "tool_calls"),
+)
+AGENT_USAGE = Usage(prompt_tokens=12, completion_tokens=30, reasoning_tokens=4, cached_by_tier={"device": 8})
+
+
+def says(*events: TextEvent, usage: Usage = USAGE) -> Script:
+    """A script of these events between Started and Completed."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(Usage(prompt_tokens=12, completion_tokens=1, cached_by_tier={"device": 8}))
+        for event in events:
+            yield event
+        yield Completed(usage)
+
+    return script
+
+
+agent = says(*AGENT, usage=AGENT_USAGE)  # thinks, speaks, and calls a function twice
+
+
+class FakeService:
+    def __init__(self, script: Script = hello) -> None:
+        self.script = script
+        self.requests: list[GenerateRequest] = []
+        self.principals: list[Principal] = []
+        self.open = 0  # event streams not closed yet
+        self.ok = True
+        self.responses: ResponseStore = MemoryResponses()
+
+    async def generate(self, request: GenerateRequest, principal: Principal) -> Events:
+        self.resolve(request.model)
+        self.requests.append(request)
+        self.principals.append(principal)
+        self.open += 1
+        try:
+            async for event in self.script(request):
+                yield event
+        finally:
+            self.open -= 1
+
+    upstream = UpstreamModels(())
+
+    def upstream_card(self, model_id: str) -> None:
+        return None
+
+    def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
+        raise NotImplementedError
+
+    async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
+        self.resolve(request.model)
+        self.requests.append(request)
+        return sum(len(message.content.split()) for message in request.messages or ())
+
+    def models(self) -> list[ModelCard]:
+        return CARDS
+
+    def resolve(self, model_id: str) -> ModelCard:
+        if not model_id.isascii() or not model_id.isprintable() or " " in model_id:
+            raise MalformedModelId("a model id is @source/author/name")
+        for known in CARDS:
+            if model_id in (known.id, *known.aliases):
+                return known
+        raise ModelNotFound(f"No such model {model_id} or task", param="model")
+
+    async def health(self) -> Health:
+        load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100}
+        load |= {"output_tokens": 7, "cached_tokens": 8}
+        engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
+        return Health(self.ok, {"engines": [engine]})
+
+    async def metrics(self) -> bytes:
+        return b"# TYPE emberline_requests counter\nemberline_requests_total 1.0\n"
+
+
+def app_of(
+    service: FakeService,
+    key: str | None = None,
+    webhooks: WebhookService | None = None,
+    batches: BatchService | None = None,
+    **settings: Any,
+) -> ASGIApp:
+    return App(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), webhooks, batches)
+
+
+def client_of(
+    service: FakeService,
+    key: str | None = None,
+    webhooks: WebhookService | None = None,
+    batches: BatchService | None = None,
+    **settings: Any,
+) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app_of(service, key, webhooks, batches, **settings))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
+
+
+class Wire:
+    """One ASGI request driven by hand, message by message."""
+
+    def __init__(self, app: ASGIApp, path: str, body: bytes, method: str = "POST", **headers: str) -> None:
+        fields = {"host": "127.0.0.1:8686", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "scheme": "http",
+            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
+            "server": ("127.0.0.1", 8686),
+        }
+        self.inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.sent: list[dict[str, Any]] = []
+        self.progress = asyncio.Event()
+        self.task = asyncio.create_task(app(self.scope, self.inbox.get, self._send))  # type: ignore[arg-type]
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.progress.set()
+
+    def leave(self) -> None:
+        self.inbox.put_nowait({"type": "http.disconnect"})
+
+    async def until_sent(self, text: bytes) -> None:
+        while text not in self.body:
+            self.progress.clear()
+            await asyncio.wait_for(self.progress.wait(), 5)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)

@@ -1,0 +1,235 @@
+"""The HTTP server on real sockets: limits, timeouts, graceful shutdown."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from emberline.api.http import body as bodies
+from emberline.api.http import server as servers
+from emberline.api.http.server import MAX_HEAD_BYTES, serve
+from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent
+from emberline.protocol.request import GenerateRequest
+from tests.api.fake_service import MODEL, USAGE, FakeService, app_of
+from tests.api.loopback import on_loopback
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+def slowly(count: int):
+    async def script(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(USAGE)
+        for number in range(count):
+            yield TextDelta(0, f"{number} ")
+            await asyncio.sleep(0.02)
+        yield ChoiceDone(0, "stop")
+        yield Completed(USAGE)
+
+    return script
+
+
+def wait_for(true, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_closed_connection_stops_generation(stream: bool) -> None:
+    service = FakeService(slowly(10_000))
+    with on_loopback(app_of(service)) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(post(CHAT | {"stream": stream}))
+            if stream:
+                assert b"200 OK" in raw.recv(100)
+            wait_for(lambda: service.open == 1)
+        wait_for(lambda: service.open == 0, 1)
+
+
+def test_a_drain_lets_streams_finish() -> None:
+    service = FakeService(slowly(30))
+    with on_loopback(app_of(service), drain_s=10) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.stop()
+            wait_for(lambda: refused(server.port))
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert any("29 " in line for line in rest)
+        server.join()
+
+
+def test_a_drain_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    service = FakeService(slowly(100_000))
+    with on_loopback(app_of(service), drain_s=0.2) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            server.stop()
+            rest = list(lines)
+        assert time.monotonic() - began < 3
+        assert "the server is stopping" in rest[-2]
+        assert service.open == 0
+        server.join()
+    assert not [record for record in caplog.records if record.exc_info]  # told to the client, not a failure of ours
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 0.2).close()
+    except OSError:
+        return True
+    return False
+
+
+def send_for_ever(raw: socket.socket) -> None:
+    for _ in range(100):
+        raw.sendall(b"x" * (MAX_HEAD_BYTES // 2))
+        time.sleep(0.01)
+
+
+def test_endless_request_heads_are_closed() -> None:
+    with on_loopback(app_of(FakeService())) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                send_for_ever(raw)
+        headers = {"x-long": "x" * (MAX_HEAD_BYTES // 2)}
+        assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+
+
+def test_large_request_heads_get_a_response() -> None:
+    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + 1))
+        assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
+
+
+def test_invalid_bytes_do_not_stop_the_server() -> None:
+    with on_loopback(app_of(FakeService())) as server:
+        for raw_request in (
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n{",
+            b"GET /v1/models HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", server.port)) as raw:
+                raw.sendall(raw_request)
+                raw.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    raw.recv(1000)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_body_over_the_limit_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1 << 20)
+    with on_loopback(app_of(FakeService())) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(2):  # the connection is still good
+            assert client.post("/v1/completions", content=b"x" * (2 << 20)).status_code == 413
+
+
+async def test_sigterm_ends_it() -> None:
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = asyncio.create_task(serve(app_of(FakeService()), sock, drain_s=1))
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(server, 5)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def closed_by_server(raw: socket.socket, seconds: float = 5) -> bool:
+    raw.settimeout(seconds)
+    return raw.recv(100) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
+def test_request_head_timeout(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)
+    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(sent)
+        assert closed_by_server(raw)
+
+
+def test_second_request_head_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.1)
+    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        for _ in range(2):
+            raw.sendall(b"GET /favicon.ico HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"204 No Content" in read_until(raw, b"\r\n\r\n")
+            time.sleep(0.2)  # idle between requests is not late
+        raw.sendall(b"GET /hea")
+        assert closed_by_server(raw)
+
+
+def test_a_late_second_head_does_not_end_the_running_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "HEAD_TIMEOUT_S", 0.05)
+    app = app_of(FakeService(slowly(20)))
+    with on_loopback(app) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(post(CHAT) + b"GET /hea")
+        assert read_until(raw, b"[DONE]").endswith(b"[DONE]")
+
+
+def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "WRITE_TIMEOUT_S", 0.1)
+
+    async def flood(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+        yield Started(USAGE)
+        while True:
+            yield TextDelta(0, "x" * 100_000)
+            await asyncio.sleep(0)
+
+    service = FakeService(flood)
+    with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(post(CHAT))
+        wait_for(lambda: service.requests)
+        wait_for(lambda: service.open == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_pipelines_and_leaves(stream: bool) -> None:
+    service = FakeService(slowly(10_000))
+    with on_loopback(app_of(service)) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(2 * post(CHAT | {"stream": stream}))
+            wait_for(lambda: service.open == 1)
+        wait_for(lambda: service.open == 0, 1)
+
+
+def test_pipelined_requests_are_answered_in_turn() -> None:
+    with on_loopback(app_of(FakeService())) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(3 * post(CHAT))
+        assert read_until(raw, b"[DONE]", 3).count(b"200 OK") == 3
+
+
+def test_too_many_pipelined_requests() -> None:
+    service = FakeService(slowly(10_000))
+    with on_loopback(app_of(service)) as server, socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall((servers.MAX_PIPELINED + 3) * post(CHAT | {"stream": False}))
+        wait_for(lambda: service.requests and service.open == 0)
+
+
+def post(body: dict) -> bytes:
+    whole = httpx.Request("POST", "http://localhost", json=body).content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(whole)}\r\n\r\n"
+    return head.encode() + whole
+
+
+def read_until(raw: socket.socket, text: bytes, times: int = 1) -> bytes:
+    raw.settimeout(5)
+    read = b""
+    while read.count(text) < times:
+        piece = raw.recv(65536)
+        assert piece, read
+        read += piece
+    return read[: read.rindex(text) + len(text)]

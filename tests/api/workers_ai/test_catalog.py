@@ -1,0 +1,95 @@
+"""The Workers AI catalog, paged as Cloudflare's clients do it."""
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from tests.api.fake_service import CARDS, MODEL
+
+AI = "/client/v4/accounts/acme/ai"
+
+
+async def search(client: httpx.AsyncClient, what: str = "models", **query: str | int) -> dict:
+    answer = await client.get(f"{AI}/{what}/search", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_row(client: httpx.AsyncClient) -> None:
+    found = await search(client)
+    row = found["result"][0]
+    assert row["name"] == MODEL
+    assert row["id"] == CARDS[0].uuid
+    assert row["source"] == 1
+    assert row["task"]["name"] == "Text Generation"
+    assert set(row["task"]) == {"id", "name", "description"}
+    assert {"property_id": "context_window", "value": "8192"} in row["properties"]
+    assert {"property_id": "async_queue", "value": "true"} in row["properties"]
+    assert set(row) == {"id", "source", "name", "description", "task", "created_at", "tags", "properties"}
+    assert found["result_info"] == {"count": 2, "page": 1, "per_page": 50, "total_count": 2, "total_pages": 1}
+    assert (found["success"], found["errors"], found["messages"]) == (True, [], [])
+
+
+@pytest.mark.parametrize("what", ["models", "tasks", "authors"])
+async def test_paging_ends(client: httpx.AsyncClient, what: str) -> None:
+    rows, page = [], 1
+    while found := (await search(client, what, page=page, per_page=1))["result"]:
+        rows += found
+        page += 1
+    assert rows == (await search(client, what))["result"]
+    assert (await search(client, what, page=10**9))["result"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ({"author": "ACME"}, ["@hf/acme/tiny"]),
+        ({"author": "nobody"}, []),
+        ({"search": "SMOL"}, [MODEL]),
+        ({"search": "for tests"}, [MODEL, "@hf/acme/tiny"]),
+        ({"task": "Text Generation"}, [MODEL, "@hf/acme/tiny"]),
+        ({"task": "Text-to-Image"}, []),
+        ({"source": "2"}, ["@hf/acme/tiny"]),
+        ({"hide_experimental": "true"}, [MODEL, "@hf/acme/tiny"]),
+    ],
+)
+async def test_filters(client: httpx.AsyncClient, query: dict, names: list) -> None:
+    assert [row["name"] for row in (await search(client, **query))["result"]] == names
+
+
+@pytest.mark.parametrize(
+    "query", ["page=0", "page=-1", "page=x", "per_page=0", "per_page=1001", "page=1e3", "page=٣", "format=csv"]
+)
+async def test_bad_queries(client: httpx.AsyncClient, query: str) -> None:
+    answer = await client.get(f"{AI}/models/search?{query}")
+    assert answer.status_code == 400
+    assert query.partition("=")[0] in answer.json()["errors"][0]["message"]
+
+
+async def test_openrouter_format(client: httpx.AsyncClient) -> None:
+    found = await search(client, format="openrouter")
+    assert found["data"] == found["result"]
+    assert found["data"][0]["id"] == MODEL
+    assert found["data"][0]["context_length"] == 8192
+    assert set(found["data"][0]["pricing"]) >= {"prompt", "completion"}
+
+
+async def test_schema(client: httpx.AsyncClient) -> None:
+    answer = await client.get(f"{AI}/models/schema", params={"model": MODEL})
+    schema = answer.json()["result"]
+    accepts = jsonschema_rs.validator_for(schema["input"]).is_valid
+    assert accepts({"prompt": "Hi", "temperature": 5})
+    assert accepts({"messages": [{"role": "user", "content": "Hi"}]})
+    assert not accepts({"prompt": "Hi", "temperature": 6})
+    assert not accepts({"prompt": 1})
+    ran = await client.post(f"{AI}/run/{MODEL}", json={"prompt": "Hi"})
+    assert jsonschema_rs.validator_for(schema["output"]).is_valid(ran.json()["result"])
+    for query, code in (("", 5006), ("?model=nope", 5007)):
+        answer = await client.get(f"{AI}/models/schema{query}")
+        assert (answer.status_code, answer.json()["errors"][0]["code"]) == (400, code)
+
+
+async def test_tasks_and_authors(client: httpx.AsyncClient) -> None:
+    (task,) = (await search(client, "tasks"))["result"]
+    assert set(task) == {"id", "name", "description"}
+    assert [row["name"] for row in (await search(client, "authors"))["result"]] == ["acme", "huggingfacetb"]
