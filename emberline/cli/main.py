@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unknown(command)
     if command == "worker":  # the engine process defines its own flags
         return int(importlib.import_module("emberline.engine.worker").main(words[1:]))
-    parser = argparse.ArgumentParser(
-        prog=f"emberline {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False
-    )
+    summary = COMMANDS[command]
+    description = f"{summary[0].upper()}{summary[1:]}."  # not capitalize(), which would lower the rest: "openai"
+    parser = argparse.ArgumentParser(prog=f"emberline {command}", description=description, allow_abbrev=False)
     parser.set_defaults(command=command)
     if command == "version":
         parser.add_argument("--json", action="store_true", help="print JSON")
