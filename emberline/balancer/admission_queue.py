@@ -88,7 +88,7 @@ class AdmissionQueue:
                 continue
             if record.deadline_s is not None and record.deadline_s <= now_s:
                 expired.append((record, DeadlineExceeded(f"not started within {record.request.deadline_s:g} s")))
-            elif not record.waits_for:
+            elif not record.waits_for and record.give_up_s <= now_s:  # else an entry from before its last failover
                 error = Unavailable(f"no engine of {record.request.model} is connected", retry_after_s=2)
                 expired.append((record, error))
         return expired

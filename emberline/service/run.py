@@ -150,7 +150,7 @@ class Run(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.finalizing is not None:
+            if error is None and self.finalizing is not None:
                 return
             if error is not None and not isinstance(error, Exception):
                 self.finalize("finished" if self.done else "cancelled")

@@ -185,7 +185,7 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "arguments", "
 class BodyAssembler:
     """Called with whole lines, returns nothing until the last of them: then the body of a chat or text completion.
 
-    Fields that it does not know are kept as the server sent them last.
+    Of fields that it does not know, those of the body are kept as sent first, those of a choice as sent last.
     """
 
     def __init__(self) -> None:
@@ -206,11 +206,13 @@ class BodyAssembler:
         try:
             chunk = msgspec.json.decode(data)
             for name, value in chunk.items():
-                if name == "usage" and value:
+                if name in ("choices", "kv_transfer_params"):
+                    continue
+                if self._body.get(name) is None or (name == "usage" and value):
                     self._body[name] = value
-                elif name not in ("choices", "kv_transfer_params"):
-                    self._body.setdefault(name, value)
             for choice in chunk.get("choices") or ():
+                if type(choice["index"]) is not int:
+                    raise TypeError("the index of a choice is no number")
                 self._add_choice(choice)
         except (msgspec.DecodeError, RecursionError, AttributeError, TypeError, KeyError) as error:
             raise UnreadableChunk(f"a chunk that cannot be read: {error!r}") from None
@@ -223,7 +225,10 @@ class BodyAssembler:
             elif name == "logprobs" and value:
                 logprobs = choice.setdefault("logprobs", {}) or {}
                 for part, entries in value.items():
-                    logprobs[part] = (logprobs.get(part) or []) + entries if entries else logprobs.get(part)
+                    if logprobs.get(part) is None:
+                        logprobs[part] = entries
+                    elif entries:
+                        logprobs[part] += entries
                 choice["logprobs"] = logprobs
             else:
                 _merge(choice, {name: value})
@@ -236,9 +241,10 @@ class BodyAssembler:
             choice.setdefault("finish_reason", None)
             if (message := choice.get("message")) is not None:
                 message.setdefault("content", None)
-                if calls := message.get("tool_calls"):
-                    message["content"] = message["content"] or None
+                if (calls := message.get("tool_calls")) is not None:
                     message["tool_calls"] = [calls[index] for index in sorted(calls)]
+                    if calls:
+                        message["content"] = message["content"] or None
         if self._body.get("object") == "chat.completion.chunk":
             self._body["object"] = "chat.completion"
         return {**self._body, "choices": choices}
@@ -255,7 +261,9 @@ def _merge(known: dict[str, Any], delta: dict[str, Any]) -> None:
             calls = known.setdefault(name, {}) or {}
             known[name] = calls
             for call in value:
-                index = call.get("index", 0)
+                index = call.get("index")
+                if index is None:  # then a call comes whole, or its pieces follow each other
+                    index = len(calls) if call.get("id") or not calls else len(calls) - 1
                 _merge(calls.setdefault(index, {}), {part: call[part] for part in call if part != "index"})
         elif isinstance(value, dict) and isinstance(known.get(name), dict):
             _merge(known[name], value)

@@ -48,6 +48,7 @@ class UpstreamTransport(Generic[T]):
         self._editor = StreamEditor(hides_usage=request.hides_usage)
         self._transcript = Transcript()
         self._continuation: Continuation | None = None
+        self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
         self._tried: set[str] = set()  # servers that failed this request or had no room for it
 
     @property
@@ -97,6 +98,7 @@ class UpstreamTransport(Generic[T]):
             raise server.lost(f"failed in the middle of its reply: {error.message}") from error
         except (LineTooLong, UnreadableChunk) as error:
             self.done = False
+            self._unreadable = isinstance(error, UnreadableChunk)
             raise server.lost(f"sent {error}") from error
 
     def fault(self, error: EmberlineError) -> Fault:
@@ -108,10 +110,12 @@ class UpstreamTransport(Generic[T]):
             self._tried.update(used)
             return Fault(not self._tried.issuperset(self._servers()), used)
         self._tried.add(error.engine)
-        retryable = not attempt.decode.closing
-        if self._request.stream and self._transcript.n_events:
-            self._continuation = continuation(self._request, attempt.decode.config.kind, self._transcript)
-            retryable = retryable and self._continuation is not None
+        retryable = not attempt.decode.closing and not (self._request.stream and self._unreadable)
+        if retryable and self._request.stream and self._transcript.n_events:
+            resumed = continuation(self._request, attempt.decode.config.kind, self._transcript)
+            retryable = resumed is not None
+            if resumed is not None:  # it counts the tokens of this attempt too
+                self._continuation, self._transcript.n_events_of_attempt = resumed, 0
         return Fault(retryable, (error.engine,), (error.engine,))
 
     def close(self) -> None:

@@ -202,6 +202,23 @@ def test_without_workers_a_request_waits_for_as_long_as_it_may() -> None:
     assert patient.route is not None
 
 
+def test_after_a_second_failover_a_request_waits_as_long_as_after_the_first() -> None:
+    balancer = fleet("both")
+    wanted = request(tokens=10, wait_s=10.0)
+    balancer.disconnected("e0", 1.0)
+    record = balancer.enqueue(wanted, 1.0)
+    capacity = balancer._workers["e0"].capacity
+    other = balancer.enqueue(request(tokens=10, model="other", wait_s=9.0), 1.0)  # keeps the queue from being cleaned
+    balancer.join(endpoint("e0"), capacity, 2.0)
+    assert balancer.dispatch(2.0) == [record]
+    balancer.disconnected("e0", 9.0)
+    assert balancer.enqueue(wanted, 9.0) is record
+    assert balancer.dispatch(12.0) == [other]  # it may wait until 19.0
+    balancer.join(endpoint("e0"), capacity, 13.0)
+    assert balancer.dispatch(13.0) == [record]
+    assert record.error is None
+
+
 def test_backpressure_holds_requests_and_releases_them_in_order() -> None:
     balancer = fleet("both", ahead_s=0.5)
     first = request(tokens=50_000)

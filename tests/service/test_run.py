@@ -224,6 +224,19 @@ async def test_a_deadline_is_a_failure(actions: list[Action]) -> None:
     assert 0 < (core.requests[0].deadline_s or 0) <= 0.05
 
 
+async def test_a_usage_row_that_cannot_be_written_is_reported_as_internal() -> None:
+    class BrokenCore(FakeCore):
+        async def finalize(self, end: RequestEnd) -> None:
+            raise ValueError("a bug")
+
+    ends: list[Run[str]] = []
+    run = run_of(BrokenCore(), FakeTransport(["a"]), on_end=ends.append)
+    with pytest.raises(Internal):
+        await output_of(run)
+    await asyncio.sleep(0)
+    assert ends == [run]
+
+
 async def test_an_unexpected_exception_is_reported_as_internal() -> None:
     core = FakeCore()
     with pytest.raises(Internal):

@@ -70,6 +70,28 @@ def test_reasoning_and_tool_calls() -> None:
     }
 
 
+def test_an_empty_list_of_tool_calls_stays_a_list() -> None:
+    body = assembled(chunk({"role": "assistant", "content": "", "tool_calls": []}), chunk({"tool_calls": []}, "stop"))
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "tool_calls": []}
+
+
+def test_tool_calls_without_an_index_are_kept_apart() -> None:
+    def call(arguments: str, **head: str) -> dict[str, Any]:
+        return {"function": {"arguments": arguments}, **head}
+
+    body = assembled(
+        chunk({"role": "assistant", "tool_calls": [call('{"a":', id="a"), call("1}"), call("{}", id="b")]}),
+        chunk({}, "tool_calls"),
+    )
+    calls = body["choices"][0]["message"]["tool_calls"]
+    assert [(call["id"], call["function"]["arguments"]) for call in calls] == [("a", '{"a":1}'), ("b", "{}")]
+
+
+def test_a_field_of_the_body_may_come_late() -> None:
+    body = assembled({**chunk({"content": "x"}), "system_fingerprint": None}, chunk({}, "stop"))
+    assert body["system_fingerprint"] == "fp"
+
+
 def test_choices_and_logprobs_are_kept_apart() -> None:
     def logprobs(token: str) -> dict[str, Any]:
         return {"content": [{"token": token, "logprob": -1.0, "top_logprobs": []}]}
@@ -100,7 +122,10 @@ def test_a_text_completion() -> None:
     assert (body["object"], body["usage"]) == ("text_completion", USAGE)
 
 
-@pytest.mark.parametrize("data", [b"{", b"3", b'{"choices": 3}', b'{"choices": [{}]}', b'{"choices": [{"index": []}]}'])
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"3", b'{"choices": 3}', *(b'{"choices": [{%b}]}' % at for at in (b"", b'"index": []', b'"index": null'))],
+)
 def test_a_chunk_that_cannot_be_read_is_the_servers_fault(data: bytes) -> None:
     with pytest.raises(UnreadableChunk):
         BodyAssembler()(b"data: " + data + b"\n\n", False)

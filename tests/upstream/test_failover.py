@@ -268,6 +268,16 @@ async def test_a_job_is_not_retried_here_when_its_server_fails(bench: Opener) ->
     assert await made.idle()
 
 
+async def test_the_tokens_before_a_failure_are_counted_once(bench: Opener) -> None:
+    made = await bench(("a", "vllm", "both"), a=ServerScript(cut_after=20))
+    booked: list[UsageRow] = []
+    with pytest.raises(EngineLost):
+        await collect_answer(
+            made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("a", booked.append))
+        )
+    assert [(row.status, row.output_tokens) for row in booked] == [("failed", 20)]
+
+
 async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=50))
     with pytest.raises(DeadlineExceeded):

@@ -1,0 +1,92 @@
+"""The upstream transport over scripted attempts: what can be resumed, and how tokens are counted."""
+
+import json
+from typing import Any
+
+import pytest
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.errors import EngineLost
+from emberline.protocol.events import TextEvent
+from emberline.upstream import transport
+from emberline.upstream.chunks import ChunkReader
+from emberline.upstream.client import UpstreamClient, UpstreamConfig
+from emberline.upstream.request import CHAT, UpstreamRequest
+from emberline.upstream.transport import UpstreamTransport
+
+
+class FakeExchange:
+    headers = {"content-type": "text/event-stream"}
+
+
+class FakeAttempt:
+    """Replies with the pieces of the class, then breaks."""
+
+    pieces: list[bytes]
+
+    def __init__(self, path: str, request_id: str, decode: UpstreamClient, prefill: UpstreamClient | None) -> None:
+        self.decode, self.prefill = decode, prefill
+
+    async def open(self, fields: dict[str, Any]) -> FakeExchange:
+        return FakeExchange()
+
+    async def piece(self) -> bytes:
+        if not self.pieces:
+            raise self.decode.lost("broke")
+        return self.pieces.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+def event(text: str, index: int = 0) -> bytes:
+    choice = {"index": index, "delta": {"content": text}, "finish_reason": None}
+    return b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> UpstreamTransport[list[TextEvent]]:
+    monkeypatch.setattr(transport, "Attempt", FakeAttempt)
+    endpoints = [
+        Endpoint(name=kind, address="http://127.0.0.1:1", kind=kind, models=("m",))  # type: ignore[arg-type]
+        for kind in ("vllm", "openai")
+    ]
+    clients = {endpoint.name: UpstreamClient(UpstreamConfig(endpoint=endpoint)) for endpoint in endpoints}
+    route = RouteRequest(id="r", account="a", model="m", model_version="v", input_tokens=3, created_us=1)
+    reader = ChunkReader(1, (), 3)
+    fields = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    return UpstreamTransport(UpstreamRequest(route, CHAT, fields), clients, lambda: reader)
+
+
+async def broken(opened: UpstreamTransport[list[TextEvent]], server: str, attempt: int, *pieces: bytes) -> EngineLost:
+    """The error of an attempt that sends these pieces and breaks."""
+    FakeAttempt.pieces = list(pieces)
+    await opened.open(Route(decode=server), attempt, None)
+    try:
+        while True:
+            await opened.next()
+    except EngineLost as error:
+        return error
+    finally:
+        opened.close()
+
+
+async def test_tokens_of_all_attempts_are_counted_once(opened: UpstreamTransport[list[TextEvent]]) -> None:
+    error = await broken(opened, "vllm", 0, event(""), event("a"), event("b"))
+    assert opened.usage.completion_tokens == 2
+    assert opened.fault(error).retryable
+    assert opened.usage.completion_tokens == 2
+    error = await broken(opened, "openai", 1, event(""), event("c"))
+    assert opened.usage.completion_tokens == 3
+    assert not opened.fault(error).retryable  # its kind cannot continue a text
+    assert opened.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("seen", [[], [event(""), event("a")]])
+async def test_a_stream_with_a_chunk_that_cannot_be_read_is_not_resumed(
+    opened: UpstreamTransport[list[TextEvent]], seen: list[bytes]
+) -> None:
+    """The events of the text before that chunk, in the same piece, were never delivered."""
+    error = await broken(opened, "vllm", 0, *seen, event("b") + event("c", index=7))
+    assert not opened.fault(error).retryable
