@@ -1,1 +1,1 @@
-"""Emberline beside its peers: the scripts behind every number we state."""
+"""Emberline compared with its peers: the scripts behind every figure in the documentation."""

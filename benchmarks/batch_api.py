@@ -117,9 +117,9 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = await open_store(Path(folder) / "bench.db")
         queue = await open_queue(store, Path(folder))
-        desk = BatchService(queue, service)
-        desk.start_loading()
-        app = App(service, ApiSettings(auth=Authenticator(Secret("0" * 64))), batches=desk)
+        batches = BatchService(queue, service)
+        batches.start_loading()
+        app = App(service, ApiSettings(auth=Authenticator(Secret("0" * 64))), batches=batches)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686", timeout=60) as client:
             ways = {
@@ -128,7 +128,7 @@ async def main() -> None:
                 "workers_ai": (workers_ai_batch, lambda c, id: c.post(WORKERS_AI, json={"request_id": id})),
             }
             figures = {name: await figures_of(client, queue, *way) for name, way in ways.items()}
-        await desk.close()
+        await batches.close()
         await queue.close()
         await store.close()
     print(json.dumps({"machine": platform.machine(), "n_lines": N_LINES, **figures}, indent=2))

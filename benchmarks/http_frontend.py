@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.http_frontend", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer requests, one repeat")
     parser.add_argument("--model", type=Path, help="a GGUF file for its tokenizer (default: the catalog's default)")
-    parser.add_argument("--json", type=Path, default=Path("bench-front-door.json"))
+    parser.add_argument("--json", type=Path, default=Path("bench-http-frontend.json"))
     options = parser.parse_args(argv)
     gguf = (options.model or emberline_contender.default_gguf()).resolve()
     prompts_of = emberline_contender.prompts_of(gguf, f"{time.time_ns()}")

@@ -283,7 +283,7 @@ async def measured(n: int, seconds: float, folder: Path) -> dict[str, Any]:
         assert left, "the queue ran empty"
         await run.queue.cancel("a", backlog)
         await asyncio.sleep(STOP_S)
-        ages, beside = await aged(run, rate, seconds)
+        ages, request_ttfts = await aged(run, rate, seconds)
     finally:
         await run.close()
         await store.close()
@@ -300,7 +300,7 @@ async def measured(n: int, seconds: float, folder: Path) -> dict[str, Any]:
         "age_p50_s": round(quantile(ages, 50), 2),
         "age_p95_s": round(quantile(ages, 95), 2),
         "age_lines": len(ages),
-        "request_ttft_p95_ms": round(1e3 * quantile(beside, 95), 1),
+        "request_ttft_p95_ms": round(1e3 * quantile(request_ttfts, 95), 1),
     }
 
 

@@ -2,7 +2,7 @@
 
 Method. A server with one engine worker serves the default model. Both processes record every function of the package
 that is called while a chat completion (OpenAI API, streamed, no tools) is answered. The functions' source lines,
-docstrings and comments included, are what somebody has to read to follow it; their number and the number of files that
+docstrings and comments included, are what one has to read to follow it; their number and the number of files that
 hold them are the result. It is counted twice: for the whole request, from its first byte to its last event (validation,
 chat template, tokenizing, admission, prefill, decode, finalization), and for a token alone, from the engine's step to
 the event that carries it, recorded in the middle of a stream.

@@ -1,7 +1,7 @@
 """llama.cpp: its own `llama-server`, compiled for this machine, on the file as it is and requantised to Q4_0.
 
 The source is the one inside llama-cpp-python's source package: that fixes a version anyone can get with pip. Its
-Python server answers one request at a time, so the C++ server beside it is built instead. A prebuilt wheel
+Python server answers one request at a time, so the C++ server in the same package is built instead. A prebuilt wheel
 (`xllamacpp`) needs no compiler but is made for a common denominator of CPUs; it is a row of its own.
 """
 

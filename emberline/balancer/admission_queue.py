@@ -16,8 +16,8 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # bounds of retry-after
 
 
 class AdmissionQueue:
-    """A waiting request is in the queue of the worker that its last routing decision chose, so that whoever is next
-    for a worker is found there. The order in each queue is `InFlightRequest.order`."""
+    """One queue per worker: a waiting request is in the queue of the worker that its last routing decision chose.
+    Each queue is ordered by `InFlightRequest.order`."""
 
     def __init__(self) -> None:
         self._waiting: dict[InFlightRequest, None] = {}

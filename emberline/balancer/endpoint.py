@@ -45,7 +45,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerListener(Protocol):
-    """Told by a worker's connection what happens to the worker. Implemented by the core's admission controller."""
+    """Receives the events of a worker from its connection. Implemented by the core's admission controller."""
 
     def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None: ...
 

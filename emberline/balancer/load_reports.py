@@ -116,7 +116,7 @@ def implausible(load: EngineLoad) -> str:
 
 def _foreign(load: EngineLoad, in_flight: InFlightLoad, n_unsettled: int = 0) -> int:
     """Sequences of other cores that are not preemptible; `n_unsettled`: of ours, those that the report may not count
-    yet. Jobs are preemptible whoever sent them: ours need no such correction, and those of others do not count."""
+    yet. All jobs are preemptible: ours need no such correction, and those of other cores do not count."""
     theirs = load.running + load.waiting - in_flight.active - in_flight.pushes + n_unsettled
     their_jobs = load.running_batch + load.waiting_batch - in_flight.batch_active
     return max(0, theirs - max(0, their_jobs))

@@ -85,9 +85,9 @@ class WorkerPool:
             worker.fade_speed(median_low(prefill), median_low(decode) if decode else 1.0, now_s)
 
     def _prefills_locally(self, decode: Worker, need: RoutingInput, now_s: float) -> bool:
-        """Whether the decode worker computes the prompt itself: when little is uncached, or when it has finished, and
-        made up for the delay of its sequences, before the prefill worker would have: a conversation's cache is where
-        it is decoded, and prefill workers may have lost it."""
+        """Whether the decode worker computes the prompt itself: when little of it is uncached, or when that takes less
+        time than prefill elsewhere and the transfer, the delay of its running sequences included. It often does: a
+        conversation's cache is on the worker that decodes it, and prefill workers may have evicted it."""
         if not decode.endpoint.alone:
             return False
         if need.tokens - need.cached(decode) <= self._settings.local_tokens:

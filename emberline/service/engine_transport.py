@@ -63,7 +63,7 @@ class EngineTransport:
         self._choices = [decoder(index, prepared, inter_token) for index in range(prepared.request.n)]
         self._n_open = len(self._choices)
         self._started = False  # the first token of any attempt is there
-        self._cached_by_tier: dict[str, int] | None = None  # as the first attempt that began has told
+        self._cached_by_tier: dict[str, int] | None = None  # as reported by the first attempt that produced a token
         self._attempt = 0
         self._deadline_at_s: float | None = None  # monotonic
         self._decode: EngineClient | None = None

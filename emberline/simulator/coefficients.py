@@ -10,7 +10,7 @@ import msgspec
 from emberline.engine.scheduler.latency_target import DECODE_SHARE, TARGET_S
 from emberline.protocol.errors import BadInput
 
-FOLDER = "fitted"  # JSON files beside this module
+FOLDER = "fitted"  # JSON files next to this module
 
 
 class Coefficients(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

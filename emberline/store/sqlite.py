@@ -218,7 +218,7 @@ class SqliteStore:
 
         try:
             self._loop.call_soon_threadsafe(resolve)
-        except RuntimeError:  # the loop is closed, nobody waits for the outcome
+        except RuntimeError:  # the loop is closed, so no caller waits for the outcome
             log.debug("%d writes finished after their event loop", len(group))
 
     def _unavailable(self, error: sqlite3.Error) -> Unavailable:

@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for upstream servers: keep-alive connections over httptools, and the exchanges on them.
 
-Written by hand because it is the hot path of every forwarded token: docs/design/upstream.md has it beside aiohttp.
+Written by hand because it is the hot path of every forwarded token: docs/design/upstream.md compares it with aiohttp.
 """
 
 import asyncio

@@ -46,7 +46,7 @@ def test_cpu_time_of_others_is_separate(tmp_path: Path) -> None:
         others = Interference(measured)
         before_s = cpu_s(measured.pid)
         time.sleep(0.5)
-        assert others.share > 0.05  # the one spinning beside it
+        assert others.share > 0.05  # the other process, which spins
         assert cpu_s(measured.pid) > before_s
 
 

@@ -1,4 +1,4 @@
-"""Queued work on the real model, driven by the official client: a batch beside requests, its results, its end."""
+"""Batches on the real model through the official client: concurrent requests, results, cancellation, deletion."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Prompts and replies apart, on the real model: the same tokens, whoever dies, and nothing left behind."""
+"""Prefill/decode disaggregation on the real model: identical tokens, failover of either worker, nothing leaked."""
 
 import http.client
 import json
@@ -88,7 +88,7 @@ def url_of(process: "subprocess.Popen[str]") -> str:
 
 @dataclass
 class Elsewhere:
-    """A server whose one worker is somebody else's, and not there yet."""
+    """A server whose only worker is an endpoint on another machine that has not started yet."""
 
     process: "subprocess.Popen[str]"
     address: str
@@ -97,7 +97,7 @@ class Elsewhere:
 
 @pytest.fixture(scope="module")
 def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    """Not waited for: it takes its time to find that the worker is not there."""
+    """Does not wait for the server to be ready: it first has to find that its worker is not reachable."""
     home, port, token = tmp_path_factory.mktemp("elsewhere"), free_port(), "a-token-of-at-least-some-length"
     (home / "emberline.toml").write_text(
         f'[[endpoints]]\nname = "far"\nkind = "emberline"\nurl = "tcp://127.0.0.1:{port}"\n'

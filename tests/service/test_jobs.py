@@ -1,4 +1,4 @@
-"""Queued work in the pipeline: on the engine it was granted, its usage row left to whoever brought it."""
+"""Jobs in the pipeline: they run on the worker they were granted; the queue writes their usage row."""
 
 import asyncio
 from collections.abc import Callable

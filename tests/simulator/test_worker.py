@@ -11,7 +11,7 @@ from emberline.simulator.worker import SimWorker
 
 MODEL = Coefficients(
     name="test",
-    source="made up",
+    source="test",
     step_s=0.004,
     row_s=1e-5,
     context_s=4e-8,

@@ -18,7 +18,7 @@ def check_results(asked: Mapping[str, str], results: Sequence[dict[str, Any]], e
     assert not lost, f"{len(lost)} lines lost, e.g. {sorted(lost)[:3]}"
     twice = [name for name, n in seen.items() if n > 1]
     assert not twice, f"{len(twice)} lines visible twice, e.g. {twice[:3]}"
-    assert set(seen) == set(asked), "results that nobody asked for"
+    assert set(seen) == set(asked), "results without a request"
     for result in results:
         assert result["error"] is None, result
         assert result["response"]["status_code"] == 200, result

@@ -68,7 +68,7 @@ class Client:
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def replay_dead(self) -> int:
-        letters = self.get("/api/queue?dead=1000")["dead"]
-        for batch_id in {letter["batch"] for letter in letters}:
+        dead_jobs = self.get("/api/queue?dead=1000")["dead"]
+        for batch_id in {job["batch"] for job in dead_jobs}:
             self.post("/api/queue/replay", {"batch": batch_id})
-        return len(letters)
+        return len(dead_jobs)

@@ -47,7 +47,7 @@ def _headers(call: Call) -> HeaderList:
 
 
 def _usage_body(usage: Usage) -> Json:
-    """Anthropic counts cached tokens apart: the prompt is the sum of all input fields."""
+    """Anthropic counts cached tokens separately: the prompt is the sum of all input fields."""
     body: Json = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -2,7 +2,7 @@
 
 Our grammars have no lexer. Whatever needs neither recursion nor a special token therefore becomes part of a lexeme, so
 that longest-match has nothing to decide: between two references to recursive rules, or two special tokens, lies exactly
-one lexeme. This is Glushkov's construction with references in place of letters: which reference may come first, which
+one lexeme. This is Glushkov's construction with references as its symbols: which reference may come first, which
 may follow which, which may come last, and which regular text lies between them. Across the border of a recursive rule
 the longest match wins, so the matcher may allow less than the grammar there; `grammar_automaton` has the exact meaning.
 """

@@ -156,7 +156,7 @@ def stop_jobs(
 
 
 def replay_dead(batch: Batch, numbers: list[int], deadline_us: int) -> Transaction[int]:
-    """Dead letters back to the queue. An ended batch stays ended; its counts follow when the jobs end again."""
+    """Move dead letters back to the queue. An ended batch stays ended; its counts follow when the jobs end again."""
     replayed: list[tuple[str, int]] = []
     for number in numbers:
         for model, _, cost in (yield Query(sql.REPLAY_JOB, (deadline_us, batch.id, number))):

@@ -108,7 +108,7 @@ class Queue(QueueReader):
         return await self.batch(new.account, new.id)
 
     async def claim_validating(self, owner: str) -> Batch | None:
-        """Lease a batch whose file nobody loads; the caller continues behind its `counts.total` jobs."""
+        """Lease a batch whose file no process is loading; the caller resumes after its first `counts.total` jobs."""
         now_us = self._store.now_us()
         rows = await self._store.write(sql.CLAIM_VALIDATING, (owner, now_us + self.limits.lease_us, now_us))
         return batch_from_row(rows[0]) if rows else None

@@ -160,7 +160,7 @@ class EventFeed:
     """An account's events after a cursor, and long polling for more."""
 
     def __init__(self, db: Database, poll_s: float) -> None:
-        self.ended = False  # the process stops: nobody waits any longer
+        self.ended = False  # the process is stopping: long polls return at once
         self._db = db
         self._poll_s = poll_s  # where the store cannot notify across processes
         self._waiting: WeakSet[Subscription] = WeakSet()

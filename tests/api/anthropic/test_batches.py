@@ -73,7 +73,7 @@ async def test_a_batch(client: httpx.AsyncClient, batches: BatchService, service
     assert (await client.get(f"{path}/{made['id']}")).json()["error"]["type"] == "not_found_error"
     assert (await client.get(batch["results_url"])).status_code == 404
     files = await client.get("/client/v4/accounts/acme/ai/v1/files")
-    assert files.json()["data"] == []  # what it was kept as is nobody's file
+    assert files.json()["data"] == []  # the stored input is not listed as a file
 
 
 async def test_multiline_json_is_stored_as_one_line(

@@ -33,7 +33,7 @@ BROKEN = {
     "deep arrays": b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "deep objects": b'{"x":' * 200_000 + b"1" + b"}" * 200_000,
     "invalid UTF-8": b'{"prompt":"\xff"}',
-    "invalid UTF-8 in a field nobody reads": b'{"nobody":"\xc3\x28"}',
+    "invalid UTF-8 in a field that is not read": b'{"nobody":"\xc3\x28"}',
     "lone surrogate": b'{"model":"\\ud800"}',
     "utf-16": '{"prompt":"Hi"}'.encode("utf-16"),
     "wrong types": b'{"model":5,"messages":"x","prompt":{},"input":[]}',

@@ -58,7 +58,7 @@ async def with_events(scope: Scope, receive: Receive, send: Send) -> None:
     store = await open_store(Path(folder.name) / "events.db")
     try:
         async with webhook_service(store, deliver=False) as webhooks:
-            webhooks.feed.end()  # nothing happens here: nobody waits for it
+            webhooks.feed.end()  # no events occur in this test: do not wait for any
             await app_of(service, KEY, webhooks, hosts=("testserver",))(scope, receive, send)
     finally:
         await store.close()

@@ -48,7 +48,7 @@ class Sdk:
 @contextlib.contextmanager
 def driven(cache: Path) -> Iterator[Sdk]:
     folder = installed(HERE, cache)
-    shutil.copy(HERE / "drive.mjs", folder)  # modules are found beside the script that imports them
+    shutil.copy(HERE / "drive.mjs", folder)  # node resolves modules from the folder of the script
     environment = {**os.environ, "AI_SDK_LOG_WARNINGS": "false", "NODE_NO_WARNINGS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(["node", "drive.mjs"], cwd=folder, env=environment, text=True, **pipes) as process:

@@ -145,8 +145,8 @@ def drawn(step):
     return [draw.token_id for draw in step.result()]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_row_continues_from_the_token_on_the_device(beside):
+@pytest.mark.parametrize("with_prefill", [False, True])
+def test_a_row_continues_from_the_token_on_the_device(with_prefill):
     """In a decode step, and in a mixed step with a chunk."""
     ids = [1, 2, 3]
     answer = expected(ids, request("x", ids, max_tokens=3).sampling, (FULL,), 200)[0]
@@ -156,7 +156,7 @@ def test_a_row_continues_from_the_token_on_the_device(beside):
     steps = [first]
     for n in range(2):
         plan = StepPlan([], [Row(0, 2, 3 + n, b"", None, [0], True, follows=True)], 1)
-        if beside:
+        if with_prefill:
             plan.admissions.append(admitted(n, [4] * 20))
             plan.rows.append(Row(1 + n, n, 0, pack([4] * 20), [[10 + 2 * n, 11 + 2 * n]], [0], False))
         steps.append(runner.launch(plan))
@@ -263,8 +263,8 @@ def test_forced_tokens_count_for_penalties():
     assert kernels.sampled_rows[-1].output_ids.tolist() == [first, 6, 6, second]
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["decode step", "mixed step"])
-def test_a_shared_prefix_is_uploaded(beside, monkeypatch):
+@pytest.mark.parametrize("with_prefill", [False, True], ids=["decode step", "mixed step"])
+def test_a_shared_prefix_is_uploaded(with_prefill, monkeypatch):
     monkeypatch.setattr(gpu_runner, "MIN_SAVED_BYTES", 1)
     seen = []
 
@@ -283,7 +283,7 @@ def test_a_shared_prefix_is_uploaded(beside, monkeypatch):
         plan.rows.append(Row(slot, slot, 32, pack([slot]), [[10 + slot]], [0], True))
     plan.admissions.append(admitted(6, [5] * 17, blocks=[20]))  # a block that no other row has
     plan.rows.append(Row(6, 6, 16, pack([5]), [[21]], [0], True))
-    if beside:
+    if with_prefill:
         plan.admissions.append(admitted(7, [4] * 20))
         plan.rows.append(Row(7, 7, 0, pack([4] * 20), [[30, 31]], [0], False))
     drawn(runner.launch(plan))

@@ -230,7 +230,7 @@ def test_endings_of_a_closing_are_spelled_with_it():
     vocabulary = Vocabulary(frame(["aaaa"]), 302)
     closer = Closer(Automaton(Grammar((seq(Repeat(Text("a"), 4000, 4000), Text("!")),))), vocabulary)
     assert closer.fits(1001)
-    vocabulary.spelling = None  # nobody asks again
+    vocabulary.spelling = None  # not called again
     for n_left in reversed(range(3800, 4000)):
         assert closer.accept(ord("a"))
         n_tokens = n_left // 4 + n_left % 4 + 1
@@ -245,7 +245,7 @@ def test_a_byte_without_a_token_is_in_the_way_of_its_own_texts_only():
     for text in ("\x04", "\U00040000"):
         assert not Closer(Automaton(Grammar((Text(text),))), Vocabulary(lacking, 302)).fits(100)
     vocabulary = Vocabulary(lacking, 302)
-    vocabulary.spelling = None  # nobody asks
+    vocabulary.spelling = None  # not called
     closer = Closer(Automaton(Grammar((STRING,))), vocabulary)
     assert closer.fits(2)
     assert not closer.fits(0)

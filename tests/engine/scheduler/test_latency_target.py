@@ -18,7 +18,7 @@ def steep(work):
 
 
 def serve(policy, cost, n_decodes, length, budget=8192):
-    """The chunks of a prompt beside decodes, each measured two steps late, as on a device."""
+    """The chunks of a prompt while sequences decode, each measured two steps late, as on a device."""
     sizes, done, late = [], 0, []
     while done < length:
         work = StepWork(n_decodes)
@@ -166,9 +166,9 @@ def test_decode_time_is_estimated_from_mixed_steps():
     alone.add(4096, 4096)
     policy.observe(alone, 0.08)
     for _ in range(8):
-        beside = StepWork(200)
-        beside.add(312, 312)
-        policy.observe(beside, 0.020 + 312 * 0.08 / 4096)
+        mixed_step = StepWork(200)
+        mixed_step.add(312, 312)
+        policy.observe(mixed_step, 0.020 + 312 * 0.08 / 4096)
     assert policy.chunk(StepWork(200), 0, 4096) > 312 + TILE
 
 

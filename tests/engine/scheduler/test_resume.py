@@ -110,7 +110,7 @@ def test_given_block_keys_are_used_and_extended():
     scheduler.submit(msgspec.structs.replace(request("c", PROMPT, max_tokens=1), keys=marked), 0.0)
     while loop.busy:
         deltas += loop.step(0.0)
-    assert deltas[-1].usage.cached_tokens == 0, "nobody hashed it again"
+    assert deltas[-1].usage.cached_tokens == 0, "not cached: it was not hashed again"
 
 
 @pytest.mark.parametrize("n_bytes", [16, 31, 33, 48])

@@ -479,7 +479,7 @@ def test_chunks_are_what_the_prefill_policy_allows():
 
 
 class FiveTokens(PrefillPolicy):
-    """Five prompt tokens per step beside decoding sequences."""
+    """Five prompt tokens per step while sequences decode."""
 
     def chunk(self, work, context, most, slack=1.0, limit_s=inf):
         return most if slack >= NO_TARGET or not work.n_decodes else min(most, max(0, 5 - work.n_tokens))

@@ -70,7 +70,7 @@ setups = st.fixed_dictionaries(
 )
 
 
-class Witness:
+class InvariantChecker:
     """Runs a scenario and checks the invariants after every step."""
 
     def __init__(self, setup, steps_in_flight=1):
@@ -151,7 +151,7 @@ class Witness:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
 def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crowd, setup, steps_in_flight):
-    witness = Witness(setup, steps_in_flight)
+    checker = InvariantChecker(setup, steps_in_flight)
     for n, arrival in enumerate(crowd):
         arrival.id, arrival.tokens = f"r{n}", []
     aborts = {}
@@ -161,38 +161,38 @@ def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crow
     for step in range(MAX_STEPS):
         for arrival in crowd:
             if arrival.step == step:
-                witness.submit(arrival, step)
+                checker.submit(arrival, step)
         for id in aborts.get(step, ()):
-            witness.take(filter(None, [witness.scheduler.abort(id)]))
-        witness.step(step)
-        if step > 70 and not witness.loop.busy:
+            checker.take(filter(None, [checker.scheduler.abort(id)]))
+        checker.step(step)
+        if step > 70 and not checker.loop.busy:
             break
-    assert not witness.loop.busy, "starved"
-    assert witness.ended.keys() == witness.accepted.keys()
-    assert witness.cache.n_used == 0
-    load = witness.scheduler.load()
+    assert not checker.loop.busy, "starved"
+    assert checker.ended.keys() == checker.accepted.keys()
+    assert checker.cache.n_used == 0
+    load = checker.scheduler.load()
     assert (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks) == (0, 0, 0, 0)
-    witness.check_answers()
+    checker.check_answers()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(arrivals, min_size=2, max_size=6), setups, st.data())
 def test_an_abort_between_plan_and_absorb_ends_the_request_once(crowd, setup, data):
-    witness = Witness(setup)
+    checker = InvariantChecker(setup)
     for n, arrival in enumerate(crowd):
         arrival.id, arrival.tokens, arrival.deadline, arrival.abort_after, arrival.nan = f"r{n}", [], None, 0, False
-        witness.submit(arrival, 0)
+        checker.submit(arrival, 0)
     for _ in range(MAX_STEPS):
-        if not witness.scheduler.busy:
+        if not checker.scheduler.busy:
             break
-        plan = witness.scheduler.plan()
-        handle = witness.runner.launch(plan)
+        plan = checker.scheduler.plan()
+        handle = checker.runner.launch(plan)
         if data.draw(st.integers(0, 7)) == 0:
-            victim = data.draw(st.sampled_from(sorted(witness.accepted)))
-            witness.take(filter(None, [witness.scheduler.abort(victim)]))
+            victim = data.draw(st.sampled_from(sorted(checker.accepted)))
+            checker.take(filter(None, [checker.scheduler.abort(victim)]))
         if data.draw(st.integers(0, 15)) == 0:
-            witness.take(witness.scheduler.abort_all(Internal("over")))
-        witness.take(witness.scheduler.absorb(plan, handle.result()))
-        witness.check_blocks()
-    assert witness.ended.keys() == witness.accepted.keys()
-    assert witness.cache.n_used == 0
+            checker.take(checker.scheduler.abort_all(Internal("over")))
+        checker.take(checker.scheduler.absorb(plan, handle.result()))
+        checker.check_blocks()
+    assert checker.ended.keys() == checker.accepted.keys()
+    assert checker.cache.n_used == 0

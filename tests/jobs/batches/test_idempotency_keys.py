@@ -33,7 +33,7 @@ async def test_a_failed_or_dead_request_is_repeated_under_its_id(keys: Idempoten
     assert await keys.begin("a", "k", b"body", "id2") == FirstUse("id1")
     await keys.abandon("a", "k")
     assert await keys.begin("a", "k", b"body", "id3") == FirstUse("id1")
-    time.advance(-3600)  # the clock was set back: nobody waits an hour
+    time.advance(-3600)  # the clock was set back: the key does not stay locked for an hour
     assert await keys.begin("a", "k", b"body", "id3") == FirstUse("id1")
     time.advance(30 * 3600)
     assert await keys.begin("a", "k", b"new", "id4") == FirstUse("id4")

@@ -141,8 +141,8 @@ async def test_a_job_that_kills_engines_is_quarantined_then_dead_lettered(bench:
     assert (ended.counts.completed, ended.counts.failed) == (20, 1)
     assert states(await bench.queue.dead_letters()) == ["dead"]
     assert bench.service.attempts[f"{batch.id}-0"] == 3
-    beside = [others for prompt, others in bench.service.neighbours if prompt == "kill"]
-    assert beside[-1] == frozenset()
+    concurrent = [others for prompt, others in bench.service.neighbours if prompt == "kill"]
+    assert concurrent[-1] == frozenset()
     assert f"{batch.id}-0" not in await bench.usage()
     puller = bench.pullers[0]
     assert (puller.metrics.total("dead"), puller.metrics.total("retried")) == (1, 2)

@@ -347,7 +347,7 @@ async def test_quarantine_dead_letter_and_replay(queue: Queue, store: Database, 
         for lease in await queue.claim("w", MODEL, 5):
             assert await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
         time.advance(61)
-    assert await queue.claim("w", MODEL, 5) == []  # neither runs beside others any more
+    assert await queue.claim("w", MODEL, 5) == []  # neither runs concurrently with others any more
     assert [depth.n_quarantined for depth in await queue.depths()] == [2]
     (guilty,) = await queue.claim("w", MODEL, 5, quarantined=True)
     assert await queue.fail(guilty, ErrorInfo("unavailable", "gone"), retry=True, killed=True)

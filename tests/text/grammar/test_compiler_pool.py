@@ -79,8 +79,8 @@ async def test_errors_come_back_whole(compiler: GrammarCompiler) -> None:
         await compiler.compile(spec("json_schema", False))
 
 
-async def test_everybody_gets_an_error_of_their_own(compiler: GrammarCompiler) -> None:
-    """Doors rewrite them in their callers' words."""
+async def test_concurrent_callers_get_separate_error_objects(compiler: GrammarCompiler) -> None:
+    """API handlers change the error to name the field of their own request."""
     wrong = spec("regex", "(")
     first, second = await asyncio.gather(compiler.compile(wrong), compiler.compile(wrong), return_exceptions=True)
     assert isinstance(first, BadInput)

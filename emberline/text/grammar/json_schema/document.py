@@ -42,7 +42,7 @@ class Node:
     schema: dict[str, Any]
     pointer: str  # JSON pointer
     base: str  # base URI
-    ref_overrides: bool  # up to draft 7, `$ref` disables the keywords beside it
+    ref_overrides: bool  # up to draft 7, `$ref` disables its sibling keywords
 
 
 class Document:

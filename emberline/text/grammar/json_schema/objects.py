@@ -95,7 +95,7 @@ def _names(algebra: SetAlgebra, node: Node, keyword: str, value: Any) -> tuple[s
 
 def read_required(algebra: SetAlgebra, node: Node, value: Any, negated: bool) -> ValueSet:
     if isinstance(value, bool):  # draft 3 has it on the property; here its meaning is unclear
-        algebra.document.fail(node, "'required' must be a list of names beside 'properties'")
+        algebra.document.fail(node, "'required' must be a list of names, next to 'properties'")
     names = _names(algebra, node, "required", value)
     if negated:
         return only("object", *(ObjectSet.having(name, FALSE, required=False) for name in names))
