@@ -1,4 +1,4 @@
-"""llguidance's own JSON-Schema compiler compared with ours, on the schemas of `benchmarks.validity`: no model, no server.
+"""llguidance's own JSON-Schema compiler compared with ours on the schemas of `benchmarks.validity`, without a model.
 
 `python -m benchmarks.native_schema`. For each compiler: how many schemas it refuses, whether the compiled grammar
 accepts an invalid instance of the official suite or rejects all valid ones, whether replies drawn at random under its

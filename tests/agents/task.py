@@ -1,17 +1,17 @@
 """A task for every agent: three commands, each of which depends on the output of the previous one."""
 
 from tests.agents.workspace import AgentWorkspace
-from tests.e2e.clients.play import play, saying
+from tests.e2e.clients.reply_script import reply_script, text_reply
 
 LONG = 4000  # tokens; shorter requests are auxiliary, e.g. for a title
 PROMPT = "Follow the notes in this folder, starting with one.txt."
-# (cue in the prompt, command to call). No command contains a cue, so only its result can have added it.
+# (trigger in the prompt, command to call). No command contains a trigger, so only its result can have added it.
 STEPS = (
     ("", "cat one.txt"),
     ("marker-alpha", "cat two.txt"),
     ("marker-beta", "printf %s%s marker- gamma | tee three.txt"),
 )
-FINAL_ANSWER = saying("I followed the notes to three.txt.", cue="marker-gamma")
+FINAL_ANSWER = text_reply("I followed the notes to three.txt.", trigger="marker-gamma")
 
 
 def prepare(workspace: AgentWorkspace) -> None:
@@ -28,8 +28,10 @@ def check(workspace: AgentWorkspace) -> None:
         assert request.cached_tokens >= 0.9 * request.input_tokens
 
 
-# A conversation of two turns: the second line's cue is the first line, which only the agent's own history brings back.
-CONVERSATION = play(saying("The word is basalt."), saying("It was my word.", cue="The word is basalt."))
+# A conversation of two turns: the second reply's trigger is the first reply, which only the agent's history contains.
+CONVERSATION = reply_script(
+    text_reply("The word is basalt."), text_reply("It was my word.", trigger="The word is basalt.")
+)
 
 
 def check_conversation(workspace: AgentWorkspace) -> None:

@@ -4,19 +4,19 @@ import json
 from pathlib import Path
 
 from tests.agents.workspace import AgentWorkspace
-from tests.e2e.clients.play import calling, play, saying
+from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
 
-PLAY = play(
-    calling("weather", city="Bern", unit="celsius"),
-    calling("weather", cue="report on Bern", city="Biel", unit="celsius"),
-    saying("Clear in both.", cue="report on Biel"),
-    saying("As I said.", cue="Clear in both."),  # the cue can only come from the stored response
+SCRIPT = reply_script(
+    tool_call("weather", city="Bern", unit="celsius"),
+    tool_call("weather", trigger="report on Bern", city="Biel", unit="celsius"),
+    text_reply("Clear in both.", trigger="report on Biel"),
+    text_reply("As I said.", trigger="Clear in both."),  # the trigger can only come from the stored response
 )
 
 
 def test_tools_stored_conversation_and_streaming(workspace: AgentWorkspace) -> None:
     script = Path(__file__).with_name("agents_sdk.py")
-    with workspace.serving(PLAY):
+    with workspace.serving(SCRIPT):
         python = workspace.installed / "python" / "bin" / "python"
         got = json.loads(workspace.run(python, str(script), f"{workspace.url}/v1", workspace.model))
     assert got["asked"] == [["Bern", "celsius"], ["Biel", "celsius"]] * 2

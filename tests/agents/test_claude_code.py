@@ -7,7 +7,7 @@ import pytest
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
 from tests.agents.workspace import KEY, AgentWorkspace
 from tests.e2e.clients.hermes import NAME
-from tests.e2e.clients.play import Line, calling, play, saying
+from tests.e2e.clients.reply_script import ScriptedReply, reply_script, text_reply, tool_call
 
 _FLAGS = ("-p", "--output-format", "stream-json", "--verbose")
 _NO_NETWORK = {
@@ -31,8 +31,8 @@ def blocks(events: list[dict[str, Any]], role: str, kind: str) -> list[dict[str,
 
 def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
     prepare(workspace)
-    bash = [calling("Bash", cue=cue, command=command, description="Next") for cue, command in STEPS]
-    with workspace.serving(play(*bash, FINAL_ANSWER)):
+    bash = [tool_call("Bash", trigger=trigger, command=command, description="Next") for trigger, command in STEPS]
+    with workspace.serving(reply_script(*bash, FINAL_ANSWER)):
         events = claude(workspace, PROMPT, "--allowedTools", "Bash")
         check(workspace)
     calls, results = blocks(events, "assistant", "tool_use"), blocks(events, "user", "tool_result")
@@ -47,9 +47,9 @@ def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
 @pytest.mark.parametrize("workspace", [NAME], indirect=True)  # SmolLM2 may call one at a time
 def test_parallel_tool_calls_under_an_account(workspace: AgentWorkspace) -> None:
     first, second = workspace.write("first.txt", "left-half"), workspace.write("second.txt", "right-half")
-    both = Line(say="Both.", calls=tuple(("Read", {"file_path": str(path)}) for path in (first, second)))
-    done = saying("Neither was empty.", cue="right-half")
-    with workspace.serving(play(both, done)):
+    both = ScriptedReply(say="Both.", calls=tuple(("Read", {"file_path": str(path)}) for path in (first, second)))
+    done = text_reply("Neither was empty.", trigger="right-half")
+    with workspace.serving(reply_script(both, done)):
         account = "/client/v4/accounts/acme/ai"
         events = claude(workspace, "What is in the two files?", "--allowedTools", "Read", path=account)
     assert [call["input"]["file_path"] for call in blocks(events, "assistant", "tool_use")] == [str(first), str(second)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
 from tests.agents.workspace import KEY, AgentWorkspace
-from tests.e2e.clients.play import calling, play, saying
+from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
 
 _FLAGS = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
@@ -29,8 +29,8 @@ def items(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
     prepare(workspace)
-    shell = [calling("exec_command", cue=cue, cmd=command) for cue, command in STEPS]
-    with workspace.serving(play(*shell, FINAL_ANSWER)):
+    shell = [tool_call("exec_command", trigger=trigger, cmd=command) for trigger, command in STEPS]
+    with workspace.serving(reply_script(*shell, FINAL_ANSWER)):
         events = codex(workspace, PROMPT)
         check(workspace)
     ran = items(events, "command_execution")
@@ -45,8 +45,11 @@ def test_structured_output(workspace: AgentWorkspace, tmp_path: Path) -> None:
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps({**schema, "required": ["word", "letters"], "additionalProperties": False}))
     workspace.write("note.txt", "The word is quetzal.")
-    lines = calling("exec_command", cmd="cat note.txt"), saying('{"word":"quetzal","letters":7}', cue="quetzal")
-    with workspace.serving(play(*lines)):
+    replies = (
+        tool_call("exec_command", cmd="cat note.txt"),
+        text_reply('{"word":"quetzal","letters":7}', trigger="quetzal"),
+    )
+    with workspace.serving(reply_script(*replies)):
         events = codex(workspace, "--output-schema", str(shape), "Which word is in note.txt?")
     (answer,) = items(events, "agent_message")
     assert json.loads(answer["text"]) == {"word": "quetzal", "letters": 7}

@@ -4,7 +4,7 @@ import json
 
 from tests.agents.task import CONVERSATION, FINAL_ANSWER, PROMPT, STEPS, check, check_conversation, prepare
 from tests.agents.workspace import KEY, AgentWorkspace
-from tests.e2e.clients.play import calling, play, saying
+from tests.e2e.clients.reply_script import reply_script, text_reply, tool_call
 
 _NO_NETWORK = {
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -33,9 +33,9 @@ def opencode(workspace: AgentWorkspace, *arguments: str) -> str:
 
 def test_agent_runs_tools_over_several_turns(workspace: AgentWorkspace) -> None:
     prepare(workspace)
-    bash = [calling("bash", cue=cue, command=command) for cue, command in STEPS]
-    title = saying("Following notes", cue="You are a title generator")
-    with workspace.serving(play(*bash, FINAL_ANSWER, title)):
+    bash = [tool_call("bash", trigger=trigger, command=command) for trigger, command in STEPS]
+    title = text_reply("Following notes", trigger="You are a title generator")
+    with workspace.serving(reply_script(*bash, FINAL_ANSWER, title)):
         printed = opencode(workspace, PROMPT)
         check(workspace)
     assert FINAL_ANSWER.say in printed

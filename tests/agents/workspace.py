@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.clients.play import Play
-from tests.e2e.clients.stage import staged
+from tests.e2e.clients.reply_script import ReplyScript
+from tests.e2e.clients.scripted_server import scripted_server
 
 KEY = "none"  # on loopback, any key is accepted
 TIMEOUT_S = 100
@@ -53,8 +53,8 @@ class AgentWorkspace:
         return self.folder / "project"
 
     @contextmanager
-    def serving(self, play: Play) -> Iterator["AgentWorkspace"]:
-        with staged(play, self.gguf, self.folder / "server") as url:
+    def serving(self, script: ReplyScript) -> Iterator["AgentWorkspace"]:
+        with scripted_server(script, self.gguf, self.folder / "server") as url:
             self.url = url
             yield self
 

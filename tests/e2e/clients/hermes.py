@@ -1,4 +1,4 @@
-"""A part for actors: SmolLM2's tokenizer under a template of the Hermes family, which knows tools."""
+"""A model for scripted engines: SmolLM2's tokenizer under a template of the Hermes family, which knows tools."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The Vercel AI SDK in a Node process of its own, told what to do line by line (drive.mjs)."""
+"""The Vercel AI SDK in a Node process of its own, driven by one line of JSON per task (drive.mjs)."""
 
 import contextlib
 import json

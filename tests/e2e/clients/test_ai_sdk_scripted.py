@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from tests.e2e.clients.hermes import NAME, hermes
-from tests.e2e.clients.play import Line, calling, play, saying
+from tests.e2e.clients.reply_script import ScriptedReply, reply_script, text_reply, tool_call
+from tests.e2e.clients.scripted_server import scripted_server
 from tests.e2e.clients.sdk import Sdk
-from tests.e2e.clients.stage import staged
 
 BLOCK = 16  # tokens of the prefix cache
 ODD = 'Zür"ich\\ \n\t🌤'  # arguments that must survive being JSON in a string in JSON, in pieces
-PLAY = play(
-    saying("I have no line for this."),
-    Line(cue="weather in two cities", say="Let me look.", calls=(("weather", {"city": "Bern"}),)),
-    calling("weather", cue='"report":1', city=ODD),
-    saying("It is clear in both.", cue='"report":2'),
-    Line(cue="weather and the time", calls=(("weather", {"city": "Biel"}), ("clock", {"zone": "CET"}))),
-    saying("Clear, at 12:34.", cue="12:34"),
+SCRIPT = reply_script(
+    text_reply("I have no reply for this."),
+    ScriptedReply(trigger="weather in two cities", say="Let me look.", calls=(("weather", {"city": "Bern"}),)),
+    tool_call("weather", trigger='"report":1', city=ODD),
+    text_reply("It is clear in both.", trigger='"report":2'),
+    ScriptedReply(trigger="weather and the time", calls=(("weather", {"city": "Biel"}), ("clock", {"zone": "CET"}))),
+    text_reply("Clear, at 12:34.", trigger="12:34"),
 )
 
 
@@ -35,7 +35,7 @@ def ask(
     """Asks a model without a tool format of its own, and one that has one."""
     folder = tmp_path_factory.mktemp("stage")
     gguf = hermes(smollm2, folder) if request.param == NAME else smollm2
-    with staged(PLAY, gguf, folder / "home") as url:
+    with scripted_server(SCRIPT, gguf, folder / "home") as url:
         yield lambda task, prompt: sdk.ask(task, url, prompt, model=request.param)
 
 

@@ -1,6 +1,6 @@
-"""`emberline serve` with actors in its workers' place: everything of it but the model.
+"""`emberline serve` with scripted engines as its workers: the whole server without a model.
 
-As a module: `python -m tests.e2e.clients.stage PLAY FLAGS`, with serve's own flags.
+As a module: `python -m tests.e2e.clients.scripted_server SCRIPT FLAGS`, with serve's own flags.
 """
 
 import json
@@ -15,19 +15,20 @@ from emberline.cli.main import main
 from emberline.config import EngineConfig
 from emberline.supervisor import engine_workers as local
 from emberline.supervisor.process import ProcessSpec
-from tests.e2e.clients.play import Play
+from tests.e2e.clients.reply_script import ReplyScript
 
 CONTEXT_LEN = 131_072  # agents' prompts are long
 ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def staged(play: Play, gguf: Path, home: Path) -> Iterator[str]:
-    """The base URL of a server whose model says what the play says. A file from a shelf keeps the name it has there."""
+def scripted_server(script: ReplyScript, gguf: Path, home: Path) -> Iterator[str]:
+    """The base URL of a server whose model follows the script. A file from a model store keeps its model's name."""
     models = home / "models"
     models.mkdir(parents=True)
-    play.write(home / "play.json")
-    command = [sys.executable, "-m", "tests.e2e.clients.stage", str(home / "play.json"), "--port", "0", "--json"]
+    script.write(home / "script.json")
+    command = [sys.executable, "-m", "tests.e2e.clients.scripted_server", str(home / "script.json")]
+    command += ["--port", "0", "--json"]
     if (gguf.parent / "card.json").exists():
         (models / gguf.parent.name).symlink_to(gguf.parent)
     else:
@@ -43,17 +44,17 @@ def staged(play: Play, gguf: Path, home: Path) -> Iterator[str]:
             process.terminate()
 
 
-def run(play_file: str, flags: list[str]) -> int:
-    def actor(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
-        arguments = (play_file, str(plan.path), "--name", plan.model, "--socket", str(socket))
+def run(script_file: str, flags: list[str]) -> int:
+    def scripted_worker(plan: local.WorkerPlan, config: EngineConfig, socket: Path, token: str) -> ProcessSpec:
+        arguments = (script_file, str(plan.path), "--name", plan.model, "--socket", str(socket))
         return ProcessSpec(
             name=plan.name,
-            module="tests.e2e.clients.actor",
+            module="tests.e2e.clients.scripted_engine",
             arguments=(*arguments, "--context-len", str(CONTEXT_LEN)),
             env={"EMBERLINE_WORKER_TOKEN": token},
         )
 
-    local.worker_spec = actor
+    local.worker_spec = scripted_worker
     return main(["serve", *flags])
 
 

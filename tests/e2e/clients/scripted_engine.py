@@ -1,7 +1,7 @@
-"""A stand-in engine that follows a play: `python -m tests.e2e.clients.actor PLAY MODEL FLAGS`.
+"""A stand-in engine that follows a script of replies: `python -m tests.e2e.clients.scripted_engine SCRIPT MODEL FLAGS`.
 
-What it says depends on what the prompt has in it, so that a client's second request can be answered otherwise than its
-first. Unlike other stand-ins it follows grammars: a request fails when its grammar does not allow the line.
+The reply depends on what the prompt contains, so a client's second request can get another reply than its first. Unlike
+other stand-ins it enforces grammars: a request fails when its grammar does not allow the reply.
 """
 
 import sys
@@ -18,17 +18,17 @@ from emberline.testing import engine_script as script
 from emberline.testing import standin_engine as standin
 from emberline.testing.engine_script import EngineScript
 from emberline.text.text_model import TextModel
-from tests.e2e.clients.play import Play
+from tests.e2e.clients.reply_script import ReplyScript
 
-PACE_MS = 3.0  # a token: at full speed a reply would be there at once, and nobody would see it streamed
+ITL_MS = 3.0  # between tokens: without a delay a reply would arrive in one piece and test no streaming
 
 
-def perform(play: Play, text: TextModel, flags: list[str]) -> int:
-    ids = [tokens.unpack(text.encode(line.text, special=False)) for line in play.lines]
+def serve(replies: ReplyScript, text: TextModel, flags: list[str]) -> int:
+    ids = [tokens.unpack(text.encode(reply.text, special=False)) for reply in replies.replies]
 
     def of_request(request: EngineRequest, base: EngineScript) -> EngineScript:
         prompt = text.decode(request.prompt_ids, special=True)
-        return EngineScript(say=".".join(map(str, ids[play.place(prompt)])), itl_ms=PACE_MS)
+        return EngineScript(say=".".join(map(str, ids[replies.index_for(prompt)])), itl_ms=ITL_MS)
 
     def scheduler(cache: KVCache, limits: Limits, fingerprint: str, **more: Any) -> Scheduler:
         return Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), **more)
@@ -39,4 +39,4 @@ def perform(play: Play, text: TextModel, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(perform(Play.read(Path(sys.argv[1])), TextModel.load(Path(sys.argv[2])), sys.argv[3:]))
+    raise SystemExit(serve(ReplyScript.read(Path(sys.argv[1])), TextModel.load(Path(sys.argv[2])), sys.argv[3:]))
