@@ -67,7 +67,7 @@ class Balancer:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, endpoint: Endpoint) -> None:
-        """A configured worker that has not connected yet."""
+        """Add a configured worker that has not connected yet."""
         assert endpoint.name not in self._workers, "worker names are unique"
         worker = self._add(endpoint, Capacity())
         worker.connected, worker.problem = False, "not connected yet"
@@ -101,7 +101,7 @@ class Balancer:
         self._reset(worker, now_s)
 
     def remove(self, name: str, now_s: float) -> None:
-        """The worker does not come back."""
+        """Remove a worker for good: it is not expected to reconnect."""
         worker = self._workers.pop(name, None)
         if worker is None:
             return
@@ -111,7 +111,7 @@ class Balancer:
         self._index.drop_slot(worker.slot)
 
     def drain(self, name: str, now_s: float) -> None:
-        """The worker gets nothing new; what runs there goes on."""
+        """Send nothing new to the worker; requests that run there continue."""
         if (worker := self._workers.get(name)) is not None:
             worker.draining = True
             self._readiness_changed(worker)
@@ -255,8 +255,8 @@ class Balancer:
     def ended(
         self, request_id: str, now_s: float, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()
     ) -> None:
-        """It is over, wherever it was; all that it held is released. `output_tokens` in all. `blame`: the workers that
-        failed it; by default the decode worker. Ending twice changes nothing."""
+        """The request is over, in whichever phase: release all that it held. `output_tokens`: their total. `blame`: the
+        workers that failed it; by default the decode worker. Ending twice changes nothing."""
         record = self.ledger.get(request_id)
         if record is None:
             return
@@ -435,7 +435,7 @@ class Balancer:
             self._has_freed(worker)
 
     def _refused(self, record: InFlightRequest, error: EmberlineError, hand_out: bool = False) -> None:
-        """It gets no worker. A request that had one before stays on record until its owner ends it."""
+        """Refuse a request. One that had a worker before stays on record until its owner ends it."""
         self._unqueue(record)
         record.error = error
         if not record.admitted:
@@ -467,7 +467,7 @@ class Balancer:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def _check(self, now_s: float) -> None:
-        """What only the passing of time changes."""
+        """Checks that depend on the time alone: stalled workers, orphaned requests."""
         self._index.expire(now_s)
         if now_s - self._checked_s < HEALTH_CHECK_S:
             return
@@ -498,7 +498,7 @@ class Balancer:
         self._has_freed(worker)
 
     def _has_freed(self, worker: Worker) -> None:
-        """Its queue is to be served by the next `dispatch`."""
+        """Capacity of the worker was freed: the next `dispatch` serves its queue."""
         if self._queue.waiting_for(worker.name):
             self._freed.add(worker)
 

@@ -38,11 +38,11 @@ class RoutingInput:
         return 0
 
     def cached(self, worker: Worker) -> int:
-        """Tokens; the last one of a prompt is always computed."""
+        """Prompt tokens cached on the worker; the last one of a prompt is always computed."""
         return min(self.depth(worker.slot_bits) * self.block_tokens, self.tokens - 1)
 
     def warm(self, candidates: Sequence[Worker]) -> list[Worker]:
-        """Those that hold more of the prompt than most do."""
+        """The workers that hold more of the prompt than most do."""
         bits = 0
         for depth, mask in self.match:
             if depth <= self.shared:
@@ -103,7 +103,7 @@ class LowestCost:
         return costs
 
     def _lower_bound_s(self, candidates: Sequence[Worker], need: RoutingInput) -> float:
-        """Of the cost of any worker that is not warm: it mostly saves computing their costs."""
+        """A lower bound of the cost of any worker that is not warm: it mostly saves computing their costs."""
         fastest = min(candidates, key=lambda worker: worker.prefill_speed.scale)
         uncached = need.tokens - min(need.shared * need.block_tokens, need.tokens - 1)
         return fastest.prefill_speed.scale * fastest.cost.prefill_s(uncached, need.tokens)
@@ -149,7 +149,7 @@ class SessionAffinity:
 
 
 class RoundRobin:
-    """For comparison."""
+    """Each worker in turn, for comparison."""
 
     backpressure = False
 
@@ -194,14 +194,14 @@ def interference(worker: Worker, now_s: float) -> float:
 
 
 def ready_s(worker: Worker, need: RoutingInput, now_s: float) -> float:
-    """Until a decode worker has the prompt's KV, computed there or transferred."""
+    """Seconds until a decode worker has the prompt's KV, computed there or transferred."""
     transferred_s = need.prefill_ready_s + transfer_s(worker, need)
     return min(local_prefill_s(worker, need, now_s), transferred_s) if worker.endpoint.alone else transferred_s
 
 
 def local_prefill_s(worker: Worker, need: RoutingInput, now_s: float) -> float:
-    """Until a decode worker has computed the prompt itself, including the time that takes from its sequences: it is
-    never idle for long."""
+    """Seconds until a decode worker has computed the prompt itself, including the time that takes from its sequences:
+    it is never idle for long."""
     # Its speed was measured on short prompts, which say little: no decode worker counts as faster than a prefill one.
     slower = max(1.0, need.prefill_scale / worker.prefill_speed.scale)
     prompt_s = need.prefill_s(worker) * slower
@@ -228,5 +228,5 @@ def make_policy(settings: Settings) -> Policy:
 
 
 def make_decode_policy(settings: Settings) -> Policy:
-    """For decode workers of which others compute the prompts."""
+    """The routing policy among decode workers, whose prompts prefill workers compute."""
     return LeastInterference(settings.others) if settings.policy in ("sticky", "prefix") else make_policy(settings)

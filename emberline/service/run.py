@@ -48,7 +48,7 @@ class Transport(Protocol[Output_co]):
 
     @property
     def usage(self) -> Usage:
-        """Of all attempts, as far as it is known now."""
+        """The usage of all attempts, as far as it is known now."""
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         """Begin attempt number `attempt` behind the output already returned; `deadline_s` is the time left."""

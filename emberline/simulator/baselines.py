@@ -223,7 +223,7 @@ class DynamoRouter(BaselineRouter):
             cached.pop(segment, None)
 
     def _cost(self, request: SimRequest, name: str) -> float:
-        """In blocks of the trace."""
+        """The cost of the worker, in blocks of the trace."""
         active = self._active[name]
         new = sum(length for segment, length in zip(request.path, request.lengths) if segment not in active)
         prefill = self.load.prefill_tokens[name] + request.n_prompt - self._cached_tokens(request, name)

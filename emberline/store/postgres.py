@@ -224,7 +224,7 @@ class PostgresStore:
             await self._commit(group)
 
     async def _commit(self, group: list[_Write]) -> None:
-        """In one transaction; when a statement in it fails, each is committed on its own instead."""
+        """Commit the statements in one transaction; when one of them fails, each is committed on its own instead."""
         if len(group) > 1:
             queries = [write.query for write in group]
             try:
@@ -379,7 +379,7 @@ async def _notify(connection: Any, notifications: list[tuple[str, str]]) -> None
 
 
 async def _migrate(connection: Any) -> None:
-    """In one transaction, under a lock that admits one process at a time."""
+    """Bring the schema up to date in one transaction, under a lock that admits one process at a time."""
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
         await connection.execute(_VERSION_TABLE)

@@ -338,7 +338,7 @@ def _encode_rest(model: TextModel, rendered: Rendered, at: int, ids: bytes) -> b
 
 
 def grammar_spec(model: TextModel, request: GenerateRequest, begun: bool | None) -> GrammarSpec | None:
-    """None: anything goes. `thinking` is what `thinking_begun` says of the prompt."""
+    """The grammar of the reply; None: unconstrained. `begun` is from `reasoning_begun`."""
     tools = _tools(model, request)
     if request.output is None and tools is None:
         return None

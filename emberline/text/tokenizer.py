@@ -134,7 +134,7 @@ class Tokenizer:
         self._packed = {text: pack([token_id]) for text, token_id in self.special.items()}
 
     def longest_token_chars(self) -> int:
-        """Of the vocabulary as it is spelled: a byte-level spelling has a character for every byte."""
+        """Characters of the longest token as spelled: a byte-level spelling has a character for every byte."""
         return max(map(len, self._parsing.get_vocab()))
 
     def encode(self, text: str, *, special: bool) -> bytes:

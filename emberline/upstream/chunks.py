@@ -42,7 +42,7 @@ class ChunkLogprob(ChunkAlternative):
 
 
 class ChunkLogprobs(msgspec.Struct):
-    """Of a chat: `content`; of a text completion: parallel lists."""
+    """Log-probabilities of a chunk. Of a chat: `content`; of a text completion: parallel lists."""
 
     content: list[ChunkLogprob] | None = None
     tokens: list[str] | None = None

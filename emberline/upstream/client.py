@@ -49,7 +49,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def upstream_configs(endpoints: Sequence[EndpointConfig]) -> list[UpstreamConfig]:
-    """Of all endpoints but Emberline's own workers. ConfigError says what is wrong with one."""
+    """The configurations of all endpoints but Emberline's own workers. ConfigError says what is wrong with one."""
     configs = [_upstream_config(endpoint) for endpoint in endpoints if endpoint.kind != "emberline"]
     _check_pairs(configs)
     return configs
@@ -125,7 +125,7 @@ class NoLoadReport(Exception):
 
 
 def vllm_load(metrics: str) -> EngineLoad:
-    """From /metrics; several engines behind one port are added up."""
+    """The load report from vLLM's /metrics; several engines behind one port are added up."""
     sums: dict[str, float] = {}
     fullness: list[float] = []
     blocks = 0
@@ -152,7 +152,7 @@ def vllm_load(metrics: str) -> EngineLoad:
 
 
 def sglang_load(answer: Any) -> EngineLoad:
-    """From /v1/loads: one entry per data-parallel rank, added up."""
+    """The load report from SGLang's /v1/loads: one entry per data-parallel rank, added up."""
     loads = answer.get("loads", [answer]) if isinstance(answer, dict) else answer
     ranks = loads if isinstance(loads, list) else ()
     ranks = [rank for rank in ranks if isinstance(rank, dict) and "num_running_reqs" in rank]

@@ -42,13 +42,13 @@ class Address(NamedTuple):
 
     @property
     def host_header(self) -> str:
-        """Without a default port, as some servers' Host checks want it."""
+        """The Host header, without a default port, as some servers' Host checks want it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
 def parse(url: str) -> Address:
-    """ValueError says what is wrong with it. A trailing /v1, as base URLs often have it, is dropped."""
+    """Parse a base URL; ValueError says what is wrong. A trailing /v1, as base URLs often have it, is dropped."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not of the form http://host:port")
@@ -110,7 +110,7 @@ class Exchange:
         return b"".join(self._pieces) if self._complete else None
 
     def fail(self, reason: str) -> None:
-        """End it for a reason that lies elsewhere: its reader gets ConnectionFailed."""
+        """Fail the exchange from outside: its reader gets ConnectionFailed."""
         if self._connection is not None:
             self._connection.abort(reason)
 

@@ -192,7 +192,7 @@ class KVSubscriber:
         self._next: int | None = None  # the number that the next message should have
 
     async def run(self) -> None:
-        """Until cancelled. Errors of the server are logged; following goes on."""
+        """Follow the events until cancelled. Errors of the server are logged and followed by another attempt."""
         try:
             import zmq
             import zmq.asyncio

@@ -59,7 +59,7 @@ _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others
 
 
 class ModelField(msgspec.Struct):
-    """Of any body: enough to know which servers it is for."""
+    """The one field of any body that tells which servers it is for."""
 
     model: Any = None
 

@@ -193,7 +193,7 @@ class MixedShape(NamedTuple):
 
     @property
     def slices(self) -> list[slice]:
-        """Of token ids, positions, query starts, context lengths, slots; and of the samples' tokens, slots, positions.
+        """Slices of: token ids, positions, query starts, context lengths, slots; the samples' tokens, slots, positions.
 
         Each is aligned to 16 bytes: Triton recompiles kernels for other pointers.
         """

@@ -35,7 +35,7 @@ class TooComplex(Exception):
 
 
 class State:
-    """What may follow. `cost`: bytes and special tokens of the cheapest completion; 0: the text may end here."""
+    """What may still follow. `cost`: bytes and special tokens of the cheapest completion; 0: the text may end here."""
 
     __slots__ = ("cost", "nesting", "next")
 
@@ -118,7 +118,7 @@ END: Final = State(0)
 
 
 class Automaton:
-    """Of one grammar. Not thread-safe."""
+    """The automaton of one grammar. Not thread-safe."""
 
     def __init__(self, grammar: ir.Grammar) -> None:
         self._costs = ir.shortest_lengths(grammar.rules)

@@ -44,7 +44,7 @@ class IncomingTransfer:
 
     @property
     def timeout_s(self) -> float:
-        """Once it is offered, a lack of room is our own; once it is granted, blocks must come."""
+        """How long to wait for progress: without limit once offered, when only our own lack of room delays it."""
         if not self.peer:
             return WAIT_S
         return LEASE_S if self.epoch else inf
@@ -248,7 +248,7 @@ class IncomingTransfers:
             self._ready(transfer.seq)
 
     def _on_sender_gave_up(self, notice: notices.SenderGaveUp, now_s: float) -> None:
-        """It writes no more: its blocks need no quarantine."""
+        """The sender gave up and writes no more: its blocks need no quarantine."""
         self._end_quarantine(notice.epoch)
         why = f"the prefill engine gave up: {notice.message}"
         transfer = self._by_transfer.get(notice.transfer)
@@ -263,7 +263,7 @@ class IncomingTransfers:
             self._remember(notice.transfer, why, now_s)
 
     def _remember(self, name: str, why: str, now_s: float) -> None:
-        """For the other side, which may still come."""
+        """Remember why one side gave up: the other side's request or offer may still arrive, and then fails."""
         if len(self._given_up) < MAX_UNCLAIMED:
             self._given_up[name] = why, now_s
 
@@ -276,7 +276,7 @@ class IncomingTransfers:
             self._stop(transfer, f"the prefill engine was lost: {notice.message}")
 
     def _stop(self, transfer: IncomingTransfer, why: str) -> None:
-        """Without quarantine: its sender writes no more. `leave` gives the received blocks back."""
+        """End a transfer without quarantine: its sender writes no more. `leave` gives the received blocks back."""
         self._by_epoch.pop(transfer.epoch, None)
         for group, block in self._withdraw(transfer):
             self._cache.unpin(group, block)

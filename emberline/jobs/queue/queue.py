@@ -71,13 +71,13 @@ class Queue(QueueReader):
         await self._outcomes.close()
 
     def now_us(self) -> int:
-        """By the clock of leases and deadlines."""
+        """The time by the clock of leases and deadlines."""
         return self._store.now_us()
 
     # --- submitting --------------------------------------------------------------------------------------------------
 
     async def submit(self, new: NewBatch, jobs: Iterable[NewJob] | AsyncIterable[NewJob]) -> Batch:
-        """The batch, in progress. If its id exists already, the existing batch is returned."""
+        """Create a batch with its jobs, in progress. If its id exists already, the existing batch is returned."""
         if (existing := await self._existing(new)) is not None:
             return existing
         await self._check_quota(new.account)
@@ -97,7 +97,7 @@ class Queue(QueueReader):
         return await self.batch(new.account, new.id)
 
     async def create(self, new: NewBatch) -> Batch:
-        """The batch, validating: a loader that claims it loads its jobs from its file."""
+        """Create a batch in state validating: a loader that claims it loads its jobs from its file."""
         if (existing := await self._existing(new)) is not None:
             return existing
         await self._check_quota(new.account)
@@ -338,7 +338,7 @@ class Queue(QueueReader):
             raise Overloaded(f"the account has {n_open:,} lines in the queue: wait for some to end", retry_after_s=60)
 
     async def _end_validating(self, batch: Batch, status: BatchStatus, errors: Sequence[ErrorInfo]) -> bool:
-        """Whether it was still validating."""
+        """End a batch that is validating; False if it was not any more."""
         now_us, encoded = self._store.now_us(), msgspec.json.encode(errors).decode()
         ended = await self._store.run(lambda: reject_batch(batch.id, status, encoded, now_us, self.limits))
         if ended:

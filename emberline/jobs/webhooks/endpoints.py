@@ -179,7 +179,7 @@ class WebhookEndpoints:
         return await self.get(account, endpoint_id)
 
     async def delete(self, account: str, endpoint_id: str, form: EndpointForm | None = None) -> None:
-        """The endpoint and its deliveries."""
+        """Delete the endpoint and its deliveries."""
         await self.get(account, endpoint_id, form)
         deliveries = "SELECT id FROM deliveries WHERE endpoint_id = ?"
         await self._db.transaction(
@@ -191,7 +191,7 @@ class WebhookEndpoints:
         )
 
     async def rotate(self, account: str, endpoint_id: str, overlap_s: int = OVERLAP_S) -> WebhookEndpoint:
-        """A new secret; for `overlap_s` the previous one signs too."""
+        """Issue a new secret; for `overlap_s` the previous one signs too."""
         now_us = self._db.now_us()
         if not await self._db.write(_ROTATE, (now_us + overlap_s * 1_000_000, now_us, endpoint_id, account)):
             raise NoSuchEndpoint(endpoint_id)

@@ -143,7 +143,7 @@ class Sender:
             connection.send(messages.KeepAlive(granted))
 
     def _end(self, why: str) -> None:
-        """Nothing is written from here on: release all blocks and reject all transfers."""
+        """End the connection: nothing is written from here on; release all blocks and reject all transfers."""
         if self._transport is not None:
             self._transport.close()
         if self._connection is not None:
@@ -208,7 +208,7 @@ class Sender:
                 connection.send(messages.SendFailed(transfer.offer.transfer, command.message, transfer.epoch))
 
     def _write(self, connection: PeerConnection, command: _SendCommand) -> None:
-        """In batches, and nothing after the transfer has ended."""
+        """Write blocks in batches, and nothing after the transfer has ended."""
         assert self._transport is not None
         n_done = 0
         try:

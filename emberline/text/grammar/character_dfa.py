@@ -170,7 +170,7 @@ class _Nfa:
 
 
 def from_expression(expression: Expression) -> CharacterDfa:
-    """By the subset construction."""
+    """The DFA of an expression, by the subset construction."""
     nfa = _Nfa()
     end = nfa.add(expression, nfa.state())
     work = 0
@@ -239,7 +239,7 @@ def explore(
 
 
 def _trim(dfa: CharacterDfa) -> CharacterDfa:
-    """Without edges to states from which nothing is accepted."""
+    """The same DFA without edges to states from which nothing is accepted."""
     live = _live(dfa)
     kept = [[edge for edge in row if edge[2] in live] for row in dfa.edges]
     return CharacterDfa(kept, dfa.accepting)

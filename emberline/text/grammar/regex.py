@@ -374,7 +374,7 @@ class _Parser:
 
 
 def _any_case(ranges: Ranges) -> Ranges:
-    """With both cases of ASCII letters."""
+    """The ranges with both cases of their ASCII letters."""
     letters = (code for low, high in ranges for code in range(max(low, 65), min(high, 122) + 1))
     return union(ranges, *(chars(chr(code).swapcase()) for code in letters))
 

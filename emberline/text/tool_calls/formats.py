@@ -197,7 +197,7 @@ _DETECTIONS = (
 
 
 def detect_tool_format(source: str, supports_tools: bool, special: Mapping[str, int]) -> ToolCallFormat:
-    """Of a model whose chat template has this source; GENERIC unless the template supports tools in a known format."""
+    """The format of a model by its chat template; GENERIC unless the template supports tools in a known one."""
     for row in _DETECTIONS if supports_tools else ():
         if re.search(row.has, source) and not re.search(row.lacks, source):
             return row.format.at(special)
@@ -205,7 +205,7 @@ def detect_tool_format(source: str, supports_tools: bool, special: Mapping[str, 
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """In OpenAI's format. Some templates iterate over the properties without checking that they exist."""
+    """The tools in OpenAI's format. Some templates iterate over the properties without checking that they exist."""
     return [
         {
             "type": "function",
@@ -220,7 +220,7 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tools_system_prompt(tools: Sequence[Tool]) -> str:
-    """Byte-identical for the same tools: it is part of the cached prefix of every prompt of a conversation."""
+    """Declares the tools, byte for byte the same for the same ones: it is in every prompt's cached prefix."""
     lines = [_declaration(tool) for tool in tools]
     return "\n".join([_TOOLS_HEADER, *lines, _TOOLS_FOOTER])
 

@@ -24,7 +24,7 @@ _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,64}?)"
 
 
 class CallPatterns:
-    """Of one format: `head` from an opening to the arguments, `next_head` from the end of the previous call."""
+    """Patterns of one format: `head` from an opening to the arguments, `next_head` from the end of the call before."""
 
     def __init__(self, form: ToolCallFormat, sentinels: Mapping[str, str]) -> None:
         self._sentinels = sentinels
@@ -309,7 +309,7 @@ class ReplyParser:
         return True
 
     def _head(self, final: bool, pieces: list[ReplyPiece]) -> bool:
-        """From an opening to the arguments."""
+        """Parse from an opening to the arguments."""
         assert self._calls is not None
         found = self._calls.head.match(self._held[:HEAD_CHARS])
         if found is not None and found["name"] in self._names:

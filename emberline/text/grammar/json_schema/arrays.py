@@ -259,7 +259,7 @@ def _prefix_disjoint(writer: GrammarWriter, arrays: ArraySet) -> bool:
 
 
 def _listed(writer: GrammarWriter, arrays: ArraySet, least: int, most: int | None) -> Expression | None:
-    """Each array by itself; None where there are too many."""
+    """The allowed arrays, listed one by one; None where there are too many."""
     n_prefix = arrays.n_prefix
     longest = n_prefix + 1 if most is None else min(most, n_prefix + 2)
     columns = [_all_values(writer, arrays.item(index), 12) for index in range(longest)]
@@ -371,7 +371,7 @@ def _split(writer: GrammarWriter, typed: TypedSet, depth: int) -> list[Expressio
 
 
 def _split_dfa(writer: GrammarWriter, dfa: CharacterDfa) -> list[Expression]:
-    """By the first character."""
+    """Split strings by their first character."""
     parts = [literal("")] if 0 in dfa.accepting else []
     shifted = [[(low, high, target + 1) for low, high, target in row] for row in dfa.edges]
     accepting = {state + 1 for state in dfa.accepting}
@@ -383,7 +383,7 @@ def _split_dfa(writer: GrammarWriter, dfa: CharacterDfa) -> list[Expression]:
 
 
 def _split_objects(writer: GrammarWriter, objects: ObjectSet, depth: int) -> list[Expression]:
-    """By the disjoint parts of one required property."""
+    """Split objects by the disjoint parts of one required property."""
     best: list[Expression] = []
     for name in objects.required if depth < MAX_NESTED else ():
         parts = _disjoint_parts(writer, writer.algebra.property_schemas(objects, name), depth + 1)

@@ -123,7 +123,7 @@ def number_expression(builder: Builder, numbers: NumberSet) -> Expression:
 
 
 def _intervals(numbers: NumberSet) -> list[tuple[Bound | None, Bound | None]]:
-    """Between the bounds, split at excluded numbers."""
+    """The intervals between the bounds, split at excluded numbers."""
     points = [(point, True) for point in sorted(numbers.excluded) if in_bounds(point, numbers.low, numbers.high)]
     return list(pairwise([numbers.low, *points, numbers.high]))
 
@@ -203,7 +203,7 @@ class _Divisor:
 
 
 def _divisor(step: Fraction, places: int, divides: bool) -> _Divisor:
-    """Of numbers with `places` digits after the point, written without it."""
+    """The divisor of numbers with `places` decimal digits, written without the point."""
     scaled = 10**places * step.numerator
     modulus, zeros = scaled // gcd(scaled, step.denominator), 0
     while modulus % 10 == 0:
@@ -212,7 +212,7 @@ def _divisor(step: Fraction, places: int, divides: bool) -> _Divisor:
 
 
 def _divisor_dfa(divisor: _Divisor, places: int) -> CharacterDfa:
-    """Of decimals with up to `places` digits after the point. State: the divisor's, and the digits after the point
+    """The DFA of decimals with up to `places` decimal digits. State: the divisor's, and the digits after the point
     (-1: no point yet)."""
 
     def edges_of(state: tuple[tuple[int, int], int]) -> list[tuple[int, int, tuple[tuple[int, int], int]]]:
@@ -240,7 +240,7 @@ def _digits(low: int = 0, high: int = 9) -> Expression:
 
 
 def _integers(first: int, last: int) -> Expression:
-    """Without leading zeros."""
+    """Integers between the bounds, without leading zeros."""
     if first > last:
         return NEVER
     if first == 0 and last > 9:
@@ -282,7 +282,7 @@ def _same_length(first: str, last: str) -> Expression:
 
 
 def _decimals(low: Bound, high: Bound | None, places: int | None) -> Expression:
-    """With up to `places` digits after the point; None: as many as a double distinguishes there."""
+    """Decimals with up to `places` digits after the point; None: as many as a double distinguishes there."""
     if places is None:
         ends = [bound[0] for bound in (low, high) if bound is not None]
         n_whole = max(len(str(int(end))) for end in ends)

@@ -208,7 +208,7 @@ def object_expression(
 
 
 def _declared_names(objects: ObjectSet) -> list[str]:
-    """In schema order; names that only negations mention come last."""
+    """The declared property names in schema order; names that only negations mention come last."""
     declared = [name for each in objects.constraints if each.declares for name, _ in each.properties]
     mentioned = [name for each in objects.constraints for name, _ in each.properties]
     return list(dict.fromkeys([*declared, *objects.required, *mentioned]))
@@ -221,7 +221,7 @@ def _wants_others(objects: ObjectSet) -> bool:
 
 
 def _other_names(writer: GrammarWriter, objects: ObjectSet, names: list[str]) -> list[_OtherNames]:
-    """By which of the patternProperties they match."""
+    """Classes of undeclared names, by which of the patternProperties they match."""
     patterns = list(dict.fromkeys(pattern for each in objects.constraints for pattern, _ in each.patterns))
     if not patterns and objects.names == TRUE:
         schemas = _rest(objects, frozenset())

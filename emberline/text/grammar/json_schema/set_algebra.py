@@ -186,7 +186,7 @@ def fraction(value: Any) -> Fraction:
 
 
 class SetAlgebra:
-    """Over one document. `read_schema` gives the values of one sub-schema, or of its negation."""
+    """The algebra over one schema document. `read_schema` gives the values of one sub-schema, or of its negation."""
 
     def __init__(self, document: Document, read_schema: Callable[["SetAlgebra", Node, bool], ValueSet]) -> None:
         self.document = document
@@ -249,7 +249,7 @@ class SetAlgebra:
         return schemas in self._inexact
 
     def dfa(self, pattern: str, wide: bool) -> CharacterDfa:
-        """Of the texts in which the pattern is found; see `regex` for the wide and the narrow reading."""
+        """The DFA of the texts in which the pattern is found; see `regex` for the wide and the narrow reading."""
         key = (pattern, wide)
         if key not in self._dfas:
             tree = parse(pattern, search=True, wide=wide, param=self.document.param)
@@ -274,7 +274,7 @@ class SetAlgebra:
         return result
 
     def intersect_typed(self, first: TypedSet, second: TypedSet) -> TypedSet | None:
-        """Of two sets of one type; None where it is seen to be empty."""
+        """The intersection of two sets of one type; None where it is known to be empty."""
         for one, other in ((first, second), (second, first)):
             if one.members is not None:
                 kept = tuple(value for value in one.members if self.is_member(other, value))
@@ -428,7 +428,7 @@ class SetAlgebra:
         return False
 
     def _tags_disjoint(self, first: ObjectSet, second: ObjectSet) -> bool:
-        """By a required property with constant values, the usual discriminator of tagged unions."""
+        """Whether a required property with constant values differs: the usual discriminator of tagged unions."""
         one, other = self._tags_of(first), self._tags_of(second)
         return any(name in other and one[name].isdisjoint(other[name]) for name in one)
 
@@ -449,7 +449,7 @@ class SetAlgebra:
         return found
 
     def _patterns_disjoint(self, first: StringSet, second: StringSet) -> bool:
-        """By the wide reading of patterns that must be found, the narrow one of those that must not."""
+        """Whether their patterns exclude each other; wide reading for those to be found, narrow for the others."""
         if _intersect_strings(first, second) is None:
             return True
         found: CharacterDfa | None = None

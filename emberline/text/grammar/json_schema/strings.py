@@ -141,7 +141,7 @@ def _has_lengths(tree: Expression, strings: StringSet) -> bool:
 
 
 def string_dfa(algebra: SetAlgebra, strings: StringSet) -> CharacterDfa:
-    """Of the unescaped texts; very long ones may be left out."""
+    """The DFA of the unescaped texts; very long ones may be left out."""
     if strings.members is not None:
         return character_dfa.of_words(value for value in strings.members if algebra.is_member(strings, value))
     parts = [algebra.format_dfa(pattern) for _, pattern in sorted(strings.formats)]
@@ -161,7 +161,7 @@ def string_dfa(algebra: SetAlgebra, strings: StringSet) -> CharacterDfa:
 
 
 def conjunction_dfa(algebra: SetAlgebra, schemas: Conjunction) -> CharacterDfa:
-    """Of the strings that satisfy the sub-schemas."""
+    """The DFA of the strings that satisfy the sub-schemas."""
     total: CharacterDfa | None = None
     for strings in typed_sets(algebra.values(schemas), "string"):
         assert isinstance(strings, StringSet)
