@@ -20,25 +20,28 @@ _CAN_CONTINUE = ("vllm", "sglang")
 
 
 class Transcript:
-    """The lines that the client has seen; parsed only when the stream breaks."""
+    """The lines that the client has seen; parsed only when the stream breaks. Counted only, if not to be kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool = True) -> None:
         self.n_events = 0
         self.n_events_of_attempt = 0  # reset by the transport
         self._blocks: list[bytes] = []
         self._n_bytes = 0
+        self._max_bytes = MAX_TRANSCRIPT_BYTES if keep else -1
 
     def add(self, lines: bytes) -> None:
         n_events = lines.count(b"data:")
         self.n_events += n_events
         self.n_events_of_attempt += n_events
         self._n_bytes += len(lines)
-        if self._n_bytes <= MAX_TRANSCRIPT_BYTES:
+        if self._n_bytes <= self._max_bytes:
             self._blocks.append(lines)
+        else:
+            self._blocks.clear()
 
     def chunks(self) -> list[dict[str, Any]] | None:
-        """None where there are too many to keep, or some cannot be read."""
-        if self._n_bytes > MAX_TRANSCRIPT_BYTES:
+        """None where they are not kept, are too many to keep, or some cannot be read."""
+        if self._n_bytes > self._max_bytes:
             return None
         lines = b"".join(self._blocks).splitlines()
         try:

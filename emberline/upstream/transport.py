@@ -46,7 +46,7 @@ class UpstreamTransport(Generic[T]):
         self._decoder = make_decoder()
         self._attempt: Attempt | None = None
         self._editor = StreamEditor(hides_usage=request.hides_usage)
-        self._transcript = Transcript()
+        self._transcript = Transcript(keep=request.stream)
         self._continuation: Continuation | None = None
         self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
         self._tried: set[str] = set()  # servers that failed this request or had no room for it
@@ -68,7 +68,7 @@ class UpstreamTransport(Generic[T]):
         self.cached_tokens = route.cached_tokens
         self._editor = StreamEditor(hides_usage=request.hides_usage)
         if not request.stream:
-            self._decoder, self._transcript = self._make_decoder(), Transcript()
+            self._decoder, self._transcript = self._make_decoder(), Transcript(keep=False)
         self._transcript.n_events_of_attempt = 0
         fields = request.fields
         if self._continuation is not None:

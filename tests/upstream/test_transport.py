@@ -9,7 +9,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EngineLost
 from emberline.protocol.events import TextEvent
-from emberline.upstream import transport
+from emberline.upstream import resume, transport
 from emberline.upstream.chunks import ChunkReader
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
 from emberline.upstream.request import CHAT, UpstreamRequest
@@ -90,3 +90,14 @@ async def test_a_stream_with_a_chunk_that_cannot_be_read_is_not_resumed(
     """The events of the text before that chunk, in the same piece, were never delivered."""
     error = await broken(opened, "vllm", 0, *seen, event("b") + event("c", index=7))
     assert not opened.fault(error).retryable
+
+
+async def test_the_transcript_holds_no_more_than_a_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "MAX_TRANSCRIPT_BYTES", 200)
+    counted, kept = resume.Transcript(keep=False), resume.Transcript()
+    for transcript in (counted, kept):
+        transcript.add(event("a"))
+    assert (counted.n_events, counted.chunks(), counted._blocks) == (1, None, [])
+    assert len(kept.chunks() or ()) == 1
+    kept.add(event("b" * 200))
+    assert (kept.n_events, kept.chunks(), kept._blocks) == (2, None, [])
