@@ -1,11 +1,13 @@
-"""What tests of several rooms share."""
+"""Fixtures and settings that tests of several packages share."""
 
 import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads fight over two cores; ours do not mind
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads contend for two cores with ours
+if not Path("/dev/nvidiactl").exists():  # read when Triton is imported: before any kernel's module
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
