@@ -114,8 +114,9 @@ class TritonBackend:
         for layer in layers:
             qkv = workspace.take("qkv", tokens, layer.qkv.shape[0])
             self._matmul(x, layer.qkv, qkv, Fusion(layer.norm, layer.eps))
-            out = workspace.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
-            attended = self._attend(qkv, out, layer.attention, context)
+            # One name for both: cuDNN's output of the last layer is freed before the next is allocated.
+            attended = workspace.take("normed", tokens, layer.attention.heads * layer.attention.head_dim)
+            attended = self._attend(qkv, attended, layer.attention, context)
             self._linear_add(attended, layer.output, x, layer.post_norm, layer.eps, after_attention=True)
             for part in torch.split(x, mlp_tokens(tokens)):
                 self._mlp(layer.mlp, part)
