@@ -9,6 +9,7 @@ from emberline.balancer.ledger import ORPHAN_RUNNING_S, ORPHAN_S, InFlightLoad, 
 from emberline.protocol.errors import EmberlineError
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, open_ids, request
+from tests.examples import n_examples
 
 NAMES = ["e0", "e1", "e2", "e3"]
 CHAINS = [keys(("system", 20), (f"s{i}", 30 * i)) for i in range(4)]
@@ -210,7 +211,7 @@ class Life(RuleBasedStateMachine):
         assert self.balancer.dispatch(self.now_s + 1) == []
 
 
-Life.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Life.TestCase.settings = settings(max_examples=n_examples(80), stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
 
 

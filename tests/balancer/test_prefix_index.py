@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from emberline.balancer import prefix_index as index_module
 from emberline.balancer.prefix_index import ENTRY_BYTES, FleetPrefixIndex, Match
 from tests.balancer.balancing import keys
+from tests.examples import n_examples
 
 CHAINS = [keys(("system", 5), (f"s{i}", 6), *((f"t{i}{j}", 3) for j in range(2))) for i in range(3)]
 CHAINS += [keys(("system", 3), ("other", 4)), keys(("unrelated", 9))]
@@ -89,7 +90,7 @@ class AgainstNaive(RuleBasedStateMachine):
         return all(sum(key in known for key in self.cut(chain)) == self.naive(worker, chain) for chain in CHAINS)
 
 
-AgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AgainstNaive.TestCase.settings = settings(max_examples=n_examples(60), stateful_step_count=30, deadline=None)
 TestAgainstNaive = AgainstNaive.TestCase
 
 

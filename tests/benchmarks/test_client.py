@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.client import RequestFailed, parse, stream
+from tests.examples import n_examples
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -97,7 +98,7 @@ async def test_failures_are_distinguished() -> None:
             await stream(port, "/", {}, timeout_s=0.1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 400), max_size=30),
     chunks=st.lists(st.integers(1, 80), max_size=30),

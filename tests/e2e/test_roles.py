@@ -26,7 +26,6 @@ from tests.soak.streams_client import StreamRecord, stream
 CHAT = "/v1/chat/completions"
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
 PATIENCE_S = 120.0
-pytestmark = pytest.mark.timeout(400)  # four processes that load a model, on machines that have other things to do
 SCHEMA = {
     "type": "object",
     "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 16, "maxItems": 16}},
@@ -209,6 +208,7 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apa
     assert check_idle(apart.url, PATIENCE_S) == []
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apart: Apart) -> None:
     body = {"messages": [user("while prefill dies", 900)]}
     with others_run(apart.url), ThreadPoolExecutor(1) as pool:
@@ -221,7 +221,7 @@ def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apa
     assert check_idle(apart.url, PATIENCE_S) == []
 
 
-@pytest.mark.parametrize("n_events", [0, 4])
+@pytest.mark.parametrize("n_events", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_client_that_leaves_leaves_nothing(apart: Apart, n_events: int) -> None:
     wait_until(lambda: all(engine["ok"] for engine in engines(apart.url)), "both are back")
     with others_run(apart.url):

@@ -15,6 +15,7 @@ from emberline.protocol import frames
 from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
 from emberline.testing import standin_engine as standin
 from tests.engine.fakes import request
+from tests.examples import n_examples
 
 MAX_TURNS = 2000
 
@@ -153,7 +154,7 @@ class Stage:
         raise AssertionError(f"these never end: {Counter(id for peer in self.peers for id in peer.open)}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 @given(setups, st.lists(actions, min_size=1, max_size=12))
 def test_every_request_ends_once_under_random_client_actions(setup, script):
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from emberline.kernels import sampling
 from emberline.kernels.sampling import INVALID, SamplerRow, choose_reference, sample
+from tests.examples import n_examples
 
 
 def logits(seed: int, vocab: int = 1000, spread: float = 3.0) -> np.ndarray:
@@ -29,7 +30,7 @@ rows = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=n_examples(200), deadline=None)
 @given(row=rows, seed=st.integers(0, 1000), vocab=st.sampled_from([5, 16, 1003]), spread=st.sampled_from([0.1, 3.0]))
 def test_c_matches_numpy(row: SamplerRow, seed: int, vocab: int, spread: float) -> None:
     assert sampling._native() is not None
@@ -122,7 +123,7 @@ def bits_of(allowed: np.ndarray, words: int) -> np.ndarray:
     return np.packbits(wide, bitorder="little").view(np.uint32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=n_examples(60))
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1, 31, 32, 33, 500, 4099]),

@@ -7,6 +7,7 @@ from emberline.kv.prefix_index import first_visible
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.token_ids import pack
+from tests.examples import n_examples
 
 FULL = KVGroup("full", (0,), 1, 1, "float16")
 WINDOW = KVGroup("window", (1,), 1, 1, "float16", window=24)
@@ -134,7 +135,7 @@ def test_fits_counts_shared_blocks_once_and_free_hits_as_taken():
     assert not cache.fits(keys, 2, 64, [2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.booleans()), min_size=1, max_size=20),
     st.sampled_from([[FULL], [WINDOW], [FULL, WINDOW]]),

@@ -63,6 +63,7 @@ def test_greedy_tokens_match_where_the_margin_is_clear(both, tokens, prompt: str
     assert greedy(ours, tokens(prompt), clear)[0] == want[:clear]
 
 
+@pytest.mark.slow
 def test_perplexity_within_two_percent(both, tokens) -> None:
     ours, reference = both
     ids = tokens(TEXT)[:768]

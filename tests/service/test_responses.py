@@ -16,6 +16,7 @@ from emberline.service.responses import DatabaseResponses
 from emberline.store import Database, SqliteStore
 from emberline.text.text_model import TextModel
 from tests.databases import DatabaseLocation
+from tests.examples import n_examples
 from tests.service.conftest import PATIENCE_S, Opener, offer
 from tests.service.fake_engine import FakeEngine
 
@@ -194,7 +195,7 @@ DEEDS = st.lists(
 
 
 @given(DEEDS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=n_examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_whatever_happens_to_a_tree(
     tmp_path_factory: pytest.TempPathFactory, deeds: list[tuple[str, int]]
 ) -> None:

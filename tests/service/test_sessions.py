@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from emberline.protocol.token_ids import pack
 from emberline.service.sessions import BLOCK_BYTES, ENTRY_BYTES, Sessions
+from tests.examples import n_examples
 
 BLOCK_IDS = BLOCK_BYTES // 4
 
@@ -134,5 +135,5 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert len(self.sessions) == len(self.truth)
 
 
-AgainstADictionary.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+AgainstADictionary.TestCase.settings = settings(max_examples=n_examples(20), stateful_step_count=20, deadline=None)
 TestAgainstADictionary = AgainstADictionary.TestCase

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.simulator.kv_cache import SimKVCache
+from tests.examples import n_examples
 
 LENGTHS = {0: 3, 1: 2, 2: 4, 3: 1, 4: 5}  # a tree: 0 is the root, then 1 -> 2 and 3 -> 4
 PATHS = ((0,), (0, 1), (0, 1, 2), (0, 3), (0, 3, 4))
@@ -62,7 +63,7 @@ def test_second_publisher_keeps_its_reservation() -> None:
 
 
 @given(st.lists(st.sampled_from(PATHS), max_size=30), st.integers(12, 16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 def test_capacity_is_never_exceeded(paths: list[tuple[int, ...]], capacity: int) -> None:
     present: dict[int, int] = {}
 

@@ -8,6 +8,7 @@ from emberline.simulator.coefficients import Coefficients, FixedTokenBudget, Lat
 from emberline.simulator.request import SimRequest, SimSequence
 from emberline.simulator.virtual_clock import VirtualClock
 from emberline.simulator.worker import SimWorker
+from tests.examples import n_examples
 
 MODEL = Coefficients(
     name="test",
@@ -167,7 +168,7 @@ REQUESTS = st.lists(
     [(3, 31, 80, 0.0), (0, 18, 117, 0.0), (0, 31, 75, 0.0), (2, 19, 112, 0.0), (0, 34, 74, 0.0), (1, 34, 58, 0.0)],
     FixedTokenBudget(2048),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 def test_every_request_finishes_once_and_tokens_add_up(
     requests: list[tuple[int, int, int, float]], prefill_policy: PrefillPolicy
 ) -> None:

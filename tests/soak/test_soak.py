@@ -5,7 +5,6 @@ import pytest
 from tests.soak.soak import main
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def test_no_result_is_lost_or_doubled(database: str) -> None:
     if database == "postgres":

@@ -18,6 +18,7 @@ from emberline.text.prompt import (
     turn_entries,
 )
 from emberline.text.text_model import TextModel
+from tests.examples import n_examples
 from tests.text.chats import family
 from tests.text.strategies import snippets
 
@@ -135,7 +136,7 @@ def test_known_ids_always_mean_the_same_text(name):
         """Composed: some tokenizers compose text, and a model's own ids need not."""
         return normalize("NFC", model.decode(prompt.ids, special=True))
 
-    @settings(max_examples=60)
+    @settings(max_examples=n_examples(60))
     @given(st.lists(st.tuples(snippets, snippets, st.booleans()), min_size=1, max_size=3), snippets)
     def same(turns, last):
         chat = Chat(model)
@@ -154,7 +155,7 @@ def test_known_ids_always_mean_the_same_text(name):
 def test_canonical_replies_give_the_ids_of_the_whole(name):
     model = family(name)
 
-    @settings(max_examples=60)
+    @settings(max_examples=n_examples(60))
     @given(st.lists(st.tuples(snippets, st.text("abc the,.\n 1", max_size=12)), min_size=1, max_size=3), snippets)
     def same(turns, last):
         chat = Chat(model)

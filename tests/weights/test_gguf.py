@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
+from tests.examples import n_examples
 from tests.weights.tiny_gguf import tiny_gguf
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
@@ -140,7 +141,7 @@ extremes = st.sampled_from([2**64 - 1, 2**63, 2**32, 2**31 - 1, 0]).map(lambda n
 overflow = st.tuples(st.integers(0, 3000), extremes)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=n_examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations=st.lists(st.one_of(mutation, overflow), min_size=1, max_size=4), cut=st.integers(0, 200))
 def test_mutated_bytes_open_or_are_rejected(
     fuzz: tuple[bytes, Path], mutations: list[tuple[int, bytes]], cut: int

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.hf_checkpoint import read_config
 from emberline.weights.model_config import BadCheckpoint
+from tests.examples import n_examples
 
 SIZES = {
     "vocab_size": 64,
@@ -217,7 +218,7 @@ def test_malformed_safetensors_are_rejected(llama: Path, content: bytes) -> None
         open_checkpoint(llama)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=n_examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 4000), patch=st.binary(min_size=1, max_size=6), cut=st.integers(0, 50))
 def test_mutated_safetensors_open_or_are_rejected(llama: Path, at: int, patch: bytes, cut: int) -> None:
     path = llama / "model.safetensors"

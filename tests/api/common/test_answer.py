@@ -17,6 +17,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
 )
 from tests.api.fake_service import MODEL, FakeService, client_of, says
+from tests.examples import n_examples
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 RUN = f"/client/v4/accounts/acme/ai/run/{MODEL}"
@@ -135,7 +136,7 @@ def answers(path: str, body: dict[str, Any], events: list[TextEvent]) -> tuple[s
 
 
 @given(st.tuples(written(0), written(1)), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 def test_chat(choices: tuple[list[TextEvent], list[TextEvent]], random: Any) -> None:
     mixed: list[TextEvent] = []
     queues = [list(reversed(events)) for events in choices]
@@ -156,7 +157,7 @@ def test_chat(choices: tuple[list[TextEvent], list[TextEvent]], random: Any) -> 
 
 
 @given(written(0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 def test_anthropic(events: list[TextEvent]) -> None:
     streamed, whole = answers("/v1/messages", CHAT, events)
     assert anthropic_whole(data(streamed)) == {
@@ -165,7 +166,7 @@ def test_anthropic(events: list[TextEvent]) -> None:
 
 
 @given(written(0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 def test_native(events: list[TextEvent]) -> None:
     streamed, whole = answers(RUN, {"prompt": "Hi"}, events)
     result = whole["result"]

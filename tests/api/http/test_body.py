@@ -14,6 +14,7 @@ from emberline.api.http import body as bodies
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
 from tests.api.fake_service import MODEL, FakeService, Wire, app_of
+from tests.examples import n_examples
 
 ENDPOINTS = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
@@ -209,7 +210,7 @@ _json = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=n_examples(200), deadline=None, derandomize=True)
 @given(st.sampled_from(ChatRequest.__struct_fields__), _json | st.binary(max_size=20))
 def test_decoding_either_works_or_is_bad_input(field: str, value: object) -> None:
     body = json.dumps(CHAT | {field: None if isinstance(value, bytes) else value}).encode()

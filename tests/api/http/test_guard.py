@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from emberline.api.http.guard import Guard
 from emberline.protocol.errors import Forbidden
 from tests.api.fake_service import KEY, MODEL, FakeService, Wire, app_of, client_of
+from tests.examples import n_examples
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 PAGE = "http://open-webui.example:3000"
@@ -58,7 +59,7 @@ async def test_several_host_headers_are_refused(service: FakeService) -> None:
     assert wire.sent[0]["status"] == 403
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=n_examples(200), deadline=None, derandomize=True)
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
 def test_no_host_bypasses_authentication(host: str) -> None:
     """A Host header is either allowed or refused; no value raises another exception."""

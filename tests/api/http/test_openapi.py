@@ -21,6 +21,7 @@ from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest
 from emberline.store import open_store
 from tests.api.fake_service import CARDS, KEY, FakeService, agent, app_of, hello
+from tests.examples import n_examples
 from tests.jobs.webhooks.helpers import webhook_service
 
 
@@ -89,7 +90,7 @@ class Finished(BatchService):
 
 
 bounded = settings(
-    max_examples=8,
+    max_examples=n_examples(8),
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],

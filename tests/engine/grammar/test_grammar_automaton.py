@@ -26,6 +26,7 @@ from tests.engine.grammar.samples import (
     language,
     seq,
 )
+from tests.examples import n_examples
 
 MOST = 6
 SYMBOLS = (97, 98, 0xC3, 0xA9, 256 + SPECIAL)
@@ -42,7 +43,7 @@ def symbols_of(pieces):
     return [s for piece in pieces for s in ([256 + piece] if isinstance(piece, int) else piece)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=n_examples(300))
 @given(grammars)
 def test_every_prefix_is_known_with_its_shortest_completion(grammar):
     try:

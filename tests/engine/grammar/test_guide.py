@@ -19,6 +19,7 @@ from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Overloaded
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
 from tests.engine.grammar.samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
+from tests.examples import n_examples
 
 VOCAB = 302
 
@@ -56,7 +57,7 @@ def after(automaton, vocabulary, state, token_id):
     return automaton.feed(state, vocabulary.tokens[token_id])
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_examples(200))
 @given(grammars, st.integers(0, 2**32))
 def test_both_allow_the_same(engine, grammar, seed):
     try:
@@ -266,7 +267,7 @@ def test_which_rules_lead_back_to_themselves():
     assert recursive_rules(Grammar(rules)) == {1, 2, 3, 4}
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_examples(200))
 @given(st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=7, max_size=7))
 def test_recursion_is_found_however_rules_call(calls):
     reach = [set(called) for called in calls]

@@ -77,6 +77,7 @@ def test_replies_end_valid_within_max_tokens(client, text, temperature):
     assert all(client.deltas[id][-1].finish == "stop" for id in ids if not id.startswith("json"))
 
 
+@pytest.mark.slow
 def test_the_same_tokens_alone_in_a_batch_and_after_preemption(client, text):
     names = list(ASKS) * 3
     salted = {f"{way} {n}": (name, way.encode()) for way in ("alone", "batch") for n, name in enumerate(names)}

@@ -19,6 +19,7 @@ from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
 from tests.engine.grammar.bench import TASTES, VOCAB, Bench, Taste, text, valid
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
+from tests.examples import n_examples
 
 CLOSED = ("numbers", "linked", "json", "person", "thinking")  # those that are not free to end at any time
 
@@ -50,7 +51,7 @@ def test_a_reply_ends_valid_within_max_tokens(grammars, name, taste):
         json.loads(parsed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=n_examples(60))
 @given(
     st.lists(
         st.tuples(

@@ -18,6 +18,7 @@ from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, sched
 from tests.engine.grammar import samples
 from tests.engine.grammar.bench import Bench, Taste
 from tests.engine.grammar.test_real_model import request as structured
+from tests.examples import n_examples
 
 PROMPT = [n * n % VOCAB for n in range(40)]
 
@@ -37,7 +38,7 @@ def tokens(deltas):
     return [token for delta in deltas for token in unpack(delta.token_ids)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=n_examples(80), deadline=None)
 @given(
     n_prompt=st.integers(1, 40),
     sampling=st.fixed_dictionaries(

@@ -12,6 +12,7 @@ from emberline.kv.block_pool import NULL_BLOCK
 from emberline.protocol.errors import ContextExceeded, Internal
 from emberline.protocol.token_ids import unpack
 from tests.engine.fakes import FULL, VOCAB, FakeRunner, expected, request, scheduler_of, window_group
+from tests.examples import n_examples
 
 MAX_STEPS = 3000
 
@@ -148,7 +149,7 @@ class InvariantChecker:
                 assert delta.error.kind == ("deadline_exceeded" if not arrival.nan else delta.error.kind)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=n_examples(150), deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
 def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crowd, setup, steps_in_flight):
     checker = InvariantChecker(setup, steps_in_flight)
@@ -175,7 +176,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crow
     checker.check_answers()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 @given(st.lists(arrivals, min_size=2, max_size=6), setups, st.data())
 def test_an_abort_between_plan_and_absorb_ends_the_request_once(crowd, setup, data):
     checker = InvariantChecker(setup)

@@ -37,7 +37,7 @@ def text(smollm2):
     return TextModel.load(smollm2)
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def engines(request, smollm2, tmp_path_factory):
     """A prefill engine, a decode engine, and one with both roles."""
     folder = tmp_path_factory.mktemp("handover")

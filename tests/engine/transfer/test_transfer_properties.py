@@ -13,6 +13,7 @@ from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import pack, unpack
 from tests.engine.fakes import FULL, VOCAB, expected, request, window_group
 from tests.engine.transfer.fake_wire import Wire
+from tests.examples import n_examples
 
 prompts = st.builds(
     lambda start, n, tail: [(start + i) % VOCAB for i in range(n)] + tail,
@@ -156,7 +157,7 @@ class TransferChecker:
                     assert (side.tokens[id], side.ended[id].finish) == (ids, finish)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=n_examples(150), deadline=None)
 @given(layouts, setups, setups, st.lists(actions, min_size=2, max_size=25))
 def test_transfers_are_safe_under_random_faults(layouts, prefill, decode, script):
     checker = TransferChecker(layouts, prefill, decode)
@@ -166,7 +167,7 @@ def test_transfers_are_safe_under_random_faults(layouts, prefill, decode, script
     checker.check()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=n_examples(50), deadline=None)
 @given(layouts, setups, setups, st.lists(prompts, min_size=1, max_size=6))
 def test_without_faults_every_transfer_succeeds(layouts, prefill, decode, wanted):
     checker = TransferChecker(layouts, prefill, decode)

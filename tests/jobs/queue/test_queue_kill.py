@@ -65,7 +65,6 @@ async def finish(queue: Queue, time: ManualClock) -> None:
         assert all(done)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("n_kills", [2, pytest.param(6, marks=pytest.mark.slow)])
 async def test_acknowledged_batches_and_results_survive_kills(
     database: DatabaseLocation, tmp_path: Path, n_kills: int

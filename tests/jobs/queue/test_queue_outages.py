@@ -96,7 +96,6 @@ def postgres_alone() -> Iterator[StoppablePostgres]:
         server.close()
 
 
-@pytest.mark.timeout(120)
 async def test_results_survive_a_database_outage(
     postgres_alone: StoppablePostgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -227,6 +226,5 @@ def test_on_sqlite() -> None:
     run(None, examples=n_examples(60), steps=40)
 
 
-@pytest.mark.timeout(240)
 def test_on_postgres(postgres: str) -> None:
     run(postgres, examples=n_examples(20), steps=30)

@@ -14,6 +14,7 @@ from emberline.jobs.webhooks.deliveries import LEASE_S, DeliveryRecord
 from emberline.jobs.webhooks.endpoints import EndpointUpdate
 from emberline.protocol.errors import BadInput
 from emberline.store import open_store
+from tests.examples import n_examples
 from tests.jobs.webhooks.helpers import (
     ShiftedClock,
     create_endpoint,
@@ -335,7 +336,7 @@ ANSWERS = st.sampled_from([200, 204, 500, 302, 429, CLOSE, CUT, GARBAGE, RETRY_S
 
 
 @given(answers=st.lists(ANSWERS, max_size=8), n_events=st.integers(1, 5))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=n_examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_every_event_is_delivered_and_every_attempt_logged(
     tmp_path_factory: pytest.TempPathFactory, answers: list[Instruction], n_events: int
 ) -> None:

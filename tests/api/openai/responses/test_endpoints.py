@@ -36,6 +36,7 @@ from emberline.protocol.request import (
     ToolChoice,
 )
 from tests.api.fake_service import MODEL, USAGE, FakeService, Script, client_of
+from tests.examples import n_examples
 
 ASK = {"model": MODEL, "input": "Hi"}
 CF = "/client/v4/accounts/acme/ai"
@@ -370,7 +371,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, st.sampled_from(["stop", "length", "tool_calls"]), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=n_examples(60), deadline=None)
 async def test_stream_and_whole_response_agree(
     groups: list[list[TextEvent]], finish: str, summary: bool, sealed: bool
 ) -> None:

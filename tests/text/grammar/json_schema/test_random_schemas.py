@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from emberline.protocol.errors import BadInput
 from emberline.text.grammar.builder import Builder
 from emberline.text.grammar.json_schema.compile import schema_expression
+from tests.examples import n_examples
 from tests.text.grammar.reference import Sampler
 
 NAMES = st.sampled_from(["a", "b", "c", "ab", "1"])
@@ -58,7 +59,7 @@ LEVEL = schemas(LEAVES)
 SCHEMAS = schemas(LEAVES | LEVEL)
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=n_examples(400), derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, definition=LEVEL, values=st.lists(JSON, min_size=20, max_size=20))
 def test_generated_values_are_valid(schema: dict[str, Any], definition: dict[str, Any], values: list[Any]) -> None:
     whole = {**schema, "$defs": {"x": definition}}
