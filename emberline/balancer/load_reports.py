@@ -85,7 +85,8 @@ class LoadReports:
         self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
 
     def _denies_work(self, load: EngineLoad, in_flight: InFlightLoad, now_s: float) -> str:
-        first = next(iter(in_flight.pending.values()), None)
+        # A prompt for another worker counts as pending until that one's first token: this one may be done with it.
+        first = next((record for record in in_flight.pending.values() if record.decode is in_flight), None)
         if load.running or load.waiting or first is None or now_s - first.dispatched_s < STUCK_S:
             self._denied_s = None
             return ""

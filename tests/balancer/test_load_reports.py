@@ -139,6 +139,15 @@ def test_prefill_for_another_worker_is_not_taken_for_foreign_work() -> None:
     assert balancer.snapshot(1.0).workers[0].foreign_active == 0
 
 
+def test_a_prefill_worker_that_is_done_may_report_no_work() -> None:
+    """The prompt is pending until the decode worker's first token, which may be waiting for that worker's restart."""
+    balancer = fleet("prefill", "decode")
+    assert send(balancer, request(tokens=20_000), 0.0).prefill == "e0"
+    for now_s in (3.0, 6.0, 9.0):
+        balancer.report("e0", EngineLoad(), now_s)
+    assert not next(worker.problem for worker in balancer.snapshot(9.0).workers if worker.name == "e0")
+
+
 def foreign(balancer: Balancer, now_s: float) -> int:
     return balancer.snapshot(now_s).workers[0].foreign_active
 

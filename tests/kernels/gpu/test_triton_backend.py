@@ -91,7 +91,8 @@ def test_a_model_computes_the_same(name: str) -> None:
     assert_close(run(triton_model(*MODELS[name]), shaped=True), run(reference_model(*MODELS[name])))
 
 
-@pytest.mark.parametrize("bits", everyday([4, 8], [4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_weights(bits: int) -> None:
     assert_close(run(triton_model(CONFIG, LLAMA, bits)), run(reference_model(CONFIG, LLAMA, bits)))
 
