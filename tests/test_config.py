@@ -1,4 +1,4 @@
-"""How a configuration comes together, and what a wrong one says."""
+"""The layers of the configuration, and the errors of a wrong one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""llama.cpp: its own `llama-server`, compiled for this machine, on the file as it is and requantised to Q4_0.
+"""llama.cpp: its own `llama-server`, compiled for this machine, on the file as it is and requantized to Q4_0.
 
 The source is the one inside llama-cpp-python's source package: that fixes a version anyone can get with pip. Its
 Python server answers one request at a time, so the C++ server in the same package is built instead. A prebuilt wheel
@@ -37,11 +37,11 @@ _CMAKE = (
 def native(setup: Setup) -> list[Contender]:
     """Two rows: the same file, and llama.cpp's best type."""
     binaries = _build(setup)
-    requantised = _requantise(setup, binaries)
+    requantized = _requantize(setup, binaries)
     build = f"llama-cpp-python {VERSION}'s source, compiled here: {_features(binaries)}"
     return [
         _contender("llama.cpp Q4_1", build, binaries / "llama-server", setup.gguf),
-        _contender("llama.cpp Q4_0", build, binaries / "llama-server", requantised),
+        _contender("llama.cpp Q4_0", build, binaries / "llama-server", requantized),
     ]
 
 
@@ -102,10 +102,10 @@ def _source(setup: Setup, python: Path, home: Path, log: Path) -> Path:
     return home / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
 
 
-def _requantise(setup: Setup, binaries: Path) -> Path:
+def _requantize(setup: Setup, binaries: Path) -> Path:
     """The file in Q4_0, llama.cpp's fastest type where it has repacked kernels."""
     stem = re.sub(r"[._-]Q4_1$", "", setup.gguf.stem, flags=re.IGNORECASE)
-    target = setup.cache / f"{stem}.requantised.Q4_0.gguf"
+    target = setup.cache / f"{stem}.requantized.Q4_0.gguf"
     if not target.exists():
         partial = target.with_suffix(".part")
         command = [str(binaries / "llama-quantize"), "--allow-requantize", str(setup.gguf), str(partial), "Q4_0"]

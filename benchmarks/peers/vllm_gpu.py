@@ -115,7 +115,7 @@ def offline(out: Path) -> None:
 
 
 async def mixed(budget: int, every_s: float = 0.5) -> dict[str, Any]:
-    """The pace of 32 streams while prompts of 8,192 tokens arrive; the tokens of a step decide it."""
+    """Inter-token latency of 32 streams while prompts of 8,192 tokens arrive; it depends on the token budget."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind

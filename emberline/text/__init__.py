@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates, detokenising, stop strings, prompts."""
+"""Text and token ids: tokenizers, chat templates, detokenizing, stop strings, prompts."""

@@ -132,7 +132,7 @@ def test_stop_strings_end_the_text_before_them(oai: openai.OpenAI) -> None:
         (openai.BadRequestError, {"tool_choice": "required"}),
     ],
 )
-def test_bad_input_is_told_and_forgotten(oai: openai.OpenAI, error, params) -> None:
+def test_bad_input_is_reported_and_leaves_no_state(oai: openai.OpenAI, error, params) -> None:
     with pytest.raises(error):
         oai.chat.completions.create(**{"model": MODEL, "messages": ask("hi"), **params})
     assert oai.chat.completions.create(model=MODEL, messages=ask("hi"), **GREEDY).choices[0].message.content

@@ -34,7 +34,7 @@ SCHEMA = {
 
 
 @dataclass
-class Apart:
+class DisaggregatedServer:
     url: str
     process: "subprocess.Popen[str]"
 
@@ -86,7 +86,7 @@ def url_of(process: "subprocess.Popen[str]") -> str:
 
 
 @dataclass
-class Elsewhere:
+class RemoteWorkerServer:
     """A server whose only worker is an endpoint on another machine that has not started yet."""
 
     process: "subprocess.Popen[str]"
@@ -95,7 +95,7 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+def remote(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteWorkerServer]:
     """Does not wait for the server to be ready: it first has to find that its worker is not reachable."""
     home, port, token = tmp_path_factory.mktemp("elsewhere"), free_port(), "a-token-of-at-least-some-length"
     (home / "emberline.toml").write_text(
@@ -103,15 +103,17 @@ def elsewhere(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         f'key = "{token}"\nmodels = ["smollm2"]\n'
     )
     process = serve(home, smollm2)
-    yield Elsewhere(process, f"tcp:127.0.0.1:{port}", token)
+    yield RemoteWorkerServer(process, f"tcp:127.0.0.1:{port}", token)
     process.terminate()
     assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
-def apart(elsewhere: Elsewhere, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def disaggregated(
+    remote: RemoteWorkerServer, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DisaggregatedServer]:
     process = serve(tmp_path_factory.mktemp("apart"), smollm2, "--prefill-workers", "1", "--decode-workers", "1")
-    yield Apart(url_of(process), process)
+    yield DisaggregatedServer(url_of(process), process)
     process.terminate()
     assert process.wait(60) == 0
 
@@ -150,34 +152,36 @@ def cached(told: StreamRecord) -> int:
     return int(told.usage[0]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_the_same_tokens_as_one_worker(server: str, apart: Apart) -> None:
+def test_the_same_tokens_as_one_worker(server: str, disaggregated: DisaggregatedServer) -> None:
     asked: list[dict[str, Any]] = [
         {"messages": [user("greedy", 300)]},
         {"messages": [user("seeded", 300)], "temperature": 0.9, "seed": 4, "n": 2},
         {"messages": [user("short", 5)]},
     ]
-    with others_run(apart.url):
-        answers = [ask(apart.url, **body) for body in asked]
+    with others_run(disaggregated.url):
+        answers = [ask(disaggregated.url, **body) for body in asked]
     for body, told in zip(asked, answers):
         wanted = ask(server, **body)
         assert (told.texts, told.finishes) == (wanted.texts, wanted.finishes)
         assert told.usage[0]["completion_tokens"] == wanted.usage[0]["completion_tokens"]
-    pushed = apart.engine("prefill")["load"]["blocks_pushed"]
-    assert pushed == apart.engine("decode")["load"]["blocks_received"] > 2 * 300 // 16
+    pushed = disaggregated.engine("prefill")["load"]["blocks_pushed"]
+    assert pushed == disaggregated.engine("decode")["load"]["blocks_received"] > 2 * 300 // 16
 
 
-def test_a_second_turn_is_told_what_prefill_had_cached(server: str, apart: Apart) -> None:
+def test_a_second_turn_reports_tokens_cached_by_the_prefill_worker(
+    server: str, disaggregated: DisaggregatedServer
+) -> None:
     first = [user("turns", 280)]
-    with others_run(apart.url):
-        said = ask(apart.url, messages=first, ignore_eos=True)
+    with others_run(disaggregated.url):
+        said = ask(disaggregated.url, messages=first, ignore_eos=True)
         assert cached(said) < 32, "no more than what every chat begins with"
         second = [*first, {"role": "assistant", "content": said.texts[0]}, user("and then", 280)]
-        told = ask(apart.url, messages=second)
+        told = ask(disaggregated.url, messages=second)
     assert cached(told) == (said.usage[0]["prompt_tokens"] - 1) // 16 * 16, "the reply lies in decode's cache alone"
     assert told.texts == ask(server, messages=second).texts
 
 
-def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apart) -> None:
+def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, disaggregated: DisaggregatedServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA, "strict": True}}
     asked: list[dict[str, Any]] = [
         {"messages": [user("to kill", 280)], "max_tokens": 64},
@@ -188,63 +192,65 @@ def test_a_decode_worker_that_is_killed_breaks_no_stream(server: str, apart: Apa
     for body in asked[:3]:
         body["ignore_eos"] = True
     wanted = [ask(server, **body) for body in asked]
-    n_before = apart.engine("decode")["load"]["output_tokens"]
+    n_before = disaggregated.engine("decode")["load"]["output_tokens"]
     with ThreadPoolExecutor(len(asked)) as pool:
-        going: list[Future[StreamRecord]] = [pool.submit(ask, apart.url, **body) for body in asked]
+        going: list[Future[StreamRecord]] = [pool.submit(ask, disaggregated.url, **body) for body in asked]
         wait_until(
             lambda: (
-                apart.engine("decode")["load"]["output_tokens"] - n_before > 20
-                and apart.engine("decode")["load"]["running"] >= 4
+                disaggregated.engine("decode")["load"]["output_tokens"] - n_before > 20
+                and disaggregated.engine("decode")["load"]["running"] >= 4
             ),
             "all of them run",
         )
-        apart.kill("decode")
+        disaggregated.kill("decode")
         told = [each.result(PATIENCE_S) for each in going]
     for body, got, want in zip(asked, told, wanted):
         assert got.texts == want.texts, body
         assert got.finishes == want.finishes
         assert got.usage[0]["completion_tokens"] == want.usage[0]["completion_tokens"]
     assert len(json.loads(told[3].texts[0])["numbers"]) == 16
-    assert check_idle(apart.url, PATIENCE_S) == []
+    assert check_idle(disaggregated.url, PATIENCE_S) == []
 
 
 @pytest.mark.slow
-def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(server: str, apart: Apart) -> None:
+def test_a_prefill_worker_that_is_killed_costs_the_prompt_alone(
+    server: str, disaggregated: DisaggregatedServer
+) -> None:
     body = {"messages": [user("while prefill dies", 900)]}
-    with others_run(apart.url), ThreadPoolExecutor(1) as pool:
-        going = pool.submit(ask, apart.url, **body)
-        wait_until(lambda: apart.engine("decode")["load"]["awaiting"], "decode awaits it")
-        apart.kill("prefill")
+    with others_run(disaggregated.url), ThreadPoolExecutor(1) as pool:
+        going = pool.submit(ask, disaggregated.url, **body)
+        wait_until(lambda: disaggregated.engine("decode")["load"]["awaiting"], "decode awaits it")
+        disaggregated.kill("prefill")
         assert not going.done()
         told = going.result(PATIENCE_S)
     assert told.texts == ask(server, **body).texts
-    assert check_idle(apart.url, PATIENCE_S) == []
+    assert check_idle(disaggregated.url, PATIENCE_S) == []
 
 
 @pytest.mark.parametrize("n_events", [pytest.param(0, marks=pytest.mark.slow), 4])
-def test_a_client_that_leaves_leaves_nothing(apart: Apart, n_events: int) -> None:
-    wait_until(lambda: all(engine["ok"] for engine in engines(apart.url)), "both are back")
-    with others_run(apart.url):
-        connection = _begin(apart.url, user(f"left {n_events}", 500))
+def test_a_client_that_leaves_leaves_nothing(disaggregated: DisaggregatedServer, n_events: int) -> None:
+    wait_until(lambda: all(engine["ok"] for engine in engines(disaggregated.url)), "both are back")
+    with others_run(disaggregated.url):
+        connection = _begin(disaggregated.url, user(f"left {n_events}", 500))
         if n_events:
             answer = connection.getresponse()
             for _ in range(2 * n_events):
                 answer.readline()
         else:
-            wait_until(lambda: apart.engine("decode")["load"]["awaiting"], "decode awaits its prompt")
+            wait_until(lambda: disaggregated.engine("decode")["load"]["awaiting"], "decode awaits its prompt")
         connection.close()
-    assert check_idle(apart.url, PATIENCE_S) == []
+    assert check_idle(disaggregated.url, PATIENCE_S) == []
 
 
-def test_what_ps_and_metrics_tell(apart: Apart) -> None:
-    port = str(urlsplit(apart.url).port)
+def test_what_ps_and_metrics_tell(disaggregated: DisaggregatedServer) -> None:
+    port = str(urlsplit(disaggregated.url).port)
     words = [sys.executable, "-m", "emberline.cli.main", "ps", "--port", port]
     rows = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
     assert [[word for word in row.split() if word in ("prefill", "decode", "ok")] for row in rows] == [
         ["prefill", "ok"],
         ["decode", "ok"],
     ]
-    with urllib.request.urlopen(f"{apart.url}/metrics") as answer:
+    with urllib.request.urlopen(f"{disaggregated.url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     for name in ("prefill0", "decode0"):
         state = f'emberline_endpoint_state{{endpoint="smollm2-135m-instruct-{name}",state="ready"}} 1.0'
@@ -252,8 +258,8 @@ def test_what_ps_and_metrics_tell(apart: Apart) -> None:
     assert "emberline_requests_in_flight 0.0" in lines
 
 
-def test_a_worker_elsewhere_may_come_later(server: str, elsewhere: Elsewhere, smollm2: Path) -> None:
-    url = url_of(elsewhere.process)
+def test_a_remote_worker_may_connect_later(server: str, remote: RemoteWorkerServer, smollm2: Path) -> None:
+    url = url_of(remote.process)
     (far,) = engines(url)
     assert (far["ok"], far["state"]) == (False, "down")
     assert "refused" in far["problem"].lower()
@@ -261,8 +267,8 @@ def test_a_worker_elsewhere_may_come_later(server: str, elsewhere: Elsewhere, sm
         urllib.request.urlopen(f"{url}/health")
     assert refused.value.code == 503
     command = [sys.executable, "-m", "emberline.cli.main", "worker", "--model", str(smollm2), "--name", "smollm2"]
-    command += ["--socket", elsewhere.address, "--kv-bytes", str(128 << 20), "--deterministic", "--id", "far"]
-    env = {**os.environ, "EMBERLINE_WORKER_TOKEN": elsewhere.token}
+    command += ["--socket", remote.address, "--kv-bytes", str(128 << 20), "--deterministic", "--id", "far"]
+    env = {**os.environ, "EMBERLINE_WORKER_TOKEN": remote.token}
     worker = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
     try:
         wait_until(lambda: engines(url)[0]["ok"], "the worker is found")

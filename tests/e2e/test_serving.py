@@ -33,7 +33,7 @@ def test_a_client_that_leaves_stops_its_work(server: str) -> None:
     assert (after["running"], after["kv_used_blocks"]) == (0, 0)
 
 
-def test_a_crowd_gets_what_each_would_get_alone(server: str) -> None:
+def test_concurrent_requests_get_the_same_tokens_as_alone(server: str) -> None:
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
 
     def ask(i: int) -> str:

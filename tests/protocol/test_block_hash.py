@@ -21,7 +21,7 @@ def test_a_chain_is_its_blocks_digests_end_to_end(n_tokens):
         assert blockhash.split(keys) == one_by_one
 
 
-def test_a_chain_goes_on_behind_what_is_known():
+def test_a_chain_is_extended_after_known_keys():
     root = blockhash.root("model", b"salt")
     ids = pack(range(4000))
     keys = [blockhash.chain(root, ids[: 4 * n]) for n in (900, 1100, 2500, 4000)]

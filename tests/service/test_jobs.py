@@ -96,7 +96,7 @@ async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) 
 
 
 async def test_a_job_resumes_behind_its_transcript(engine: FakeEngine, service: Service, text_model: TextModel) -> None:
-    """Only what is new is told; all of it is counted, and the engine draws nothing twice."""
+    """Only new tokens are sent; all are counted, and the engine samples none twice."""
     ids = tokens.unpack(text_model.encode("Hello!", special=False))
     engine.script = lambda request: [*ids, EOS][len(request.output_ids) // 4 :]
     for n_said in range(len(ids) + 1):

@@ -73,7 +73,7 @@ async def test_a_chain_is_read_from_its_beginning(kept: DatabaseResponses, now_u
     assert await ids(kept, "r9") == []
 
 
-async def test_accounts_are_apart(kept: DatabaseResponses) -> None:
+async def test_accounts_are_isolated(kept: DatabaseResponses) -> None:
     assert await kept.get("bob", "r1") == []
     assert await ids(kept, "r1", "bob") == []
     assert not await kept.delete("bob", "r1")

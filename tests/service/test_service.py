@@ -164,7 +164,7 @@ async def test_a_long_prompt_leaves_what_it_leaves(service: Service, engine: Fak
     with pytest.raises(ContextExceeded):
         await events_of(service, ask(prompt="x" * 40_000))  # through the thread pool
     with pytest.raises(ContextExceeded, match="10000000 characters"):
-        await events_of(service, ask(prompt="x" * 10_000_000))  # not tokenised at all
+        await events_of(service, ask(prompt="x" * 10_000_000))  # not tokenized at all
     assert await rows(service) == 1
 
 
@@ -285,7 +285,7 @@ async def test_a_choice_that_stops_early_leaves_the_others_alone(service: Servic
 async def test_turn_two_reuses_turn_one_whole(
     service: Service, engine: FakeEngine, say: Callable[..., Script], text_model: TextModel
 ) -> None:
-    """The reply's ids here are not what tokenising its text would give, and still come back unchanged."""
+    """The reply's ids here are not what tokenizing its text would give, and still come back unchanged."""
     odd = [*tokens.unpack(text_model.encode("Hi ", special=False)), 0x20, EOS]
     engine.script = lambda request: odd
     first = ask("hello")

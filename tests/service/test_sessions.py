@@ -41,7 +41,7 @@ def test_an_entry_that_the_longest_does_not_begin_with_is_no_cut() -> None:
 
 
 @pytest.mark.parametrize(("account", "model"), [("b", "m"), ("a", "n")])
-def test_accounts_and_models_are_apart(account: str, model: str) -> None:
+def test_accounts_and_models_are_isolated(account: str, model: str) -> None:
     sessions = Sessions()
     _remember(sessions, "x", [1])
     assert sessions.find("a", "m", _digests("x")) is not None

@@ -180,7 +180,7 @@ async def test_min_tokens_are_not_searched_for_stop_strings(tell: Tell) -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 4, 1000])
-async def test_reasoning_is_apart_and_counted(tell: Tell, burst: int) -> None:
+async def test_reasoning_is_separate_and_counted(tell: Tell, burst: int) -> None:
     service, engine = await tell("kimi", "Is it?\nYes.</think>It is.")
     engine.burst = burst
     request = ask()

@@ -82,7 +82,7 @@ class Soak:
         }
 
     def _submit_and_wait(self, killer: Killer) -> None:
-        """Submit at the pace of the kills, so that jobs always run."""
+        """Submit at the rate of the kills, so that jobs always run."""
         began_s = time.monotonic()
         while self.n_submitted < self.args.lines and not killer.out_of_time:
             n = min(BATCH, self.args.lines - self.n_submitted)

@@ -91,7 +91,7 @@ class RealRequests:
 
 
 class StreamKiller(Killer):
-    """Kills engines at the pace of the requests, so that streams always run."""
+    """Kills engines at the rate of the requests, so that streams always run."""
 
     def __init__(self, soak: "Soak", args: argparse.Namespace) -> None:
         super().__init__(soak.server, args.kills, random.Random(args.seed), args.mean_s, ("engine",), args.minutes)

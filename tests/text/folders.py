@@ -47,7 +47,7 @@ def _sentencepiece(special: list[str]) -> Tokenizer:
 
 
 def llama2_legacy() -> Tokenizer:
-    """A space before every piece of text between special tokens, which are matched in normalised text."""
+    """A space before every piece of text between special tokens, which are matched in normalized text."""
     tokenizer = _sentencepiece(["<s>", "</s>"])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken(text, normalized=True, special=True) for text in ("<unk>", "<s>", "</s>")])

@@ -30,7 +30,7 @@ def test_template_arguments_reach_the_template():
         _render(source, USER, messages=[])
 
 
-def test_a_refusal_carries_the_templates_words():
+def test_a_refusal_has_the_templates_message():
     with pytest.raises(BadInput, match="roles must alternate") as caught:
         _render(GEMMA, USER, USER)
     assert caught.value.param == "messages"

@@ -31,7 +31,7 @@ def loaded(request, tmp_path_factory):
 def test_ids_are_the_librarys(loaded):
     name, model, library = loaded
     if name == "llama2_legacy":
-        pytest.skip("the library mangles special tokens that it looks for in normalised text; ours are found")
+        pytest.skip("the library mangles special tokens that it looks for in normalized text; ours are found")
 
     @given(st.one_of(snippets, st.text()))
     def same(text):

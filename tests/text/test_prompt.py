@@ -56,7 +56,7 @@ class Chat:
         self.messages.append(Message("assistant", sent if text is None else text))
 
     def canonical(self, text):
-        """Ids of a reply as whole tokenisation would have them; None when it would not leave the prompt's ids alone."""
+        """Ids of a reply as whole tokenization would have them; None when it would not leave the prompt's ids alone."""
         prompt = self.model.with_bos(self.model.tokenizer.encode_marked(*self.prompt.rendered))
         rendered = self.prompt.rendered
         whole = self.model.with_bos(self.model.tokenizer.encode_marked(rendered.text + text, rendered.mark))
@@ -183,7 +183,7 @@ def test_replies_are_kept_where_a_special_token_ends_them(name):
     assert second.ids != whole.ids
 
 
-def test_a_reply_that_ordinary_text_follows_is_tokenised_with_it():
+def test_a_reply_that_ordinary_text_follows_is_tokenized_with_it():
     """Llama 2's template puts a space before the end token."""
     model = family("llama2")
     chat = Chat(model)
@@ -300,7 +300,7 @@ def test_text_is_not_continued_between_ordinary_tokens():
     assert build_prompt(model, request, known) == prompt
 
 
-def test_what_is_known_may_go_on_behind_the_last_special_token():
+def test_a_known_prefix_may_extend_beyond_the_last_special_token():
     """As a reply does whose calls the template writes with a line break behind them."""
     chatml = family("chatml")
     model = TextModel(chatml.tokenizer, type(chatml.template)("<|im_start|>\n{{ messages[0].content }}"))

@@ -85,13 +85,13 @@ def _render(source):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_goes_on_for_ever_ends(name, monkeypatch):
+def test_an_endless_template_is_ended(name, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(BadInput, match=r"chat template was stopped: it (ran|did|went)"):
         _render(ENDLESS[name])
 
 
-def test_steps_are_counted_apart_from_time(monkeypatch):
+def test_work_is_limited_independently_of_time(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_WORK", 10_000)
     with pytest.raises(BadInput, match="more than 10000 steps"):
         _render(ENDLESS["silent nested loops"])

@@ -34,7 +34,7 @@ def smol(smollm2):
 
 
 @pytest.mark.parametrize("text", SMOLLM2_IDS)
-def test_smollm2_tokenises_as_llama_cpp_does(smol, text):
+def test_smollm2_tokenizes_as_llama_cpp_does(smol, text):
     assert unpack(smol.encode(text, special=False)) == SMOLLM2_IDS[text]
 
 
@@ -129,7 +129,7 @@ def test_user_defined_tokens_are_never_cut():
     assert [token_id - n_tokens + 3 for token_id in ids if token_id >= n_tokens - 3] == [0, 1, 2]
 
 
-def test_long_text_is_tokenised_as_short_text_is():
+def test_long_text_is_tokenized_as_short_text_is():
     tokenizer = family("llama3").tokenizer
     text = "The engine plans a step.\n" * 1000
     assert len(text) > OFF_LOOP_BYTES

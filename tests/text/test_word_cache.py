@@ -44,14 +44,14 @@ def test_cuts_lose_nothing(text, uncuttable):
     assert not re.search(r"\)[*+?]\+", pattern.pattern)
 
 
-def test_a_word_is_tokenised_once():
+def test_a_word_is_tokenized_once():
     words, asked = _words()
     for _ in range(3):
         words.encode("again and again")
     assert asked == ["again", " and", " again"]
 
 
-def test_new_text_is_tokenised_at_once_and_its_common_words_are_learned():
+def test_new_text_is_tokenized_at_once_and_its_common_words_are_learned():
     words, asked = _words()
     text = " often" * 3 + "".join(f" w{n}" for n in range(100))
     assert words.encode(text) == text.encode()

@@ -75,7 +75,7 @@ def test_an_empty_list_of_tool_calls_stays_a_list() -> None:
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "tool_calls": []}
 
 
-def test_tool_calls_without_an_index_are_kept_apart() -> None:
+def test_tool_calls_without_an_index_are_kept_separate() -> None:
     def call(arguments: str, **head: str) -> dict[str, Any]:
         return {"function": {"arguments": arguments}, **head}
 
@@ -92,7 +92,7 @@ def test_a_field_of_the_body_may_come_late() -> None:
     assert body["system_fingerprint"] == "fp"
 
 
-def test_choices_and_logprobs_are_kept_apart() -> None:
+def test_choices_and_logprobs_are_kept_separate() -> None:
     def logprobs(token: str) -> dict[str, Any]:
         return {"content": [{"token": token, "logprob": -1.0, "top_logprobs": []}]}
 

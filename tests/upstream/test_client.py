@@ -1,4 +1,4 @@
-"""Loads as servers tell them, and as they lie about them."""
+"""Load reports of upstream servers: valid, missing and implausible ones."""
 
 import math
 from typing import Any
@@ -39,7 +39,7 @@ def test_sglangs_loads() -> None:
 
 
 @pytest.mark.parametrize("lie", ["NaN", "-5", "1e300", "inf", "many"])
-def test_lies_count_as_nothing(lie: str) -> None:
+def test_implausible_figures_count_as_zero(lie: str) -> None:
     load = vllm_load(
         f"vllm:num_requests_running 1.0\nvllm:num_requests_waiting {lie}\nvllm:kv_cache_usage_perc {lie}\n"
     )

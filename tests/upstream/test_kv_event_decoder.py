@@ -105,8 +105,8 @@ def test_no_bytes_break_the_feed(payload: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[bool, int]]) -> None:
-    """Blocks of a chain come and go in any order; the keys that were told are those that the server has."""
+def test_events_add_up_to_the_server_s_blocks(steps: list[tuple[bool, int]]) -> None:
+    """Blocks of a chain are stored and removed in any order; the reported keys are those that the server has."""
     feed, held, told = KVEventDecoder(ROOT), set[int](), set[bytes]()
     for is_stored, number in steps:
         if is_stored and (number == 0 or number - 1 in held):

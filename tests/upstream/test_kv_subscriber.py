@@ -117,7 +117,9 @@ async def test_a_gap(publisher: Publisher, follower: Follower) -> None:
         assert follower.subscriber.problem == ""
 
 
-async def test_garbage_is_forgotten_and_listening_goes_on(publisher: Publisher, follower: Follower) -> None:
+async def test_unreadable_messages_are_dropped_and_following_continues(
+    publisher: Publisher, follower: Follower
+) -> None:
     await publisher.publish(publisher.block(0))
     await until(lambda: follower.keys == whole(1))
     await publisher.publish(b"\xc1garbage")

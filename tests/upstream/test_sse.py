@@ -135,7 +135,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
         editor.whole(b"x")
 
 
-def test_anthropics_usage_counts_cached_tokens_apart() -> None:
+def test_anthropics_usage_counts_cached_tokens_separately() -> None:
     start = {"type": "message_start", "message": {"usage": {"input_tokens": 100, "output_tokens": 1}}}
     out, editor = run(b"event: message_start\n" + event(start), cached=32)
     found = events(out)[0]["message"]["usage"]

@@ -379,7 +379,7 @@ async def test_a_client_that_disconnects_during_arguments(service: FakeService, 
     assert service.open == 0
 
 
-async def test_merged_requests_keep_their_calls_apart() -> None:
+async def test_merged_requests_keep_their_calls_separate() -> None:
     requests = [GenerateRequest(id=str(i), model=MODEL, prompt="x") for i in range(3)]
     answer = await collect_answer(generate_all(FakeService(agent), requests, Principal("acme", "k", b"")), 3)
     (alone,) = (await collect_answer(FakeService(agent).generate(requests[0], Principal("acme", "k", b"")))).choices

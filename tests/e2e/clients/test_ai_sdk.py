@@ -41,7 +41,7 @@ def test_an_object_streamed_is_the_object_whole(server: str, sdk: Sdk) -> None:
 
 
 def test_an_object_ends_within_its_budget(server: str, sdk: Sdk) -> None:
-    """Greedy, this model would go on counting far beyond the limit."""
+    """With greedy sampling this model would count far beyond the limit."""
     numbers = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "number"}}}}
     schema = {**numbers, "required": ["numbers"], "additionalProperties": False}
     got = sdk.ask("generateWith", server, "Count: 1, 2, 3, 4, 5, 6, 7, 8,", schema=schema, maxOutputTokens=30)

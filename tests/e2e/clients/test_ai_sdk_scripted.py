@@ -1,4 +1,4 @@
-"""The Vercel AI SDK's tool loop, with a model that says exactly what it is told to."""
+"""The Vercel AI SDK's tool loop, with a scripted model."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -245,7 +245,7 @@ def test_the_cache_is_bounded(engine, monkeypatch):
     assert len(engine._cache) == 1
 
 
-def test_too_many_at_once_are_told_to_come_back(monkeypatch):
+def test_too_many_concurrent_compilations_are_refused_as_overloaded(monkeypatch):
     made = MatcherCompiler(VOCAB)
     made.learn(frame())
     monkeypatch.setattr(compiler, "MAX_WAITING", 0)

@@ -274,7 +274,7 @@ class Fake:
         return [97, 98][len(self.accepted) :]
 
 
-def test_others_go_on_while_one_waits_for_its_grammar():
+def test_other_sequences_run_while_one_waits_for_its_grammar():
     slow = Slow(Fake())
     bench = Bench(grammars=slow)
     bench.submit("bound", "json")
@@ -367,7 +367,7 @@ def test_without_a_vocabulary_a_grammar_is_refused():
 END_THINKING = (SPECIAL, ord("\n"))
 
 
-def test_thinking_is_ended_at_its_limit_and_the_reply_goes_on(grammars):
+def test_reasoning_is_ended_at_its_limit_and_the_reply_continues(grammars):
     bench = Bench(grammars=grammars)
     bench.submit("a", None, "digits", max_tokens=30, thinking=(10, (SPECIAL,), END_THINKING), logprobs=0)
     bench.finish()

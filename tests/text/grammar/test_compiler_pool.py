@@ -95,7 +95,7 @@ async def test_an_error_names_what_demanded_the_grammar(compiler: GrammarCompile
     assert caught.value.param == "output"
 
 
-async def test_what_takes_too_long_is_killed_and_others_go_on() -> None:
+async def test_a_slow_compilation_is_killed_and_others_continue() -> None:
     compiler = GrammarCompiler(limit_s=1.0)
     await compiler.compile(spec("regex", "x"))
     pid = compiler.child_pid

@@ -47,7 +47,7 @@ def test_tools_stand_in_the_prompt(name: str) -> None:
     assert text == text_of(name, ask(USER))
 
 
-def test_our_own_words_stand_at_the_end_of_the_system_message() -> None:
+def test_our_tool_prompt_ends_the_system_message() -> None:
     words = tools_system_prompt((WEATHER, ADD))
     beginning = f"<|im_start|>system\nBe brief.\n\n{words}<|im_end|>\n<|im_start|>user\n"
     assert text_of("generic", ask(SYSTEM, USER)).startswith(beginning)
@@ -55,7 +55,7 @@ def test_our_own_words_stand_at_the_end_of_the_system_message() -> None:
     assert len(tools_system_prompt(())) < 500
 
 
-def test_our_own_words_for_calls_and_results() -> None:
+def test_our_own_format_of_calls_and_results() -> None:
     calls = (ToolCall("a", "get_weather", '{"city":"Paris"}'), ToolCall("b", "add", "{}"))
     said = Message("assistant", "Let me see.", tool_calls=calls)
     results = (Message("tool", "20 C", tool_call_id="a"), Message("tool", "0", tool_call_id="b"))

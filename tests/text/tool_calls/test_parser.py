@@ -235,7 +235,7 @@ def test_white_space_behind_a_whole_call_loses_none() -> None:
 
 @pytest.mark.parametrize("name", ["qwen", "hermes-special", "hermes-text", "kimi", "r1"])
 @pytest.mark.parametrize("begun", [True, None])
-def test_reasoning_is_told_from_the_answer(name: str, begun: bool | None) -> None:
+def test_reasoning_is_separated_from_the_answer(name: str, begun: bool | None) -> None:
     text = ("" if begun else "<think>") + "\nIs <b> so?\n\nYes.\n</think>\n\nIt is. </think>"
     reply = read(name, text, begun, tools=())
     assert reply.reasoning == "Is <b> so?\n\nYes."

@@ -33,7 +33,7 @@ def test_which_models_think() -> None:
         (Reasoning(budget_tokens=0), {"thinking"}, {"thinking": False}),
     ],
 )
-def test_what_templates_are_told(reasoning: Reasoning, variables: set[str], kwargs: dict[str, object]) -> None:
+def test_template_arguments(reasoning: Reasoning, variables: set[str], kwargs: dict[str, object]) -> None:
     assert template_kwargs(reasoning, variables) == kwargs
 
 

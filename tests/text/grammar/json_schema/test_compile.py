@@ -208,8 +208,8 @@ def test_declared_order_and_no_exponential_growth() -> None:
     assert len(found.rules) < 700
 
 
-def test_schemas_beside_each_other_stay_apart() -> None:
-    """Many documents in one grammar: none is taken for another, however short their lives."""
+def test_schemas_in_one_grammar_are_not_confused() -> None:
+    """Many documents in one grammar: none is mistaken for another, even if its object's memory was reused."""
     builder = Builder()
     options = [
         sequence(Text(f"{n}:"), schema_expression(builder, {"type": "object", "properties": {"a": {"const": n}}}))
