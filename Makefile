@@ -26,10 +26,10 @@ test-gpu: ## the tests that need a CUDA device
 agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
 	@scripts/agents $(ARGS)
 
-peers: ## real vLLM servers, prefill and decode apart, behind our balancer; installs them
+peers: ## real vLLM servers, disaggregated, behind our balancer; installs them
 	@scripts/peers $(ARGS)
 
-soak: ## kill -9 at a thousand random moments while ten thousand queued lines run; hours
+soak: ## kill -9 at a thousand random moments while ten thousand jobs run; hours
 	@scripts/soak $(ARGS)
 
 bench: ## Emberline and its peers in one run: a table and JSON

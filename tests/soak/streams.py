@@ -1,6 +1,6 @@
 """Soak test of streams: engines are killed with SIGKILL under them, and clients check every word.
 
-python -m tests.soak.streams [--kills 1000] [--requests 10000] [--roles both|apart] [--seed 1] [--real N]
+python -m tests.soak.streams [--kills 1000] [--requests 10000] [--roles both|disaggregated] [--seed 1] [--real N]
 """
 
 import argparse
@@ -26,8 +26,8 @@ from tests.soak.streams_client import StreamRecord, stream
 
 CLIENTS = 12  # at once
 SCRIPT = "say=echo,ttft_ms=20,itl_ms=12,chunk_ms=15"
-WORKERS = {"both": ["--replicas", "3"], "apart": ["--prefill-workers", "2", "--decode-workers", "3"]}
-REAL_WORKERS = {"both": ["--replicas", "2"], "apart": ["--prefill-workers", "1", "--decode-workers", "2"]}
+WORKERS = {"both": ["--replicas", "3"], "disaggregated": ["--prefill-workers", "2", "--decode-workers", "3"]}
+REAL_WORKERS = {"both": ["--replicas", "2"], "disaggregated": ["--prefill-workers", "1", "--decode-workers", "2"]}
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
 
 
@@ -205,7 +205,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="make soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--roles", choices=tuple(WORKERS), default="apart")
+    parser.add_argument("--roles", choices=tuple(WORKERS), default="disaggregated")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--http-workers", type=int, default=1, help="HTTP processes; 1: the core itself")
     parser.add_argument("--mean-s", type=float, default=0.5, help="between two kills")

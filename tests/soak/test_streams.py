@@ -5,7 +5,7 @@ import pytest
 from tests.soak.streams import main
 
 
-@pytest.mark.parametrize("roles", [pytest.param("both", marks=pytest.mark.slow), "apart"])
+@pytest.mark.parametrize("roles", [pytest.param("both", marks=pytest.mark.slow), "disaggregated"])
 def test_no_stream_is_lost_doubled_or_corrupted(roles: str) -> None:
     words = ["--kills", "6", "--requests", "60", "--seed", "5", "--mean-s", "0.2", "--roles", roles]
     report = main(words)
