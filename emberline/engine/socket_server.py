@@ -5,7 +5,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -26,7 +26,7 @@ IDLE_S = 0.5  # without work; then idle tasks run, for which a request may have 
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
 MAX_DRAIN_S = 86_400.0
 MAX_BACKLOG_BYTES = 64 << 20
-MAX_UNGREETED_BYTES = 64 << 10  # before Hello was accepted
+MAX_UNGREETED = 64  # connections without a valid Hello; the oldest is closed for one more
 _RECV_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ class ClientConnection:
         self.deltas: list[TokenDelta] = []  # for the next Step frame
         self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
         self.reported_load: EngineLoad | None = None
-        self._frames = FrameBuffer()
-        self._n_received = 0
+        self._frames = FrameBuffer(frames.MAX_HELLO_BYTES)
         self._backlog = bytearray()
 
     @property
@@ -67,22 +66,25 @@ class ClientConnection:
         heartbeat = bool(self.request_ids) and now_s - self.reported_s > HEARTBEAT_S
         return heartbeat or (self.subscribed and now_s >= self.reported_s + REPORT_S)
 
-    def receive(self) -> list[bytes]:
-        """Payloads that are complete now. One read per call, so that a flood cannot delay the steps."""
+    def greet(self) -> None:
+        """Its Hello was accepted: from now on it may send frames of any kind."""
+        self.greeted = True
+        self._frames.max_bytes = frames.MAX_FRAME_BYTES
+
+    def receive(self) -> Iterator[frames.ToEngine]:
+        """Messages that are complete now. One read per call, so that a flood cannot delay the steps."""
         try:
             data = self.sock.recv(_RECV_BYTES)
         except BlockingIOError:
-            return []
+            return
         except OSError as error:
             raise ClientLost(str(error)) from None
         if not data:
             raise ClientLost("closed by the client")
-        self._n_received += len(data)
-        if not self.greeted and self._n_received > MAX_UNGREETED_BYTES:
-            raise ClientLost("too much data before Hello")
         try:
-            return self._frames.feed(data)
-        except ValueError as error:
+            for payload in self._frames.feed(data):
+                yield frames.decode(frames.to_engine_decoder if self.greeted else frames.hello_decoder, payload)
+        except frames.FrameError as error:
             raise ClientLost(str(error)) from None
 
     def send(self, frame: bytes = b"") -> None:
@@ -207,23 +209,28 @@ class Server:
         connection = ClientConnection(sock, time.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
+        ungreeted = [c for c in self._connections if not c.greeted]
+        if len(ungreeted) > MAX_UNGREETED:
+            self._close(min(ungreeted, key=lambda c: c.opened_s), "too many connections without Hello")
 
     def _serve(self, connection: ClientConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(connection)
             if events & selectors.EVENT_READ and not connection.closing:
-                for payload in connection.receive():
-                    if connection in self._connections:  # else an earlier frame closed it or handed it over
-                        self._handle(connection, frames.to_engine_decoder.decode(payload))
-        except (ClientLost, msgspec.DecodeError) as error:
+                for message in connection.receive():
+                    self._handle(connection, message)
+                    if connection.closing or connection not in self._connections:  # refused, or handed over
+                        return
+        except ClientLost as error:
             self._close(connection, str(error))
+        except Exception:
+            _log.exception("a frame could not be handled")
+            self._close(connection, "a frame could not be handled")
 
     def _handle(self, connection: ClientConnection, message: frames.ToEngine) -> None:
         if isinstance(message, Hello):
             self._greet(connection, message)
-        elif not connection.greeted:
-            raise ClientLost(f"{type(message).__name__} before Hello")
         elif isinstance(message, frames.Submit):
             for request in message.requests:
                 self._submit(connection, request)
@@ -256,7 +263,7 @@ class Server:
         elif hello.peer and (self._loop.transfers is None or not self._info.transfers):
             refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
-            connection.greeted = True
+            connection.greet()
             self._send(connection, frames.encode(frames.Welcome(self._info, self._loop.load)))
             if hello.peer:
                 self._hand_over(connection, hello.peer)

@@ -1,4 +1,6 @@
-"""Frames between the core and an engine worker: a u32 little-endian length, then one msgpack message.
+"""Frames between processes: a u32 little-endian length, then one msgpack message; and those of an engine worker.
+
+Whatever bytes arrive, `decode` and `FrameBuffer` raise FrameError and nothing else.
 
 The client opens with Hello; the worker answers Welcome, or Refused and closes. Then the client sends Submit and Abort
 at any time, and the worker sends one Step for each engine step that has output for this client. After WatchKV it also
@@ -6,7 +8,8 @@ sends KVEvents. A Hello with `peer` set comes from another worker and starts a K
 """
 
 import struct
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -17,7 +20,8 @@ from emberline.protocol.request import EngineRequest
 
 VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
-_LENGTH = struct.Struct("<I")
+MAX_HELLO_BYTES = 4 << 10  # of the first frame, which is read before its sender is authenticated
+LENGTH = struct.Struct("<I")
 
 
 WorkerRole = Literal["prefill", "decode", "both"]
@@ -122,42 +126,58 @@ ToEngine = Hello | Vocabulary | Submit | Abort | Drain | WatchKV
 FromEngine = Welcome | Refused | Step | KVEvents
 
 _encoder = msgspec.msgpack.Encoder()
+hello_decoder = msgspec.msgpack.Decoder(Hello)
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
-class FrameTooLarge(ValueError):
-    """A peer announced a frame larger than MAX_FRAME_BYTES; the connection must be closed."""
+T = TypeVar("T")
+
+
+class FrameError(ValueError):
+    """The other side violated the protocol, the text says how; the connection must be closed."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """One frame, length prefix included."""
     payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes | bytearray) -> T:
+    """One message. Malformed MessagePack, text that is not UTF-8 and deep nesting are all a FrameError."""
+    try:
+        return decoder.decode(payload)
+    except Exception as error:  # a pure function of the bytes: whatever it raises is their fault
+        raise FrameError(f"unreadable frame of {len(payload)} bytes: {error}") from None
 
 
 class FrameBuffer:
-    """Splits a byte stream into frames: feed it received bytes, it returns complete payloads."""
+    """Splits a byte stream into frames: feed it received bytes, it returns complete payloads.
 
-    def __init__(self) -> None:
+    `max_bytes` of a payload may be changed between two of them: a server reads the first frame with a small limit.
+    """
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     @property
     def has_partial_frame(self) -> bool:
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes) -> Iterator[bytes]:
         self._buffer += data
-        frames: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= 4:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise FrameTooLarge(f"frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-            if len(self._buffer) - start - 4 < length:
-                break
-            frames.append(bytes(self._buffer[start + 4 : start + 4 + length]))
-            start += 4 + length
-        if start:
-            del self._buffer[:start]
-        return frames
+        return self._payloads()
+
+    def _payloads(self) -> Iterator[bytes]:
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > self.max_bytes:
+                raise FrameError(f"a frame of {length} bytes, at most {self.max_bytes} are accepted")
+            end = LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            payload = bytes(memoryview(self._buffer)[LENGTH.size : end])
+            del self._buffer[:end]
+            yield payload

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.protocol.frames import FrameBuffer, FrameTooLarge, encode
+from emberline.protocol.frames import FrameBuffer, FrameError, encode
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
@@ -50,9 +50,12 @@ class Link(asyncio.Protocol):
         try:
             for payload in self._buffer.feed(data):
                 self.on_frame(payload)
-        except (msgspec.DecodeError, FrameTooLarge) as error:
-            log.error("unreadable frame: %s", error)
-            self.drop("the other side broke the protocol")
+        except FrameError as error:
+            log.error("connection closed: %s", error)
+            self.drop("the other side violated the protocol")
+        except Exception:
+            log.exception("a frame could not be handled")
+            self.drop("a frame of the other side could not be handled")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

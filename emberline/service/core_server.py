@@ -8,6 +8,7 @@ from pathlib import Path
 
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.errors import EmberlineError, Internal
+from emberline.protocol.frames import decode
 from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
@@ -67,7 +68,7 @@ class _HttpWorkerLink(Link):
         self._server.links.add(self)
 
     def on_frame(self, payload: bytes) -> None:
-        message = to_core_decoder.decode(payload)
+        message = decode(to_core_decoder, payload)
         core = self._server.core
         if isinstance(message, Notice):
             for seen in message.observed:

@@ -24,6 +24,7 @@ from emberline.protocol.frames import (
     Vocabulary,
     WatchKV,
     Welcome,
+    decode,
     from_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest
@@ -278,7 +279,7 @@ class _EngineLink(Link):
         self.send(Hello(self._client.endpoint.token))
 
     def on_frame(self, payload: bytes) -> None:
-        message = from_engine_decoder.decode(payload)
+        message = decode(from_engine_decoder, payload)
         if type(message) is Step:
             self._client.absorb(message)
         elif isinstance(message, KVEvents):

@@ -12,6 +12,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
+from emberline.protocol.frames import decode
 from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
@@ -172,7 +173,7 @@ class _CoreLink(Link):
             del self._waiting[seq]
 
     def on_frame(self, payload: bytes) -> None:
-        reply = from_core_decoder.decode(payload)
+        reply = decode(from_core_decoder, payload)
         waiter = self._waiting.get(reply.seq)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

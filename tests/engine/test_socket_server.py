@@ -6,6 +6,8 @@ import threading
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from emberline.engine import socket_server as server_module
 from emberline.engine.process import join_token, listening
@@ -17,8 +19,13 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import Abort, Drain, EngineInfo, Hello, Refused, Submit, Welcome
 from tests.engine.client import Client, wait_until
 from tests.engine.fakes import EOS, FULL, VOCAB, FakeRunner, expected, request, scheduler_of
+from tests.examples import n_examples
 
 LONG = {"max_tokens": None}
+
+
+def framed(payload):
+    return struct.pack("<I", len(payload)) + payload
 
 
 class Engine:
@@ -134,8 +141,10 @@ def test_a_lost_connection_aborts_its_requests(engine):
         struct.pack("<I", 0),
         frames.encode(Welcome(EngineInfo(model="", fingerprint="", context_len=1, vocab_size=1, eos_ids=()), None)),
         frames.encode(Hello("secret")),
+        framed(b"\x82\xa4type\xa5abort\xa3ids\x91\xa2\xff\xff"),
+        framed(b"\x83\xa4type\xa5abort\xa3ids\x90\xa1x" + b"\x91" * 60_000 + b"\xc0"),
     ],
-    ids=["huge", "garbage", "empty", "wrong direction", "second hello"],
+    ids=["huge", "garbage", "empty", "wrong direction", "second hello", "not UTF-8", "nested"],
 )
 def test_a_malformed_frame_closes_that_connection_alone(engine, payload):
     with Client(engine.address) as client, Client(engine.address) as bad:
@@ -168,6 +177,49 @@ def test_other_frames_before_hello_close_the_connection(engine):
             with pytest.raises(ConnectionError):
                 client.receive()
     assert not engine.scheduler.busy
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(b"\x82\xa4type\xa5hello\xa5token\xa2\xff\xff"),
+        framed(b"\x91" * 60_000),
+        framed(b"\x83\xa4type\xa5hello\xa5token\xa1a\xa1x" + b"\x91" * 4000 + b"\xc0"),
+        struct.pack("<I", frames.MAX_HELLO_BYTES + 1),  # refused before a byte of it has come
+        frames.encode(Hello("secret" + "x" * frames.MAX_HELLO_BYTES)),
+    ],
+    ids=["not UTF-8", "nested", "nested in a short frame", "large", "long token"],
+)
+def test_no_bytes_without_a_token_disturb_the_engine(engine, data):
+    with Client(engine.address) as client, Client(engine.address, greet=False) as attacker:
+        client.submit(request("a", [1], max_tokens=300))
+        attacker.sock.sendall(data)
+        with pytest.raises(ConnectionError):
+            attacker.receive()
+        assert client.finish("a").finish == "length"
+
+
+@settings(max_examples=n_examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(payload=st.binary(max_size=100), greeted=st.booleans())
+def test_every_byte_string_is_survived(engine, payload, greeted):
+    with Client(engine.address, greet=greeted) as attacker:
+        attacker.sock.sendall(framed(payload) + payload)
+        attacker.sock.shutdown(socket.SHUT_WR)
+        while attacker.sock.recv(1 << 16):
+            pass
+    assert engine.thread.is_alive()
+
+
+def test_of_many_connections_without_hello_the_oldest_is_closed(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_UNGREETED", 3)
+    silent = [Client(engine.address, greet=False) for _ in range(5)]
+    for client in silent[:2]:
+        with pytest.raises(ConnectionError):
+            client.receive()
+    silent[2].send(Hello("secret"))
+    assert isinstance(silent[2].receive(), Welcome)
+    for client in silent:
+        client.close()
 
 
 def test_a_connection_without_hello_times_out(engine, monkeypatch):

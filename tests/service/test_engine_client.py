@@ -125,12 +125,24 @@ async def test_a_wrong_join_token_is_reported(engine: FakeEngine) -> None:
     await client.close()
 
 
-async def test_a_protocol_violation_closes_the_connection(engine: FakeEngine, client: EngineClient) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff and more",
+        b"\x19\0\0\0\x82\xa4type\xa7refused\xa5error\xa2\xff\xff\0\0",
+        b"\x02\0\0\0\xa2\xff",
+        (60_018).to_bytes(4, "little") + b"\x82\xa4type\xa9kv_events\xa1x" + b"\x91" * 60_000,
+    ],
+    ids=["huge", "not UTF-8", "short", "nested"],
+)
+async def test_a_protocol_violation_closes_the_connection(
+    engine: FakeEngine, client: EngineClient, data: bytes
+) -> None:
     stream = client.stream([request()])
     await engine.submission()
     for link in engine.links:
         assert link._transport is not None
-        link._transport.write(b"\xff\xff\xff\xff and more")
+        link._transport.write(data)
     with pytest.raises(Unavailable):
         await stream.next()
     await until(lambda: client.connected)  # and reconnects

@@ -17,7 +17,7 @@ def read(encoded: bytes) -> ir.Grammar:
         raise _bad(f"it has {len(encoded)} bytes, at most {MAX_BYTES} are allowed")
     try:
         grammar = ir.decode(encoded)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _bad(f"it cannot be decoded: {error}") from None
     check(grammar)
     return grammar

@@ -6,13 +6,15 @@ import os
 import selectors
 import socket
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
-from emberline.kv.transfer.messages import LENGTH, MAX_MESSAGE_BYTES
+from emberline.protocol import frames
 
 MAX_DESCRIPTORS = 16
-_encoder = msgspec.msgpack.Encoder()
+MAX_MESSAGE_BYTES = 16 << 20
+T = TypeVar("T")
 
 
 class PeerConnectionLost(Exception):
@@ -40,6 +42,10 @@ class PeerConnection:
         """File descriptors can be sent."""
         return self._sock.family == socket.AF_UNIX
 
+    def set_timeout(self, seconds: float | None) -> None:
+        """Of each read and write; a connection that exceeds it is lost. None: without limit, as at first."""
+        self._sock.settimeout(seconds)
+
     def wake(self) -> None:
         """From any thread: `wait` returns."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake already; closed: no thread waits
@@ -55,8 +61,7 @@ class PeerConnection:
         return self._sock in ready
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        payload = _encoder.encode(message)
-        frame = LENGTH.pack(len(payload)) + payload
+        frame = frames.encode(message)
         try:
             if descriptors:
                 n_sent = socket.send_fds(self._sock, [frame], list(descriptors))
@@ -73,16 +78,19 @@ class PeerConnection:
         except OSError as error:
             raise PeerConnectionLost(str(error)) from None
 
-    def receive(self) -> bytes:
-        """The payload of the next message."""
-        header = bytearray(LENGTH.size)
+    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """The next message."""
+        header = bytearray(frames.LENGTH.size)
         self.read_into(memoryview(header))
-        (length,) = LENGTH.unpack(header)
+        (length,) = frames.LENGTH.unpack(header)
         if length > MAX_MESSAGE_BYTES:
             raise PeerConnectionLost(f"a message of {length} bytes, the maximum is {MAX_MESSAGE_BYTES}")
         payload = bytearray(length)
         self.read_into(memoryview(payload))
-        return bytes(payload)
+        try:
+            return frames.decode(decoder, payload)
+        except frames.FrameError as error:
+            raise PeerConnectionLost(str(error)) from None
 
     def read_into(self, view: memoryview) -> None:
         while view:

@@ -18,12 +18,7 @@
 An item is a pair (KV group, index of the block in the prompt).
 """
 
-import struct
-
 import msgspec
-
-MAX_MESSAGE_BYTES = 16 << 20
-LENGTH = struct.Struct("<I")
 
 Item = tuple[int, int]
 

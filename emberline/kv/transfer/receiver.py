@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from emberline.kv.host_memory import HostMemory
 from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
@@ -69,8 +67,8 @@ class Receiver:
                 while self._commands:
                     self._execute(self._commands.popleft())
                 if self._connection.wait():
-                    self._handle(messages.to_receiver.decode(self._connection.receive()))
-        except (PeerConnectionLost, msgspec.DecodeError) as error:
+                    self._handle(self._connection.receive(messages.to_receiver))
+        except PeerConnectionLost as error:
             self._lost(str(error))
         except Exception:
             _log.exception("the thread of a KV receiver failed", extra={"peer": self.name})

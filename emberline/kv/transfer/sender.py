@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from emberline.kv.transfer import messages, notices
 from emberline.kv.transfer.connection import PeerConnection, PeerConnectionLost
 from emberline.kv.transfer.messages import Grant, Item, Offer
@@ -20,6 +18,7 @@ from emberline.protocol.frames import Hello, Refused, Welcome
 from emberline.protocol.request import Push
 
 CONNECT_TIMEOUT_S = 5.0
+GREETING_TIMEOUT_S = 30.0  # of each message until a transport is open; the receiver greets between two steps
 KEEP_ALIVE_S = 2.0  # between two keep-alives; a prefill chunk may take far longer to compute
 
 _log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class Sender:
         why = "the sending thread failed"
         try:
             self._serve(self._connect())
-        except (PeerConnectionLost, TransportUnavailable, OSError, msgspec.DecodeError) as error:
+        except (PeerConnectionLost, TransportUnavailable, OSError) as error:
             why = str(error) or type(error).__name__
         except Exception:
             _log.exception("the thread of a KV sender failed", extra={"address": self._push.address})
@@ -128,7 +127,7 @@ class Sender:
         while not self._stopping:
             busy = bool(self._commands)
             while connection.wait(block=not busy, timeout_s=KEEP_ALIVE_S if self._by_number else None):
-                self._handle(connection, messages.to_sender.decode(connection.receive()))
+                self._handle(connection, connection.receive(messages.to_sender))
                 busy = True
             if self._commands:
                 self._execute(connection, self._commands.popleft())
@@ -166,13 +165,15 @@ class Sender:
 
     def _connect(self) -> PeerConnection:
         connection = self._connection = PeerConnection(_dial(self._push.address))
+        connection.set_timeout(GREETING_TIMEOUT_S)
         connection.send(Hello(self._push.token, peer=self._name))
-        greeting = frames.from_engine_decoder.decode(connection.receive())
+        greeting = connection.receive(frames.from_engine_decoder)
         if isinstance(greeting, Refused):
             raise PeerConnectionLost(greeting.error.message)
         if not isinstance(greeting, Welcome):
             raise PeerConnectionLost(f"it answered Hello with {type(greeting).__name__}")
         self._transport = self._open(connection, greeting.info.transfers)
+        connection.set_timeout(None)
         return connection
 
     def _open(self, connection: PeerConnection, accepted: Sequence[str]) -> SendTransport:
@@ -181,7 +182,7 @@ class Sender:
         why = f"it receives KV by {', '.join(accepted) or 'no transport'}, we send by {ours}"
         for name in [name for name in accepted if name in self._transports]:
             connection.send(messages.OpenTransport(name, host_id()))
-            answer = messages.to_sender.decode(connection.receive())
+            answer = connection.receive(messages.to_sender)
             if isinstance(answer, messages.Denied):
                 why = answer.message
                 continue
@@ -214,7 +215,7 @@ class Sender:
         try:
             for blocks in self._batches(command.blocks, self._transport.batch_bytes):
                 while connection.wait(block=False):
-                    self._handle(connection, messages.to_sender.decode(connection.receive()))
+                    self._handle(connection, connection.receive(messages.to_sender))
                 transfer = self._by_number.get(command.number)
                 if transfer is None or command.number in self._cancelled:
                     return

@@ -273,6 +273,8 @@ def garbage():
     yield frames.encode(OpenTransport("shm")) + frames.encode(OpenTransport("tcp"))
     yield frames.encode(OpenTransport("pigeon"))
     yield frames.encode(Offer("t", "standin", ("x",), (1,), -1))
+    yield struct.pack("<I", 20) + b"\x82\xa4type\xa4open\xa3way\xa5\xff\xff\xff"
+    yield struct.pack("<I", 60_014) + b"\x82\xa4type\xa4open\xa1x" + b"\x91" * 60_000
     for _ in range(20):
         payload = rng.randbytes(rng.randrange(1, 40))
         yield struct.pack("<I", len(payload)) + payload
