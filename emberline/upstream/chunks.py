@@ -17,11 +17,12 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.upstream.sse import data_of, encode
+from emberline.upstream.sse import data_of
 
 MAX_BODY_BYTES = 64 << 20
 LEAST_LOGPROB = -9999.0
 _MAX_CALLS = 128
+_UNFINISHED = ("abort", "error")  # finish reasons of replies that the server gave up
 
 
 class UnreadableChunk(Exception):
@@ -150,7 +151,7 @@ class ChunkReader:
 
     def _ended(self, choice: ChunkChoice, state: _ChoiceState) -> ChoiceDone:
         reason = choice.finish_reason
-        if reason in ("abort", "error"):
+        if reason in _UNFINISHED:
             raise UnreadableChunk(f"the finish reason {reason}")
         if state.n_calls and reason != "length":
             return ChoiceDone(choice.index, "tool_calls")
@@ -200,7 +201,7 @@ class BodyAssembler:
         for line in lines.splitlines():
             if data := data_of(line):
                 self._add(data)
-        return encode(self._whole()) if last else b""
+        return _body_encoder.encode(self._whole()) if last else b""
 
     def _add(self, data: bytes) -> None:
         try:
@@ -238,7 +239,9 @@ class BodyAssembler:
         if not choices:
             raise UnreadableChunk("a reply without choices")
         for choice in choices:
-            choice.setdefault("finish_reason", None)
+            reason = choice.get("finish_reason")
+            if not isinstance(reason, str) or reason in _UNFINISHED:
+                raise UnreadableChunk(f"the finish reason {reason}" if reason else "a reply without a finish reason")
             if (message := choice.get("message")) is not None:
                 message.setdefault("content", None)
                 if (calls := message.get("tool_calls")) is not None:
@@ -256,7 +259,7 @@ def _merge(known: dict[str, Any], delta: dict[str, Any]) -> None:
         if value is None:
             known.setdefault(name, None)
         elif name in _TEXTS:
-            known[name] = (known.get(name) or "") + value
+            _append_text(known, name, value)
         elif name == "tool_calls":
             calls = known.setdefault(name, {}) or {}
             known[name] = calls
@@ -269,3 +272,30 @@ def _merge(known: dict[str, Any], delta: dict[str, Any]) -> None:
             _merge(known[name], value)
         else:
             known[name] = value
+
+
+class _LongText:
+    """A text in the pieces in which it came: joined once, when the body is encoded."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = list(pieces)
+
+
+def _append_text(known: dict[str, Any], name: str, piece: Any) -> None:
+    if not isinstance(piece, str):
+        raise TypeError(f"{name} is no text")
+    before = known.get(name)
+    if isinstance(before, _LongText):
+        before.pieces.append(piece)
+    else:
+        known[name] = _LongText(before, piece) if before else piece
+
+
+def _join(value: Any) -> str:
+    assert isinstance(value, _LongText)
+    return "".join(value.pieces)
+
+
+_body_encoder = msgspec.json.Encoder(enc_hook=_join)

@@ -128,21 +128,31 @@ class StreamEditor:
         self.usage: Usage | None = None  # the last one seen, rewritten
         self.ended = False  # the end marker was seen
         self.finished = False  # a finish reason was seen
-        self.tail = b""  # a line that has not ended yet
+        self._tail: list[bytes] = []  # the pieces of a line that has not ended yet
+        self._n_tail_bytes = 0
         self._hides_usage = hides_usage  # the client has not asked for the usage that we need
         self._drops_blank = False  # the blank line behind an event that was dropped
 
     def whole(self, data: bytes) -> bytes:
         """The lines that are complete now; the beginning of the next is kept."""
         cut = data.rfind(b"\n") + 1
-        if cut == len(data) and not self.tail:
+        if cut == len(data) and not self._tail:
             return data
-        data = self.tail + data
-        cut = data.rfind(b"\n") + 1
-        self.tail = data[cut:]
-        if len(self.tail) > MAX_LINE_BYTES:
-            raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
-        return data[:cut]
+        lines = b""
+        if cut:
+            lines = b"".join((*self._tail, data[:cut]))
+            self._tail, self._n_tail_bytes = [], 0
+        if cut < len(data):
+            self._tail.append(data[cut:])
+            self._n_tail_bytes += len(data) - cut
+            if self._n_tail_bytes > MAX_LINE_BYTES:
+                raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        return lines
+
+    @property
+    def tail(self) -> bytes:
+        """A line that has not ended yet."""
+        return b"".join(self._tail)
 
     def needs_cached(self, lines: bytes) -> bool:
         """Whether the lines have a usage object, which needs `cached` set first."""
@@ -160,7 +170,8 @@ class StreamEditor:
 
     def flush(self) -> bytes:
         """The last line of a stream that ended without a line end."""
-        tail, self.tail = self.tail, b""
+        tail = self.tail
+        self._tail, self._n_tail_bytes = [], 0
         return self.edit(tail) if tail else b""
 
     def _line(self, line: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Chunks of an upstream stream made into the body of a reply that is not streamed, and into text events."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -140,6 +141,23 @@ def test_a_body_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.upstream.chunks.MAX_BODY_BYTES", 100)
     with pytest.raises(UnreadableChunk, match="more than"):
         BodyAssembler()(lines(chunk({"content": "x" * 200})), False)
+
+
+def test_a_long_body_takes_linear_time() -> None:
+    """16 MiB in 16,384 chunks: concatenating text to text would copy 128 GiB."""
+    assembler, piece = BodyAssembler(), lines(chunk({"content": "x" * 1024}))
+    started_s = time.process_time()
+    for _ in range(16_384):
+        assembler(piece, False)
+    body = json.loads(assembler(lines(chunk({}, "stop")), True))
+    assert time.process_time() - started_s < 5
+    assert len(body["choices"][0]["message"]["content"]) == 16 << 20
+
+
+@pytest.mark.parametrize("last", [None, "abort", "error", 3])
+def test_a_choice_that_has_not_finished_makes_no_body(last: Any) -> None:
+    with pytest.raises(UnreadableChunk, match="finish reason"):
+        assembled(chunk({"content": "a"}, "stop"), chunk({"content": "b"}, last, index=1))
 
 
 def test_text_events() -> None:

@@ -1,6 +1,7 @@
 """Streams on their way through: whole lines, untouched but for the usage."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -133,6 +134,16 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
         editor.whole(b"x" * (MAX_LINE_BYTES // 8))
     with pytest.raises(LineTooLong):
         editor.whole(b"x")
+
+
+def test_a_long_line_in_small_pieces_takes_linear_time() -> None:
+    """Adding each piece to what came before would copy 16 GiB."""
+    editor, started_s = StreamEditor(), time.process_time()
+    for _ in range(4096):
+        assert editor.whole(b"x" * 1024) == b""
+    assert editor.tail == b"x" * (4 << 20)
+    assert editor.whole(b"\n") == b"x" * (4 << 20) + b"\n"
+    assert time.process_time() - started_s < 0.5
 
 
 def test_anthropics_usage_counts_cached_tokens_separately() -> None:
