@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -24,7 +25,11 @@ KILL_TIMEOUT_S = 5.0  # for a killed process to be gone
 MAX_LINE_BYTES = 1 << 20
 KEPT_LINES = 20  # of its log, for the error message of a failed start
 
-_SECRETS = frozenset({"EMBERLINE_AUTH_KEY", "EMBERLINE_SECRET", "HF_TOKEN"})  # not inherited, only passed in `env`
+# A child inherits no secret: what it needs is passed in `env`. Of our own variables it inherits these, of the others
+# all but those whose name or value looks like a credential.
+_INHERITED = frozenset({"EMBERLINE_HOME", "EMBERLINE_LOG_LEVEL", "EMBERLINE_KERNEL_CACHE"})
+_SECRET_NAME = re.compile(r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASSPHRASE|CREDENTIALS?)(_|$)|PASSW|_PWD$", re.I)
+_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 
 log = logging.getLogger("emberline.supervisor")
 
@@ -131,8 +136,7 @@ class SupervisedProcess:
         return self._process
 
     def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-        return {**inherited, "EMBERLINE_LOG_FORMAT": "json", **self.spec.env}
+        return {**inherited_environment(os.environ), "EMBERLINE_LOG_FORMAT": "json", **self.spec.env}
 
     async def _read_until_exit(self, process: asyncio.subprocess.Process) -> int:
         """Relay the output of the process until it has exited."""
@@ -218,6 +222,17 @@ class ProcessGroup:
     async def stop(self, grace_s: float) -> None:
         """Lets them finish running requests for `grace_s` seconds."""
         await asyncio.gather(*(process.stop(grace_s) for process in self.processes))
+
+
+def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a child inherits of `environ`: no keys, tokens or passwords, nor anything of our configuration."""
+
+    def is_secret(name: str, value: str) -> bool:
+        if name.startswith("EMBERLINE_"):
+            return name not in _INHERITED
+        return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+    return {name: value for name, value in environ.items() if not is_secret(name, value)}
 
 
 def _describe_exit(code: int) -> str:

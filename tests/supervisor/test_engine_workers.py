@@ -148,3 +148,26 @@ async def test_missing_weights_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match=r"m-0 exited with status 1: .*missing\.gguf"):
         await asyncio.wait_for(workers.wait_ready(), 60)
     await workers.stop(grace_s=5)
+
+
+@pytest.mark.usefixtures("cpu")
+async def test_an_engine_process_has_no_credential_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {
+        "EMBERLINE_STORE_URL": "postgresql://me:sesame@db/x",
+        "EMBERLINE_SECRET": "sesame" * 8,
+        "EMBERLINE_AUTH_KEY": "sesame",
+        "EMBERLINE_ENDPOINTS_OPENAI_KEY": "sesame",
+        "OPENAI_API_KEY": "sesame",
+        "HF_TOKEN": "sesame",
+        "DATABASE_URL": "postgresql://me:sesame@db/x",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    workers = EngineWorkers(plan_workers(EngineConfig(), {"m": tmp_path / "missing.gguf"}), EngineConfig())
+    await workers.start()
+    environment = Path(f"/proc/{workers.processes[0].pid}/environ").read_bytes()
+    await workers.stop(grace_s=5)
+    assert b"EMBERLINE_WORKER_TOKEN=" in environment
+    assert b"sesame" not in environment

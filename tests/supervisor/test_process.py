@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from emberline.supervisor import process
-from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess
+from emberline.supervisor.process import ProcessFailed, ProcessSpec, SupervisedProcess, inherited_environment
 
 READY = 'print(\'{"ready": true, "pid": %d}\' % os.getpid(), flush=True)'
 
@@ -79,6 +79,31 @@ async def test_child_gets_arguments_and_environment_but_no_secrets(
     await asyncio.wait_for(child.wait_ready(), 10)
     assert child.ready_line == {"ready": True, "argv": ["--a", "b"], "x": "1", "key": None}
     await child.stop(grace_s=5)
+
+
+def test_credentials_are_not_inherited() -> None:
+    kept = {
+        "PATH": "/bin",
+        "PWD": "/srv",
+        "EMBERLINE_LOG_LEVEL": "info",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HTTPS_PROXY": "http://proxy:3128",
+        "KEYBOARD": "de",
+    }
+    secret = {
+        "EMBERLINE_STORE_URL": "postgresql:///emberline",
+        "EMBERLINE_ENDPOINTS_MY_GPU_KEY": "k",
+        "EMBERLINE_SECRET": "s",
+        "OPENAI_API_KEY": "sk",
+        "HF_TOKEN": "hf",
+        "AWS_SECRET_ACCESS_KEY": "a",
+        "PGPASSWORD": "p",
+        "MYSQL_PWD": "p",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/key.json",
+        "api_token": "t",
+        "DATABASE_URL": "postgresql://me:pw@db/x",
+    }
+    assert inherited_environment({**kept, **secret}) == kept
 
 
 async def test_failed_first_start_raises_with_the_log(script: ScriptMaker) -> None:
