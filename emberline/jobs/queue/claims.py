@@ -27,7 +27,7 @@ class Lane(NamedTuple):
 
 
 class ClaimedJob(NamedTuple):
-    """A claimed row and its request."""
+    """A claimed row and its request, which is in `data` or in a blob."""
 
     batch_id: str
     number: int
@@ -59,7 +59,8 @@ def claim(
     yield Query(sql.HEARTBEAT, (owner, now_us + limits.lease_us, now_us))
     yield from _charge(rows)  # last: other claims wait for these rows until the commit
     request_of = {(row[0], row[1]): row[2:] for row in requests}
-    claimed = [ClaimedJob(*row, *request_of[row[0], row[1]]) for row in rows]  # type: ignore[arg-type]
+    missing = (None, None, "", "")  # only this job fails
+    claimed = [ClaimedJob(*row, *request_of.get((row[0], row[1]), missing)) for row in rows]  # type: ignore[arg-type]
     return sorted(claimed, key=lambda job: (job.deadline_us, job.prefix, job.batch_id, job.number))
 
 

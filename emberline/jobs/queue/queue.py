@@ -6,6 +6,7 @@ processes may have one over the same store.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Sequence
 from pathlib import Path
@@ -30,7 +31,16 @@ from emberline.jobs.queue.sweeper import Sweeper, backoff_us, killed_outcome
 from emberline.jobs.queue.transcript import Transcripts
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL
 from emberline.protocol.answer import Answer
-from emberline.protocol.errors import BadInput, Conflict, ErrorInfo, Overloaded, TooLarge
+from emberline.protocol.errors import (
+    BadInput,
+    Conflict,
+    EmberlineError,
+    ErrorInfo,
+    Internal,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
 from emberline.protocol.request import GenerateRequest
 from emberline.store import Database, Query
 from emberline.store.notifications import Subscription
@@ -40,6 +50,9 @@ _N_OPEN = "SELECT SUM(n_queued + n_leased) FROM lanes WHERE account = ?"
 _FILE_BLOB = "SELECT blob FROM files WHERE id = ? AND account = ?"
 _to_bytes = msgspec.msgpack.Encoder().encode
 _to_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+_NO_REQUEST = GenerateRequest(id="", model="")  # of a lease whose request is not read yet
+
+log = logging.getLogger("emberline.queue")
 
 
 async def open_queue(store: Database, data_dir: Path, limits: QueueLimits | None = None) -> "Queue":
@@ -149,7 +162,8 @@ class Queue(QueueReader):
             return []
         now_us = self._store.now_us()
         claimed = await self._store.run(lambda: claim(owner, model, n, quarantined, now_us, self.limits))
-        return [await self._lease(owner, job) for job in claimed]
+        leases = await asyncio.gather(*(self._lease(owner, job) for job in claimed))
+        return [lease for lease in leases if lease is not None]
 
     async def heartbeat(self, owner: str, running: Collection[Lease]) -> HeartbeatReply:
         """Renew the worker's leases. Jobs that it no longer knows return to the queue."""
@@ -346,11 +360,25 @@ class Queue(QueueReader):
         await self._notify_changed(batch.id)
         return ended
 
-    async def _lease(self, owner: str, job: ClaimedJob) -> Lease:
-        data = job.data if job.data is not None else await self.blobs.get(str(job.blob))
+    async def _lease(self, owner: str, job: ClaimedJob) -> Lease | None:
+        """None: its request cannot be read, so this job fails; those claimed with it run."""
         fields = job._asdict()
         del fields["data"], fields["blob"], fields["cost"]
-        return Lease(**fields, owner=owner, request=_to_request(data))
+        lease = Lease(**fields, owner=owner, request=_NO_REQUEST)
+        reason: EmberlineError
+        try:
+            data = await self.blobs.get(job.blob) if job.blob is not None else job.data
+            return msgspec.structs.replace(lease, request=_to_request(data or b""))
+        except Unavailable as error:  # of the disk: another attempt may succeed
+            reason, retry = error, True
+        except Exception as error:
+            log.error("a stored request cannot be read", exc_info=error, extra={"request_id": lease.request_id})
+            reason, retry = Internal("the stored request cannot be read: submit it again"), False
+        try:
+            await self.fail(lease, reason.info(), retry=retry)
+        except Exception as error:  # it returns to the queue when a heartbeat does not name it
+            log.error("a job's failure was not written: %s", error, extra={"request_id": lease.request_id})
+        return None
 
     async def _body(self, data: bytes) -> dict[str, Any]:
         """The fields of an outcome that hold its result."""

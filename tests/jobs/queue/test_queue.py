@@ -552,6 +552,35 @@ async def test_large_bodies_are_blobs_and_are_collected(store: Database, time: M
     await audit(store)
 
 
+async def test_an_unreadable_request_fails_only_its_job(store: Database, time: ManualClock, tmp_path: Path) -> None:
+    queue = make_queue(store, tmp_path, blob_bytes=1000, max_attempts=2)
+    texts = ["fine", "damaged", "missing", "long " * 500, "also fine"]
+    batch = await queue.submit(new_batch(), [new_job(i, text=text) for i, text in enumerate(texts)])
+    damage = "UPDATE bodies SET data = ? WHERE batch_id = ? AND number = 1"
+    await store.write(damage, (b"\x93\xc1", batch.id))
+    await store.write("DELETE FROM bodies WHERE batch_id = ? AND number = 2", (batch.id,))
+    (blob,) = [path for path in (tmp_path / "blobs").rglob("*") if path.is_file() and path.name != ".lock"]
+    blob.rename(tmp_path / "away")
+    leases = await queue.claim("w", MODEL, 8)
+    assert sorted(lease.number for lease in leases) == [0, 4]
+    assert (await queue.heartbeat("w", leases)).lost == frozenset()
+    states = [job.state for job in await queue.jobs(batch.id)]
+    assert states == ["leased", "failed", "failed", "queued", "leased"]  # a file may come back
+    error = (await queue.job(batch.id, 1)).error
+    assert error is not None
+    assert error.message == "the stored request cannot be read: submit it again"
+    time.advance(600)
+    assert await queue.claim("w", MODEL, 8) == []
+    error = (await queue.job(batch.id, 3)).error
+    assert error is not None
+    assert error.message.startswith("cannot read a stored body")
+    for lease in leases:
+        assert await queue.complete(lease, answer())
+    assert (await queue.batch("a", batch.id)).status == "completed"
+    await queue.close()
+    await audit(store)
+
+
 async def test_only_ended_batches_can_be_deleted(queue: Queue) -> None:
     batch = await queue.submit(new_batch(), new_jobs(1))
     with pytest.raises(Conflict, match="cancel it first"):
