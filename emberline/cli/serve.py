@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0  # to workers that reported ready
 WORKER_GRACE_S = 5.0  # for workers to exit once no request is left
 LISTEN_BACKLOG = 2048
+DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger("emberline.serve")
 
 # Called once requests are served: the address, the models, the workers' ready lines.
@@ -139,7 +140,7 @@ async def serve(
     on_ready: OnReady,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve the models until SIGTERM, SIGINT or `stop`; then drain running requests."""
+    """Serve the models until SIGTERM, SIGINT, SIGHUP or `stop`; then drain running requests."""
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         remote = _endpoints_by_model(config)
@@ -255,13 +256,13 @@ async def _open_http_workers(
 
 
 def run_until_terminated(main: Coroutine[Any, Any, None]) -> int:
-    """Run until done. SIGTERM cancels until HTTP is served; from then on the server handles it by draining."""
+    """Run until done. SIGTERM and SIGHUP cancel until HTTP is served; from then on they drain the server."""
     import uvloop
 
     async def cancellable() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        _on_signals(task.cancel, (signal.SIGTERM, signal.SIGHUP))
         await main
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -286,8 +287,11 @@ def _cancel_on_second_signal(
     return asyncio.create_task(watch())
 
 
-def _on_signals(act: Callable[[], object]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+def _on_signals(act: Callable[[], object], numbers: Sequence[signal.Signals] = DRAIN_SIGNALS) -> None:
+    """SIGHUP, with which a closed terminal ends a process, stays ignored under `nohup`."""
+    for number in numbers:
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread, where only `stop` ends the server
             asyncio.get_running_loop().add_signal_handler(number, act)
 

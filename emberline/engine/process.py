@@ -142,8 +142,10 @@ def serve(server: Server, parent: Parent, ready: dict[str, Any]) -> None:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         server.watch(reader, lambda: reader.recv(4096))  # the handler has run; this only woke the selector
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _DrainOnSignal(server))
+        drain = _DrainOnSignal(server)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored: under `nohup`
+                signal.signal(number, drain)
         parent.watch(server)
         print(json.dumps({"ready": True, "pid": os.getpid(), **ready}), flush=True)
         server.run()

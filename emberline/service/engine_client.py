@@ -73,6 +73,7 @@ class EngineStream:
         """Stop one sequence; nothing more of it is delivered."""
         if sequence_id in self._open_ids:
             self._open_ids.discard(sequence_id)
+            self._deltas = [delta for delta in self._deltas if delta.id != sequence_id]
             self._client.abort([sequence_id])
 
     def close(self) -> None:

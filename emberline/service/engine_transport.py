@@ -1,5 +1,6 @@
 """A request on our own engines: token deltas in, text events out; the prompt on a prefill worker where there is one."""
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
 
@@ -62,6 +63,7 @@ class EngineTransport:
         decoder = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
         self._choices = [decoder(index, prepared, inter_token) for index in range(prepared.request.n)]
         self._n_open = len(self._choices)
+        self._max_tokens = prepared.sampling.max_tokens or sys.maxsize  # of each choice
         self._started = False  # the first token of any attempt is there
         self._cached_by_tier: dict[str, int] | None = None  # as reported by the first attempt that produced a token
         self._attempt = 0
@@ -164,13 +166,15 @@ class EngineTransport:
             self._start(delta)
             events.append(Started(self.usage))
         self.began = True
+        n_left = self._max_tokens - choice.n_tokens
+        if len(delta.token_ids) >= 4 * n_left:
+            _cut(delta, n_left)
         if self._on_delta is not None:
             self._on_delta(delta)
         events += choice.push(delta)
         if choice.done is not None:
             self._n_open -= 1
-            if delta.finish is None:  # a stop string: the engine does not know
-                self._stream.abort(delta.id)
+            self._stream.abort(delta.id)  # after a stop string or a cut the engine would go on
 
     def _start(self, delta: TokenDelta) -> None:
         """The first token is there, so the prompt's KV is cached: submit the other choices."""
@@ -235,6 +239,16 @@ class EngineTransport:
         if error.param == "grammar":  # not a field of any API
             error.param = "tools" if self._prepared.request.output is None else "output"
         return error
+
+
+def _cut(delta: TokenDelta, n_left: int) -> None:
+    """At its token limit a reply ends, whatever the engine sends: only its first `n_left` tokens count."""
+    if len(delta.token_ids) == 4 * n_left and delta.finish is not None:
+        return
+    delta.token_ids = delta.token_ids[: 4 * n_left]
+    delta.finish = "length"
+    if delta.logprobs is not None:
+        delta.logprobs = delta.logprobs[:n_left]
 
 
 def _merged(deltas: list[TokenDelta]) -> list[TokenDelta]:

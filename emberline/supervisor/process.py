@@ -100,25 +100,30 @@ class SupervisedProcess:
         if not self._ready.done():
             self._ready.cancel()
 
-    async def _keep_running(self, process: asyncio.subprocess.Process) -> None:
+    async def _keep_running(self, process: asyncio.subprocess.Process | None) -> None:
         backoff_s = MIN_BACKOFF_S
         while True:
-            started_s = time.monotonic()
-            code = await self._read_until_exit(process)
-            if self._stopping:
-                return
-            if not self._ready.done():
-                self._ready.set_exception(ProcessFailed(f"{self.name} {_describe_exit(code)}: {self._reason()}"))
-                return
-            if time.monotonic() - started_s > HEALTHY_S:
-                backoff_s = MIN_BACKOFF_S
-            log.error("%s %s; restarting it in %.1f s", self.name, _describe_exit(code), backoff_s)
+            if process is not None:
+                started_s = time.monotonic()
+                code = await self._read_until_exit(process)
+                if self._stopping:
+                    return
+                if not self._ready.done():
+                    self._ready.set_exception(ProcessFailed(f"{self.name} {_describe_exit(code)}: {self._reason()}"))
+                    return
+                if time.monotonic() - started_s > HEALTHY_S:
+                    backoff_s = MIN_BACKOFF_S
+                log.error("%s %s; restarting it in %.1f s", self.name, _describe_exit(code), backoff_s)
             await asyncio.sleep(backoff_s)
             if self._stopping:
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            self.n_restarts += 1
-            process = await self._spawn()
+            try:
+                process = await self._spawn()
+                self.n_restarts += 1
+            except OSError as error:  # out of memory, processes or descriptors: it may pass
+                process = None
+                log.error("%s could not be started: %s; trying again in %.1f s", self.name, error, backoff_s)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         self._log_tail.clear()

@@ -89,7 +89,7 @@ def test_second_server_on_the_port_is_refused(ready: dict[str, Any], home: Path)
     assert "is in use" in done.stderr
 
 
-def test_sigterm_drains(ready: dict[str, Any]) -> None:
+def test_sighup_drains_as_sigterm_does(ready: dict[str, Any]) -> None:
     host, _, port = ready["url"].removeprefix("http://").partition(":")
     timing, process = ChatTiming(), ready["process"]
     body = {
@@ -100,7 +100,7 @@ def test_sigterm_drains(ready: dict[str, Any]) -> None:
     }
     pieces = client.chat(ServerAddress(host, int(port)), body, timing)
     next(pieces)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
     for _ in pieces:
         pass
     assert timing.output_tokens == 40

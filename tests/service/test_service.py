@@ -23,7 +23,16 @@ from emberline.protocol.errors import (
     Overloaded,
     Unavailable,
 )
-from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, TokenDelta, Usage
+from emberline.protocol.events import (
+    ChoiceDone,
+    Completed,
+    Started,
+    TextDelta,
+    TextEvent,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
 from emberline.protocol.request import GenerateRequest, Message, Principal, Priority, SamplingParams
 from emberline.service import Service
 from emberline.service.core import LocalCore
@@ -367,6 +376,31 @@ async def test_an_engine_error_is_that_request_s(service: Service, engine: FakeE
     with pytest.raises(Internal, match="invalid numbers"):
         await task
     assert (await row_of(service, request)).status == "failed"
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+async def test_an_engine_that_ignores_max_tokens_is_cut(
+    service: Service, engine: FakeEngine, text_model: TextModel, burst: int
+) -> None:
+    engine.script = None
+    request = ask(sampling={"max_tokens": 4, "logprobs": 1})
+    task = asyncio.create_task(events_of(service, request))
+    await engine.submission()
+    ids = tokens.unpack(text_model.encode("abcdefgh", special=False))
+    for start in range(0, 6, burst):
+        some = ids[start : start + burst]
+        logprobs = [TokenLogprobs(token_id, -0.5) for token_id in some]
+        engine.step(TokenDelta(request.id, tokens.pack(some), logprobs=logprobs))
+        await asyncio.sleep(0)
+    events = await asyncio.wait_for(task, PATIENCE_S)
+    assert text_of(events) == "abcd"
+    assert [event.finish for event in events if isinstance(event, ChoiceDone)] == ["length"]
+    assert sum(len(event.logprobs or ()) for event in events if isinstance(event, TextDelta)) == 4
+    assert (await row_of(service, request)).output_tokens == 4
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.aborted != [request.id]:
+            await asyncio.sleep(0.001)
+    assert in_flight(service) == 0
 
 
 async def test_the_engine_dies_before_the_first_token_and_comes_back(service: Service, engine: FakeEngine) -> None:

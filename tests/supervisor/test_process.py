@@ -143,6 +143,27 @@ async def test_crash_after_ready_restarts(script: ScriptMaker) -> None:
     await child.stop(grace_s=5)
 
 
+async def test_a_restart_that_fails_is_tried_again(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = script(f"{READY}\ntime.sleep(60)")
+    await child.start()
+    await asyncio.wait_for(child.wait_ready(), 10)
+    first, failures = child.pid, [OSError(11, "Resource temporarily unavailable")] * 2
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawn_later(*args: object, **options: object) -> object:
+        if failures:
+            raise failures.pop()
+        return await spawn(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_later)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: child.ready_line.get("pid") != first and child.pid == child.ready_line["pid"])
+    assert not failures
+    assert child.n_restarts == 1
+    await child.stop(grace_s=5)
+
+
 async def test_stop_during_backoff_returns_at_once(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MIN_BACKOFF_S", 30.0)
     child = script(f"{READY}\nsys.exit(1)")

@@ -120,12 +120,13 @@ def test_tcp_on_a_free_port(monkeypatch):
         assert client.finish("a").usage.completion_tokens == 4
 
 
-def test_sigterm_drains_and_exits_zero(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_drains_and_exits_zero(tmp_path, number):
     path = tmp_path / "a.sock"
     with engine(STANDIN, "--socket", path, "--script", "itl_ms=20") as (process, address), Client(address) as client:
         client.submit(request("a", list(range(3, 30)), max_tokens=20))
         client.step()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         time.sleep(0.05)
         client.submit(request("b", [1]))
         assert client.finish("b").error.kind == "unavailable"

@@ -26,7 +26,7 @@ _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: 
 
 
 async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, stop: asyncio.Event | None = None) -> None:
-    """Serve on a bound socket until SIGTERM, SIGINT or `stop`.
+    """Serve on a bound socket until SIGTERM, SIGINT, SIGHUP or `stop`.
 
     Then no new connections are accepted, running requests may finish within `drain_s`, and the rest are cancelled with
     an error.
@@ -151,15 +151,19 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; only in the main thread, which alone receives signals."""
+    """SIGTERM, SIGINT and SIGHUP set `stop`; only in the main thread, which alone receives signals. SIGHUP, with which
+    a closed terminal ends a process, stays ignored under `nohup`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, stop.set)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)

@@ -138,14 +138,26 @@ def test_a_body_over_the_limit_over_a_socket(monkeypatch: pytest.MonkeyPatch) ->
             assert client.post("/v1/completions", content=b"x" * (2 << 20)).status_code == 413
 
 
-async def test_sigterm_ends_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_ends_it(number: signal.Signals) -> None:
     sock = socket.create_server(("127.0.0.1", 0))
     server = asyncio.create_task(serve(app_of(FakeService()), sock, drain_s=1))
-    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(5):
+        while signal.getsignal(number) is signal.SIG_DFL:
+            await asyncio.sleep(0)
+    os.kill(os.getpid(), number)
     await asyncio.wait_for(server, 5)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+async def test_a_closed_terminal_does_not_end_it_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    loop, stop, added = asyncio.get_running_loop(), asyncio.Event(), []
+    monkeypatch.setattr(loop, "add_signal_handler", lambda number, act: added.append(number))
+    monkeypatch.setattr(loop, "remove_signal_handler", lambda number: None)
+    stop.set()
+    await serve(app_of(FakeService()), socket.create_server(("127.0.0.1", 0)), drain_s=1, stop=stop)
+    assert added == [signal.SIGTERM, signal.SIGINT]
 
 
 def closed_by_server(raw: socket.socket, seconds: float = 5) -> bool:
