@@ -54,6 +54,12 @@ class StoppablePostgres:
         socket_folder = self.url.rpartition("host=")[2]
         self._control("-o", f'-h "" -k {socket_folder}', "-l", str(self._folder / "log"), "start")
 
+    def backend_pids(self) -> list[int]:
+        """Processes that serve connections."""
+        postmaster = (self._folder / "postmaster.pid").read_text().split()[0]
+        children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+        return [int(pid) for pid in children if b"[local]" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def _control(self, *arguments: str) -> None:
         command = [self._server.bin_path / "pg_ctl", "-w", "-D", self._folder, *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._server.system_user)

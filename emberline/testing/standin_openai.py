@@ -205,7 +205,7 @@ class StandinServer:
             return (
                 f'vllm:num_requests_running{{engine="0",model_name="{self.model}"}} {float(self.running)}\n'
                 f'vllm:num_requests_waiting{{engine="0",model_name="{self.model}"}} 0.0\n'
-                f'vllm:kv_cache_usage_perc{{engine="0",model_name="{self.model}"}} 0.25\n'
+                f'vllm:kv_cache_usage_perc{{engine="0",model_name="{self.model}"}} {min(1.0, self.running / 100)}\n'
                 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\n'
             ).encode()
         if path == "/v1/loads" and self.kind == "sglang":

@@ -29,7 +29,7 @@ def make_home(smollm2: Path, folder: Path) -> Path:
 
 @contextmanager
 def serving(home: Path, script: str, n_running: int, *flags: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "tests.soak.server", str(home / "journal"), str(n_running), script]
+    command = [sys.executable, "-m", "tests.soak.server", script, f"--journal {home}/journal --max-running {n_running}"]
     process = subprocess.Popen(
         [*command, "--port", "0", "--json", "--log-level", "error", *flags],
         stdout=subprocess.PIPE,

@@ -1,9 +1,10 @@
-"""`emberline serve` for the soak test of the queue: stand-in engines (or the real one) and short backoffs.
+"""`emberline serve` for the soak tests: stand-in engines (or the real model) and short backoffs.
 
-python -m tests.soak.server JOURNAL N_RUNNING SCRIPT [flags of serve]; with SCRIPT "real", the real model.
+python -m tests.soak.server SCRIPT "FLAGS OF THE STAND-IN" [flags of serve]; with SCRIPT "real", the real model.
 """
 
 import functools
+import shlex
 import socket
 import sys
 
@@ -13,14 +14,13 @@ from emberline.jobs.limits import QueueLimits
 from emberline.jobs.queue import queue
 from emberline.supervisor import engine_workers, process
 from emberline.supervisor.http_workers import HttpWorkers
+from tests.soak import http_worker  # noqa: F401  skips the warm-up
 from tests.standin import standin_worker
 
 
-def run(journal: str, n_running: str, script: str, flags: list[str]) -> int:
+def run(script: str, standin_flags: str, flags: list[str]) -> int:
     if script != "real":
-        engine_workers.worker_spec = standin_worker(
-            "--script", script, "--journal", journal, "--max-running", n_running
-        )
+        engine_workers.worker_spec = standin_worker("--script", script, *shlex.split(standin_flags))
     serve.HttpWorkers = _http_workers  # type: ignore[assignment,misc]
     process.MIN_BACKOFF_S = process.MAX_BACKOFF_S = 0.1  # these processes are killed often
     queue.QueueLimits = functools.partial(QueueLimits, backoff_s=(0.05, 0.5), lease_s=10.0)  # type: ignore[misc,assignment]
@@ -32,4 +32,4 @@ def _http_workers(n: int, listener: socket.socket, module: str, arguments: list[
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))
+    sys.exit(run(sys.argv[1], sys.argv[2], sys.argv[3:]))

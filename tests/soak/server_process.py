@@ -171,6 +171,7 @@ class Killer(threading.Thread):
             self._server.wait_ready()
 
 
-def command(port: int, http_workers: int, journal: Path, n_running: int, script: str) -> list[str]:
-    words = [sys.executable, "-m", "tests.soak.server", str(journal), str(n_running), script, "--port", str(port)]
-    return [*words, "--http-workers", str(http_workers), "--json", "--log-level", "warning"]
+def command(script: str, standin_flags: str, port: int, http_workers: int) -> list[str]:
+    """Start a server of tests/soak/server.py; flags of serve may follow."""
+    words = [sys.executable, "-m", "tests.soak.server", script, standin_flags, "--port", str(port)]
+    return [*words, "--http-workers", str(http_workers), "--json"]

@@ -44,7 +44,8 @@ class Soak:
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
         if postgres is not None:
             env["EMBERLINE_STORE_URL"] = postgres.url
-        words = command(port, args.http_workers, self.journal, N_RUNNING, script)
+        words = command(script, f"--journal {self.journal} --max-running {N_RUNNING}", port, args.http_workers)
+        words += ["--log-level", "warning"]
         self.server = Server(words, port, env, folder / "server.log")
         self.client = Client(self.server.url)
         self.asked: dict[str, dict[str, str]] = {}  # questions by custom id, by batch
@@ -149,7 +150,7 @@ class Postgres(StoppablePostgres):
 
 
 @contextmanager
-def _database(kind: str) -> Iterator[Postgres | None]:
+def database(kind: str) -> Iterator[Postgres | None]:
     if kind == "sqlite":
         yield None
         return
@@ -174,7 +175,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(words)
     if args.real:
         args.lines = args.real
-    with tempfile.TemporaryDirectory(prefix="emberline-soak-") as folder, _database(args.database) as postgres:
+    with tempfile.TemporaryDirectory(prefix="emberline-soak-") as folder, database(args.database) as postgres:
         soak = Soak(args, Path(folder), postgres)
         try:
             return soak.run()

@@ -19,13 +19,14 @@ from typing import Any
 
 from emberline.protocol import token_ids as tokens
 from emberline.text.text_model import TextModel
-from tests.soak.server_process import Killer, Server, free_port
+from tests.soak.server_process import Killer, Server, command, free_port
 from tests.soak.soak import link_model
 from tests.soak.streams_audit import check_idle, check_stream, check_usage
 from tests.soak.streams_client import StreamRecord, stream
 
 CLIENTS = 12  # at once
 SCRIPT = "say=echo,ttft_ms=20,itl_ms=12,chunk_ms=15"
+STANDIN_FLAGS = "--max-running 16 --token-budget 256 --kv-tokens 65536 --head-dim 16"
 WORKERS = {"both": ["--replicas", "3"], "disaggregated": ["--prefill-workers", "2", "--decode-workers", "3"]}
 REAL_WORKERS = {"both": ["--replicas", "2"], "disaggregated": ["--prefill-workers", "1", "--decode-workers", "2"]}
 WORDS = ("river", "stone", "under", "a", "green", "sky", "and", "every", "old", "house", "had", "its", "own", "light")
@@ -114,9 +115,8 @@ class Soak:
         port = free_port()
         env = {**os.environ, "EMBERLINE_HOME": str(self.home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # a thousand starts: compile once
-        words = [sys.executable, "-m", "tests.soak.streams_server", "real" if args.real else SCRIPT]
-        words += ["--port", str(port), "--json", "--log-level", "info", "--kv-bytes", "128M", "--deterministic"]
-        words += ["--http-workers", str(args.http_workers)]
+        words = command("real" if args.real else SCRIPT, STANDIN_FLAGS, port, args.http_workers)
+        words += ["--log-level", "info", "--kv-bytes", "128M", "--deterministic"]
         words += (REAL_WORKERS if args.real else WORKERS)[args.roles]
         self.server = Server(words, port, env, folder / "server.log")
         self.n_begun = self.n_open = 0
