@@ -115,8 +115,8 @@ class StreamError(Exception):
         self.code = code
 
 
-class LineTooLong(Exception):
-    """A line of more than MAX_LINE_BYTES."""
+class MalformedLine(Exception):
+    """A line that no client could read: of more than MAX_LINE_BYTES, or data that is no JSON."""
 
 
 class StreamEditor:
@@ -146,7 +146,7 @@ class StreamEditor:
             self._tail.append(data[cut:])
             self._n_tail_bytes += len(data) - cut
             if self._n_tail_bytes > MAX_LINE_BYTES:
-                raise LineTooLong(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
         return lines
 
     @property
@@ -160,6 +160,8 @@ class StreamEditor:
 
     def edit(self, lines: bytes) -> bytes:
         """Whole lines as the client gets them. StreamError where the server reports one."""
+        if not _all_closed(lines):
+            _check_data(lines)
         if not self.finished and _FINISHED.search(lines) is not None:
             self.finished = True
         start = 0 if self._drops_blank else _first_to_decode(lines)
@@ -222,6 +224,21 @@ def _first_to_decode(lines: bytes) -> int:
     if usage is not None:
         found.append(usage.start())
     return lines.rfind(b"\n", 0, min(found)) + 1 if found else -1
+
+
+def _all_closed(lines: bytes) -> bool:
+    """Whether every data line ends as a JSON object or the end marker does: the cheap check of what is passed on."""
+    n_data = lines.count(b"\ndata:") + lines.startswith(b"data:")
+    return n_data == lines.count(b"}\n") + lines.count(b"}\r\n") + lines.count(b"[DONE]\n")
+
+
+def _check_data(lines: bytes) -> None:
+    for line in lines.splitlines():
+        if data := data_of(line):
+            try:
+                msgspec.json.decode(data)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise MalformedLine(f"a chunk that cannot be read: {error}") from None
 
 
 def _raise_error(event: Any) -> None:

@@ -11,7 +11,7 @@ from emberline.upstream.chunks import UnreadableChunk
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.request import UpstreamRequest
 from emberline.upstream.resume import Continuation, Transcript, continuation
-from emberline.upstream.sse import LineTooLong, StreamEditor, StreamError
+from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
 
@@ -96,7 +96,7 @@ class UpstreamTransport(Generic[T]):
             if 400 <= error.code < 500:
                 raise BadInput(error.message) from error
             raise server.lost(f"failed in the middle of its reply: {error.message}") from error
-        except (LineTooLong, UnreadableChunk) as error:
+        except (MalformedLine, UnreadableChunk) as error:
             self.done = False
             self._unreadable = isinstance(error, UnreadableChunk)
             raise server.lost(f"sent {error}") from error

@@ -32,7 +32,11 @@ class StreamRecord:
         if payload == "[DONE]":
             self.n_done += 1
             return
-        event = json.loads(payload)
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            self.problem = f"not JSON: {payload[:80]!r}"
+            return
         if "error" in event:
             self.problem = f"it broke off: {event['error']}"
             return

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberline.upstream.sse import (
     MAX_LINE_BYTES,
-    LineTooLong,
+    MalformedLine,
     StreamEditor,
     StreamError,
     cached_of,
@@ -86,13 +86,18 @@ def test_without_prefill_nothing_is_rewritten() -> None:
     assert editor.usage.cached_tokens == 99
 
 
-@pytest.mark.parametrize(
-    "line", [b"data: [DONE]", b"data:[DONE]", b"data: {broken", b"event: ping", b": comment", b"data: \xff\xfe"]
-)
-def test_what_is_no_json_passes_verbatim_even_unterminated(line: bytes) -> None:
+@pytest.mark.parametrize("line", [b"data: [DONE]", b"data:[DONE]", b"event: ping", b": comment", b"data: null"])
+def test_what_is_no_object_passes_verbatim_even_unterminated(line: bytes) -> None:
     for end in (b"\n\n", b"\r\n\r\n", b"\n", b""):
         out, _ = run(event(chunk(usage=USAGE)) + line + end, cached=5)
         assert out.endswith(line + end)
+
+
+@pytest.mark.parametrize("line", [b"data: {broken", b"data: \xff\xfe", b'data:{"choices":[}'[:-1]])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b""])
+def test_data_that_is_no_json_is_not_passed_on(line: bytes, end: bytes) -> None:
+    with pytest.raises(MalformedLine, match="cannot be read"):
+        run(event(chunk("well")) + line + end)
 
 
 def test_an_unterminated_usage_is_rewritten_too() -> None:
@@ -132,7 +137,7 @@ def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
     editor = StreamEditor()
     for _ in range(8):
         editor.whole(b"x" * (MAX_LINE_BYTES // 8))
-    with pytest.raises(LineTooLong):
+    with pytest.raises(MalformedLine):
         editor.whole(b"x")
 
 
