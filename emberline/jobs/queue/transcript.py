@@ -149,7 +149,11 @@ class TranscriptWriter:
         self._changed.set()
 
     async def follow(self, events: AsyncGenerator[TextEvent, None]) -> AsyncGenerator[TextEvent, None]:
-        """The events of all attempts; Completed is passed on once everything before it is durable."""
+        """The events of all attempts; Completed is passed on once everything before it is durable.
+
+        Events without token ids, which upstream servers do not give, are written at completion only: the next attempt
+        could not resume behind them, and would repeat them.
+        """
         for part in self._earlier:
             for earlier in part.events:
                 yield earlier
@@ -165,6 +169,8 @@ class TranscriptWriter:
                     yield event
         finally:
             self._keep_retrying = False
+            if not self._part.token_ids and self._part.finish is None:
+                self._part.events.clear()
             self._end()
             await writing
 

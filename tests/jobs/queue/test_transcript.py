@@ -1,0 +1,74 @@
+"""The transcript of a streamed job: what a failed attempt leaves is where the next one resumes."""
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from emberline.jobs.queue.job import Lease
+from emberline.jobs.queue.transcript import TranscriptPart, TranscriptWriter
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.errors import EngineLost
+from emberline.protocol.events import ChoiceDone, Completed, TextDelta, TextEvent, TokenDelta, Usage
+from emberline.protocol.request import GenerateRequest
+
+
+class FakeTranscripts:
+    def __init__(self) -> None:
+        self.parts: list[TranscriptPart] = []
+
+    async def append(self, lease: Lease, index: int, part: TranscriptPart) -> bool:
+        assert index == len(self.parts)
+        self.parts.append(part)
+        return True
+
+    async def read(self, batch_id: str, number: int, after: int = 0) -> list[TranscriptPart]:
+        return self.parts[after:]
+
+
+class Attempt:
+    """One attempt at a job. `with_ids`: on an engine of ours, which gives token ids with its events."""
+
+    def __init__(self, transcripts: FakeTranscripts, with_ids: bool) -> None:
+        request = GenerateRequest(id="r", model="m")
+        key, counts = {"batch_id": "b", "number": 0, "epoch": 1}, {"attempts": 1, "kills": 0, "prefix": 0}
+        names = {"owner": "o", "account": "a", "key_id": "", "kind": "response", "model": "m"}
+        lease = Lease(request=request, deadline_us=1, **key, **names, **counts)  # type: ignore[arg-type]
+        self._writer = TranscriptWriter(transcripts, lease, lambda: None)  # type: ignore[arg-type]
+        self._with_ids = with_ids
+
+    async def run(self, words: list[str], error: Exception | None = None) -> str:
+        """The text as its reader gets it. An engine resumes behind the tokens it is given, others begin anew."""
+        resume_from = await self._writer.load()
+        n_resumed = len(resume_from.token_ids) // 4 if resume_from is not None else 0
+        text = ""
+        async for event in self._writer.follow(self._events(words[n_resumed:], error)):
+            text += event.text if isinstance(event, TextDelta) else ""
+        return text
+
+    async def _events(self, words: list[str], error: Exception | None) -> AsyncGenerator[TextEvent, None]:
+        for word in words:
+            if self._with_ids:
+                self._writer.record(TokenDelta("r", tokens.pack([7])))
+            yield TextDelta(0, word)
+        if error is not None:
+            raise error
+        yield ChoiceDone(0, "stop")
+        yield Completed(Usage())
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+async def test_text_of_a_failed_attempt_is_not_repeated(with_ids: bool) -> None:
+    transcripts = FakeTranscripts()
+    with pytest.raises(EngineLost):
+        await Attempt(transcripts, with_ids).run(["a", "b"], EngineLost("w"))
+    assert await Attempt(transcripts, with_ids).run(["a", "b", "c"]) == "abc"
+    stored = [event for part in transcripts.parts for event in part.events]
+    assert "".join(event.text for event in stored if isinstance(event, TextDelta)) == "abc"
+    assert isinstance(stored[-1], ChoiceDone)
+
+
+async def test_a_failed_attempt_on_an_engine_leaves_its_text() -> None:
+    transcripts = FakeTranscripts()
+    with pytest.raises(EngineLost):
+        await Attempt(transcripts, with_ids=True).run(["a", "b"], EngineLost("w"))
+    assert transcripts.parts == [TranscriptPart([TextDelta(0, "a"), TextDelta(0, "b")], tokens.pack([7, 7]))]
