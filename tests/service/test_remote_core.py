@@ -12,6 +12,7 @@ from emberline.protocol.errors import BadInput, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
 from emberline.service import Service, open_core_server, open_http_worker, remote_core
+from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.remote_core import RemoteCore
 from emberline.text.text_model import TextModel
@@ -112,6 +113,30 @@ async def test_a_cancelled_request_that_waits_holds_nothing(
     await asyncio.sleep(0.2)
     assert in_flight(service) == 0
     assert await rows(service) == 1
+
+
+async def test_a_client_that_leaves_the_admission_queue_leaves_nothing_behind(
+    service: Service, http_worker: Service, engine: FakeEngine
+) -> None:
+    engine.script = None
+    n = engine.info.max_running
+    running = [asyncio.create_task(events_of(http_worker, ask())) for _ in range(n)]
+    await until(lambda: in_flight(service) == n)
+    assert isinstance(service.core, LocalCore)
+    ledger = service.core.admission.balancer.ledger
+    request = ask()
+    leaving = asyncio.create_task(events_of(http_worker, request))
+    await until(lambda: ledger.get(request.id) is not None)
+    assert in_flight(service) == n  # it waits
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    await until(lambda: ledger.get(request.id) is None)
+    assert service.core.admission.snapshot().waiting == {}
+    for task in running:  # and room that becomes free is not given to it
+        task.cancel()
+    await asyncio.wait(running)
+    await until(lambda: not list(ledger))
+    assert request.id not in {sent.id for sent in engine.submitted}
 
 
 async def test_an_http_worker_that_dies_during_failover_leaves_a_usage_row(
