@@ -7,8 +7,8 @@ from emberline.engine.scheduler.latency_target import ShapePolicy
 TILE = 128  # tokens; matrix products compute whole tiles
 MAX_GRAPH_TOKENS = 1024  # as efficient as larger steps; those need thousands of tokens to be worth an eager launch
 PROMPT_MULTIPLE = 8192  # prompts are cut at multiples of it where possible: attention plans for them exist
-GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, PROMPT_MULTIPLE)  # as the prefill policy sees it
 CHUNK_ROWS = 32  # chunks in a captured step, one of them padding
+GPU_SHAPES = ShapePolicy(TILE, MAX_GRAPH_TOKENS, CHUNK_ROWS - 1, PROMPT_MULTIPLE)  # as the prefill policy sees it
 
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _MIXED_ROWS = (16, 64, 128, 256, 512)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from emberline.engine.scheduler.prefill_policy import NO_TARGET, BatchTimeLimit, StepWork, smooth
+from emberline.engine.scheduler.prefill_policy import NO_TARGET, BatchTimeLimit, StepLimit, StepWork, smooth
 
 TARGET_S = 0.019  # of a step with decoding sequences: their p99 ITL stays below 20 ms, and a chunk is still efficient
 DECODE_SHARE = 2.0  # where a device cannot do that: this many times the duration of a step that only decodes
@@ -23,6 +23,7 @@ class ShapePolicy:
 
     tile: int  # tokens: matrix products compute whole tiles
     max_graph_tokens: int  # largest step that is captured as a CUDA graph
+    max_graph_prompts: int  # of which such a step computes a chunk
     prompt_multiple: int  # positions at which long prompts are cut, so that few attention shapes occur
 
     def tiles(self, n_tokens: int) -> int:
@@ -99,12 +100,12 @@ class LatencyTarget(BatchTimeLimit):
         for stale in [n for n, each in fits.items() if self._n_observed - each.last_seen > _STALE_STEPS]:
             del fits[stale]
 
-    def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
+    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> StepLimit:
         """Either a step fits a CUDA graph, or it has so many tokens that launching it eagerly does not matter."""
-        n_untargeted = untargeted()
-        if not n_untargeted or n_decodes + n_untargeted >= min(budget, EAGER_TOKENS):
-            return budget
-        return min(budget, max(self._shape.max_graph_tokens, n_decodes + self._shape.tile))
+        graph_tokens = max(self._shape.max_graph_tokens, n_decodes + self._shape.tile)
+        if budget > graph_tokens and n_decodes + untargeted() >= min(budget, EAGER_TOKENS):
+            return StepLimit(budget)
+        return StepLimit(min(budget, graph_tokens), self._shape.max_graph_prompts)
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         most = super().chunk(work, context, most, slack, limit_s)

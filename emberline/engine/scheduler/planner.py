@@ -7,7 +7,13 @@ from emberline.engine import token_rules
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Row, StepPlan
-from emberline.engine.scheduler.prefill_policy import NO_TARGET, DecodingSequences, PrefillPolicy, StepWork
+from emberline.engine.scheduler.prefill_policy import (
+    NO_TARGET,
+    DecodingSequences,
+    PrefillBurst,
+    PrefillPolicy,
+    StepWork,
+)
 from emberline.engine.scheduler.queues import BatchYielding, PreemptionPolicy, Queues, by_rank
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.kv.cache import KVCache
@@ -40,6 +46,8 @@ class StepPlanner:
         self._preemption = PreemptionPolicy()
         self._totals = totals
         self._decoding = DecodingSequences()
+        self._burst = PrefillBurst()
+        self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
@@ -80,15 +88,20 @@ class StepPlanner:
         if queues.waiting and queues.free_slots and not full:
             waiting = islice(queues.admissible(), 2 * self._limits.max_running)
             prefills = sorted([*prefills, *waiting], key=by_rank)
+        if not prefills:
+            return
+        self._burst.prompts(self._totals.steps)
+        self._backlog = queues.waiting_tokens + sum(seq.n_prefill for seq in prefills if seq.slot != NO_SLOT)
         work = StepWork(self._decoding.n)
-        budget = self._prefill.step_tokens(
+        limit = self._prefill.step_limit(
             plan.n_tokens, self._limits.token_budget, lambda: self._n_untargeted(plan, prefills)
         )
+        last_row = len(plan.rows) + limit.n_prompts
         for seq in prefills:
             if full and seq.slot == NO_SLOT:
                 continue
-            left = self._chunk(work, seq, budget - plan.n_tokens)
-            if left <= 0:
+            left = self._chunk(work, seq, limit.n_tokens - plan.n_tokens)
+            if left <= 0 or len(plan.rows) >= last_row:
                 return
             if seq.slot == NO_SLOT:
                 full = bool(plan.n_preempted) or not self._admission.try_admit(plan, seq)
@@ -123,13 +136,15 @@ class StepPlanner:
     def _slack(self, seq: Sequence) -> float:
         """Multiple of the latency target that a step may take for the sequence's prompt.
 
-        The target protects decoding sequences from prompts that come after them. Prompts that arrived together are
-        computed in full steps: the first replies wait for the last prompts, and all are done sooner. Not so a prompt
-        that takes many steps, nor one that waited because of its class.
+        The target protects decoding sequences from prompts that come after them. Prompts that arrived together, and
+        those of one burst while many of them wait, are computed in full steps: the first replies wait for the last
+        prompts, and all are done sooner. Not so a prompt that takes many steps, nor one that waited because of its
+        class.
         """
         if self._decoding.first_step == inf:
             return inf
-        if self._decoding.came_after(seq):
+        many_wait = self._backlog >= self._limits.token_budget // 2
+        if self._decoding.came_after(seq, self._burst.first_step if many_wait else seq.arrival_step):
             waiting = seq.slot == NO_SLOT
             uncached = seq.n_tokens - self._admission.n_known(seq) if waiting else seq.n_uncached
             if uncached <= self._limits.token_budget:
@@ -180,7 +195,10 @@ class StepPlanner:
 def _can_run_ahead(seq: Sequence) -> bool:
     """Whether its next token can be computed before the one in front of it was absorbed.
 
-    Not while the thinking limit may insert other tokens; nor when that one is the last for sure. An end token shows
-    one step late, and what was computed behind it is thrown away.
+    Not when the thinking limit is reached with that one, and may insert other tokens; nor when that one is the last
+    for sure. An end token shows one step late, and what was computed behind it is thrown away.
     """
-    return not seq.limits_thinking and seq.n_sampling < seq.n_output_left
+    limit = seq.request.thinking_limit if seq.limits_thinking else None
+    if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
+        return False
+    return seq.n_sampling < seq.n_output_left

@@ -7,6 +7,7 @@ The scheduler asks a `PrefillPolicy`, chosen once at start. `BatchTimeLimit` bou
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from emberline.engine.scheduler.plan import Row
 from emberline.engine.scheduler.sequence import Sequence
@@ -14,6 +15,8 @@ from emberline.protocol.request import Priority
 
 MIN_TIMED_CHUNK = 128  # tokens that a chunk under a time limit has at least
 NO_TARGET = 4.0  # slack from which on a chunk ignores the latency target
+MAX_BURST_STEPS = 128  # of a burst of prompts; then the sequences that decode are protected from further prompts
+MAX_BURST_GAP = 8  # steps without prompts inside a burst
 
 
 @dataclass(slots=True)
@@ -44,12 +47,17 @@ class StepWork:
         return self.attended // max(1, self.n_tokens)
 
 
+class StepLimit(NamedTuple):
+    n_tokens: int
+    n_prompts: float = inf  # prompts of which the step computes a chunk
+
+
 class PrefillPolicy:
     """By itself it limits a step by its token budget alone."""
 
-    def step_tokens(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> int:
-        """Token limit of a step. `untargeted` counts the prompt tokens that no latency target applies to."""
-        return budget
+    def step_limit(self, n_decodes: int, budget: int, untargeted: Callable[[], int]) -> StepLimit:
+        """`untargeted` counts the prompt tokens that no latency target applies to."""
+        return StepLimit(budget)
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         """Tokens, up to `most`, that the step's work may gain from a prompt of which `context` are computed.
@@ -111,6 +119,24 @@ class DecodingSequences:
                 self.best_class = seq.effective_class
             self.first_step = seq.first_token_step
 
-    def came_after(self, seq: Sequence) -> bool:
-        """Whether `seq` was here before any of them had a token, and did not wait because of its class."""
-        return seq.arrival_step < self.first_step and seq.effective_class <= self.best_class
+    def came_after(self, seq: Sequence, step: int) -> bool:
+        """Whether `seq` was here by `step` or before any of them had a token, and did not wait for its class."""
+        return min(seq.arrival_step, step) < self.first_step and seq.effective_class <= self.best_class
+
+
+class PrefillBurst:
+    """Prompts that arrive together, though not all before the first of them has its first token.
+
+    Over HTTP a burst of prompts takes longer to arrive than its first prompts take to compute, and admission control
+    holds the last of them back. The burst lasts while steps compute prompts almost without a gap.
+    """
+
+    def __init__(self) -> None:
+        self.first_step = 0
+        self._last_step = -inf
+
+    def prompts(self, step: int) -> None:
+        """The step has prompts to compute."""
+        if step - self._last_step > MAX_BURST_GAP or step - self.first_step >= MAX_BURST_STEPS:
+            self.first_step = step
+        self._last_step = step

@@ -1,6 +1,8 @@
+from math import inf
+
 import pytest
 
-from emberline.engine.gpu.shapes import GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
+from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS, TILE
 from emberline.engine.scheduler.latency_target import DECODE_SHARE, TARGET_S, LatencyTarget
 from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
 
@@ -182,8 +184,10 @@ def test_untargeted_steps_are_large_or_fit_a_cuda_graph():
         (2048, 2048, 2048),
         (5000, 8192, 8192),
     ):
-        assert policy.step_tokens(0, budget, lambda: n_untargeted) == tokens  # noqa: B023 called at once
-    assert BatchTimeLimit().step_tokens(0, 4096, lambda: 4000) == 4096
+        limit = policy.step_limit(0, budget, lambda: n_untargeted)  # noqa: B023 called at once
+        assert limit == (tokens, CHUNK_ROWS - 1 if tokens <= MAX_GRAPH_TOKENS else inf)
+    assert policy.step_limit(8, 8192, lambda: 0) == (MAX_GRAPH_TOKENS, CHUNK_ROWS - 1)
+    assert BatchTimeLimit().step_limit(0, 4096, lambda: 4000) == (4096, inf)
 
 
 def test_long_prompts_are_cut_at_multiples():

@@ -3,12 +3,12 @@ from math import inf
 import msgspec
 import pytest
 
-from emberline.engine.gpu.shapes import GPU_SHAPES
+from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.scheduler.admission import KEYS_AT_ONCE
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, StepPlan
-from emberline.engine.scheduler.prefill_policy import NO_TARGET, PrefillPolicy
+from emberline.engine.scheduler.prefill_policy import MAX_BURST_GAP, NO_TARGET, PrefillPolicy
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
 from emberline.kv.cache import KVCache
@@ -467,8 +467,9 @@ def test_chunks_are_what_the_prefill_policy_allows():
     scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 4, 32), "fake", prefill=Strict())
     runner = FakeRunner(cache)
     loop = StepLoop(scheduler, runner)
-    loop.submit(request("decoding", [1] * 30, max_tokens=20), 0.0)
-    loop.step(0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=30), 0.0)
+    for _ in range(2 + MAX_BURST_GAP):
+        loop.step(0.0)
     assert runner.plans[0].n_tokens == 30, "nothing decodes: all at once"
     loop.submit(request("a", [2] * 12, max_tokens=1), 0.0)
     loop.submit(request("b", [3] * 12, max_tokens=1), 0.0)
@@ -505,14 +506,32 @@ def test_prompts_that_arrived_together_ignore_the_target():
     assert [plan.n_tokens for plan in runner.plans[:4]] == [32, 32, 32, 27 + 3], "decoding sequences wait"
 
 
-def test_later_prompts_keep_the_target():
+def late_prompts(n_late, n_steps_before, length=30):
+    """The tokens of the steps that compute prompts which arrive while a sequence already decodes."""
     loop, runner = limited_loop()
-    loop.submit(request("decoding", [1] * 30, max_tokens=40), 0.0)
-    loop.step(0.0)
-    loop.step(0.0)  # its first token is sampled
-    loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
+    loop.submit(request("decoding", [1] * 30, max_tokens=90), 0.0)
+    for _ in range(n_steps_before):
+        loop.step(0.0)
+    begun = len(runner.plans)
+    for n in range(n_late):
+        loop.submit(request(f"late{n}", [n + 2] * length, max_tokens=60), 0.0)
     run(loop)
-    assert max(plan.n_tokens for plan in runner.plans[1:]) == 6
+    return [plan.n_tokens for plan in runner.plans[begun:] if plan.n_tokens > len(plan.rows)]
+
+
+def test_later_prompts_keep_the_target():
+    assert max(late_prompts(4, MAX_BURST_GAP + 4)) <= 5 + 5
+
+
+def test_late_prompts_of_a_burst_are_computed_in_full_steps():
+    """Over HTTP the last of them arrive long after the first token of the first."""
+    assert late_prompts(4, 3) == [32, 32, 32, 32, 6], "only one of them is left in the end"
+    assert max(late_prompts(1, 3, length=15)) == 6, "one short prompt is no burst"
+
+
+def test_a_burst_is_bounded(monkeypatch):
+    monkeypatch.setattr("emberline.engine.scheduler.prefill_policy.MAX_BURST_STEPS", 2)
+    assert max(late_prompts(4, 3)) <= 5 + 5
 
 
 def test_long_prompts_keep_the_target_of_those_they_arrived_with():
@@ -540,8 +559,8 @@ def test_prompts_that_waited_because_of_their_class_keep_the_target(worse):
 def test_a_decoding_sequence_without_a_row_still_counts():
     loop, runner = limited_loop(steps_in_flight=2)
     thinking = request("thinking", [1] * 30, max_tokens=60)
-    loop.submit(msgspec.structs.replace(thinking, thinking_limit=ThinkingLimit(50, (6,), pack([6]))), 0.0)
-    for _ in range(4):
+    loop.submit(msgspec.structs.replace(thinking, thinking_limit=ThinkingLimit(16, (6,), pack([6]))), 0.0)
+    for _ in range(4 + MAX_BURST_GAP):
         loop.step(0.0)
     for n in range(3):  # the first of them decodes before the others are computed
         loop.submit(request(f"late{n}", [n + 2] * 30, max_tokens=20), 0.0)
@@ -559,6 +578,33 @@ def test_prefill_progresses_with_more_decodes_than_a_cuda_graph_holds():
         loop.step(0.0)
     loop.submit(request("late", [5] * 300, max_tokens=1), 0.0)
     assert any(delta.id == "late" and delta.finish for _ in range(12) for delta in loop.step(0.0))
+
+
+def test_steps_with_many_short_prompts_fit_a_cuda_graph():
+    cache = KVCache((FULL,), [500], chunk=2048)
+    scheduler = Scheduler(cache, Limits(512, VOCAB, (EOS,), 128, 2048), "fake", prefill=LatencyTarget(GPU_SHAPES))
+    runner = FakeRunner(cache)
+    loop = StepLoop(scheduler, runner)
+    for n in range(100):
+        loop.submit(request(f"r{n}", [n % 7, n % 5, n % 3, n % 2, 1, 1], max_tokens=8), 0.0)
+    run(loop)
+    prompts = [sum(n > 1 for n in sizes(plan)) for plan in runner.plans]
+    assert max(prompts) == CHUNK_ROWS - 1
+    assert sum(prompts) == 100
+    assert max(plan.n_tokens for plan in runner.plans) <= MAX_GRAPH_TOKENS
+
+
+def test_a_thinking_limit_delays_only_the_token_that_may_reach_it():
+    scheduler, cache = scheduler_of()
+    runner = FakeRunner(cache)
+    loop = StepLoop(scheduler, runner, steps_in_flight=2)
+    thinking = request("thinking", [1] * 5, max_tokens=24)
+    loop.submit(msgspec.structs.replace(thinking, thinking_limit=ThinkingLimit(12, (VOCAB,), pack([6, 6]))), 0.0)
+    output = [token for _ in range(40) for delta in loop.step(0.0) for token in unpack(delta.token_ids)]
+    assert len(output) == 24
+    assert output[12:14] == [6, 6]
+    waited = [row.start - 5 for plan in runner.plans[1:] for row in plan.rows if not row.follows]
+    assert waited == [11], "the token behind the last one of the thinking; the other rows follow what is being sampled"
 
 
 def test_the_target_does_not_protect_batch_class_decodes():
