@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from emberline.balancer.admission_queue import AdmissionQueue
+from emberline.balancer.admission_queue import AdmissionQueue, no_worker
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.ledger import (
@@ -231,26 +231,16 @@ class Balancer:
         self.ledger.add(record)
         return self._charge(record, pair, need, now_s)
 
-    def prefilled(self, request_id: str, now_s: float) -> None:
-        """The prompt is computed and transferred; another worker generates the first token."""
-        if (record := self.ledger.get(request_id)) is not None:
-            record.progress_s = now_s
-            self._prefill_done(record, now_s)
-
     def first_token(self, request_id: str, now_s: float, cached_tokens: int | None = None) -> None:
         """`cached_tokens`: of the prompt, as counted by the worker that computed it."""
         record = self.ledger.get(request_id)
         if record is None or record.decode is None or record.first_token_s is not None:
             return
         record.first_token_s = record.progress_s = now_s
+        assert record.route is not None
+        if (worker := self._workers.get(record.route.decode)) is not None:
+            self.ledger.first_token(record, worker.reports.progress)
         self._prefill_done(record, now_s, cached_tokens)
-
-    def progress(self, request_id: str, n_tokens: int, now_s: float) -> None:
-        record = self.ledger.get(request_id)
-        if record is not None and record.decode is not None and n_tokens > 0:
-            record.progress_s = now_s
-            self.ledger.emitted(record, n_tokens)
-            record.charge_tenant(OUTPUT_TOKEN_COST * n_tokens)
 
     def ended(
         self, request_id: str, now_s: float, outcome: Outcome, output_tokens: int = 0, blame: tuple[str, ...] = ()
@@ -262,7 +252,7 @@ class Balancer:
             return
         if record.decode is not None:
             assert record.route is not None
-            record.charge_tenant(OUTPUT_TOKEN_COST * max(0, output_tokens - record.emitted))
+            record.charge_tenant(OUTPUT_TOKEN_COST * output_tokens)
             if outcome == "finished":
                 self._measure(record, output_tokens, now_s)
             elif outcome == "engine_failed":
@@ -296,13 +286,13 @@ class Balancer:
         request, pool = record.request, self._pools.get(record.request.model)
         decoders = pool.candidates((*request.avoid, *request.lost))[0] if pool is not None else []
         if not decoders and request.wait_s <= 0:
-            raise Unavailable(f"no engine of {request.model} is connected", retry_after_s=2)
+            raise no_worker(request.model)
         if self._route(record, now_s):
             return
         if request.reject_if_busy:
-            after_s = self._queue.retry_after_s(now_s)
+            after_s = self._queue.retry_after_s(request.model, now_s)
             raise Overloaded(f"{request.model} is busy, and the request must not wait", retry_after_s=after_s)
-        if is_new and len(self._queue) > self._settings.max_waiting * max(1, len(decoders)):
+        if is_new and self._queue.n_of(request.model) > self._settings.max_waiting * max(1, len(decoders)):
             last = self._queue.last_below(record)
             if last is None:
                 raise self._queue.overloaded(record, now_s)
@@ -327,7 +317,7 @@ class Balancer:
             self._queue.hold(record, blocker.name, now_s)
             return False
         self._queue.remove(record)
-        self._queue.departed(now_s)
+        self._queue.departed(record, now_s)
         route = self._charge(record, pair, need, now_s)
         cached = route.cached_tokens
         record.charge_tenant(need.tokens - cached + CACHED_TOKEN_COST * cached)
@@ -351,14 +341,14 @@ class Balancer:
     def _routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
         match = self._index.match(request.keys)
         shared = _shared_blocks(match, decoders) if match else 0
-        output_tokens = min(pool.output_tokens, request.max_tokens) if request.max_tokens else pool.output_tokens
         return RoutingInput(
             max(1, request.input_tokens),
             request.n,
             match,
             shared,
             _session64(request, shared),
-            output_tokens,
+            pool.replies.expected(request.max_tokens),
+            request.n * pool.replies.predicted(request.max_tokens),
             self._settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
         )
@@ -367,6 +357,7 @@ class Balancer:
         decode, prefill, keys = pair.decode, pair.prefill, record.request.keys
         cached = need.cached(prefill)
         record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
+        record.reply_tokens = need.reply_tokens
         record.work_us = int(self._settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
         for worker in {decode, prefill}:
             prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
@@ -462,7 +453,7 @@ class Balancer:
         assert record.route is not None
         if (worker := self._workers.get(record.route.decode)) is not None:
             worker.mean_request_s += _SMOOTHING * (now_s - record.dispatched_s - worker.mean_request_s)
-        self._pool(record.request.model).measure_output(output_tokens)
+        self._pool(record.request.model).replies.add(output_tokens // record.request.n)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
@@ -522,8 +513,9 @@ class Balancer:
 
     def _route_unroutable(self, now_s: float) -> None:
         """A worker has connected: route the requests that waited for any worker of their model."""
-        while (record := self._queue.first("")) is not None and self._pool(record.request.model).candidates(())[0]:
-            self._route(record, now_s)
+        for record in sorted(self._queue.waiting_for(""), key=lambda record: record.order):
+            if self._pool(record.request.model).candidates(())[0]:
+                self._route(record, now_s)
 
     def _add(self, endpoint: Endpoint, capacity: Capacity) -> Worker:
         worker = Worker(endpoint, capacity, self._settings.cost, self._index.take_slot())

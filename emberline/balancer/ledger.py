@@ -20,6 +20,7 @@ ORPHAN_S = 300.0  # and a request that was dispatched is written off,
 ORPHAN_RUNNING_S = 3600.0  # or after its first token, when nothing but its end is reported any more.
 CACHED_TOKEN_COST = 0.1  # fair-share cost of a cached prompt token; a computed one costs 1
 OUTPUT_TOKEN_COST = 2.0  # of a generated token
+PROGRESS_UNIT = 1000  # of a token
 _MAX_IDLE_TENANTS = 10_000
 
 Phase = Literal["waiting", "prefill", "decode"]
@@ -78,16 +79,27 @@ class InFlightLoad:
 
     pending: dict[str, "InFlightRequest"] = field(default_factory=dict)  # prompts not computed yet, in dispatch order
     prefill_tokens: int = 0  # of the pending prompts, uncached
+    batch_prefill_tokens: int = 0  # of them, those of jobs
     work_us: int = 0  # of the pending prompts that are no jobs: jobs are preempted by all others
     pushes: int = 0  # pending prompts that are computed for another worker
     active: int = 0  # sequences
     batch_active: int = 0  # of them, jobs
     flex_active: int = 0  # of the others, those of the flex class
-    decode_tokens: int = 0  # prompts and generated tokens
+    decode_tokens: int = 0  # of the prompts of all sequences
+    kv_tokens: int = 0  # of the requests that are no jobs: prompts and predicted replies
+    reply_tokens: int = 0  # of them, the replies
+    decoding: int = 0  # sequences of these requests that have their first token,
+    started: int = 0  # and the sum of `LoadReports.progress` when they had
 
     @property
     def sync_active(self) -> int:
         return self.active - self.batch_active
+
+    def growth_tokens(self, progress: int) -> int:
+        """By which the replies will still grow. At least half of what was predicted: lengths are skewed, and a reply
+        that is longer than predicted may go on for as long again."""
+        generated = (self.decoding * progress - self.started) // PROGRESS_UNIT
+        return self.reply_tokens - min(generated, self.reply_tokens // 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +127,8 @@ class InFlightRequest:
     uncached_tokens: int = 0  # of the prompt
     total_tokens: int = 0
     work_us: int = 0  # of its prefill
-    emitted: int = 0  # tokens generated, as far as they were reported
+    reply_tokens: int = 0  # predicted, of all its sequences
+    started: int | None = None  # what it adds to `InFlightLoad.started`
     dispatched_s: float = 0.0
     first_token_s: float | None = None
     mixed: bool = False  # jobs ran on the decode worker when this was dispatched
@@ -130,7 +143,6 @@ class InFlightRequest:
         self.request = request
         self.progress_s = self.checked_s = now_s
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
-        self.give_up_s = now_s + request.wait_s
         self.rank_s, self.waits_for, self.route, self.error = None, "", None, None
 
     @property
@@ -183,17 +195,21 @@ class InFlightLedger:
         assert record.decode is None, f"{record.request.id} is charged already"
         n = record.request.n
         record.decode, record.prefill = decode, prefill
-        record.admitted, record.emitted, record.first_token_s = True, 0, None
+        record.admitted, record.first_token_s, record.started = True, None, None
         record.dispatched_s = record.progress_s = now_s
         record.mixed = record.is_job or decode.batch_active > 0
         prefill.pending[record.request.id] = record
         prefill.prefill_tokens += record.uncached_tokens
+        prefill.batch_prefill_tokens += record.uncached_tokens if record.is_job else 0
         prefill.work_us += 0 if record.is_job else record.work_us
         prefill.pushes += prefill is not decode
         decode.active += n
         decode.batch_active += n if record.is_job else 0
         decode.flex_active += n if record.priority is Priority.FLEX else 0
         decode.decode_tokens += record.total_tokens * n
+        if not record.is_job:
+            decode.kv_tokens += record.total_tokens + record.reply_tokens
+            decode.reply_tokens += record.reply_tokens
 
     def prefilled(self, record: InFlightRequest) -> bool:
         """The prompt is computed. False: that was known."""
@@ -201,14 +217,17 @@ class InFlightLedger:
         if prefill is None or prefill.pending.pop(record.request.id, None) is None:
             return False
         prefill.prefill_tokens -= record.uncached_tokens
+        prefill.batch_prefill_tokens -= record.uncached_tokens if record.is_job else 0
         prefill.work_us -= 0 if record.is_job else record.work_us
         prefill.pushes -= prefill is not record.decode
         return True
 
-    def emitted(self, record: InFlightRequest, n_tokens: int) -> None:
-        assert record.decode is not None
-        record.emitted += n_tokens
-        record.decode.decode_tokens += n_tokens
+    def first_token(self, record: InFlightRequest, progress: int) -> None:
+        """Its reply grows from now on. `progress`: `LoadReports.progress` of its decode worker."""
+        if record.decode is not None and record.started is None and not record.is_job:
+            record.started = record.request.n * progress
+            record.decode.decoding += record.request.n
+            record.decode.started += record.started
 
     def release(self, record: InFlightRequest) -> None:
         """It is on no worker any more."""
@@ -218,7 +237,13 @@ class InFlightLedger:
         decode.active -= n
         decode.batch_active -= n if record.is_job else 0
         decode.flex_active -= n if record.priority is Priority.FLEX else 0
-        decode.decode_tokens -= record.total_tokens * n + record.emitted
+        decode.decode_tokens -= record.total_tokens * n
+        if not record.is_job:
+            decode.kv_tokens -= record.total_tokens + record.reply_tokens
+            decode.reply_tokens -= record.reply_tokens
+        if record.started is not None:
+            decode.decoding -= n
+            decode.started -= record.started
         record.decode = record.prefill = None
 
     def orphans(self, now_s: float) -> list[str]:

@@ -8,7 +8,7 @@ prompt. So nothing counts twice, and a report can take off no more than that one
 import math
 from dataclasses import dataclass, field
 
-from emberline.balancer.ledger import InFlightLoad, InFlightRequest
+from emberline.balancer.ledger import PROGRESS_UNIT, InFlightLoad, InFlightRequest
 from emberline.protocol.frames import EngineLoad
 
 SETTLE_S = 0.05  # a dispatched request may take so long to appear in the worker's reports
@@ -26,6 +26,7 @@ class LoadReports:
     at_s: float = -math.inf  # and when it came
     foreign_tokens: int = 0  # prompt tokens of other cores that are still to be computed
     done_tokens: int = 0  # computed of our first pending prompt
+    progress: int = 0  # thousandths of a token that a sequence which always ran has generated; never falls
     n_rejected: int = 0
     problem: str = ""  # what was wrong with the last rejected report
     _rejected_until_s: float = -math.inf
@@ -43,6 +44,9 @@ class LoadReports:
         if self.rejecting(now_s):
             self.foreign_tokens = self.done_tokens = self._foreign_active = self._foreign_least = 0
             return not problem
+        if self.load.running and load.running and self.is_fresh(now_s):
+            n_tokens = max(0, load.output_tokens - self.load.output_tokens)
+            self.progress += n_tokens * PROGRESS_UNIT // load.running
         self.load, self.at_s = load, now_s
         known_tokens, n_unsettled = _settled(in_flight, now_s)
         self._foreign_least = _foreign(load, in_flight)

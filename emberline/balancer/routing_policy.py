@@ -25,11 +25,16 @@ class RoutingInput:
     match: Match = field(default_factory=list)  # leading blocks believed to be cached, and where
     shared: int = 0  # of them, those that most workers hold
     session64: int = 0  # identifies the conversation
-    output_tokens: float = 0.0  # expected
+    output_tokens: float = 0.0  # expected of each sequence
+    reply_tokens: int = 0  # that KV is kept free for, of all sequences
     block_tokens: int = BLOCK_TOKENS
     passes_flex: bool = True  # engines preempt running flex requests for it
     prefill_ready_s: float = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
     prefill_scale: float = 0.0  # that worker's speed
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.tokens + self.reply_tokens
 
     def depth(self, slot_bits: int) -> int:
         for depth, mask in self.match:
@@ -94,7 +99,7 @@ class LowestCost:
         costs = []
         for worker, cached in zip(candidates, caches):
             prompt_s = worker.prefill_speed.scale * seconds[cached]
-            cost_s = worker.wait_s(now_s) + worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
+            cost_s = worker.wait_s(now_s) + worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
             cost_s += prompt_s * (1 + interference(worker, now_s) + others * worker.cache_pressure(now_s))
             if others and cached < most:
                 lost_s = prompt_s - worker.prefill_speed.scale * seconds[most]
@@ -120,7 +125,7 @@ class LeastInterference:
 
     def choose(self, candidates: Sequence[Worker], need: RoutingInput, now_s: float) -> Worker:
         costs = [
-            worker.slot_wait_s(need.n, need.tokens, now_s, need.passes_flex)
+            worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
             + worker.decode_load_s * need.output_tokens
             + ready_s(worker, need, now_s)
             + self._others * worker.cache_pressure(now_s) * need.prefill_s(worker)
@@ -145,7 +150,7 @@ class SessionAffinity:
         return max(free, key=lambda worker: worker.rendezvous_weight(need.session64)) if free else home
 
     def _has_room(self, worker: Worker, need: RoutingInput, now_s: float) -> bool:
-        return worker.wait_s(now_s) <= self._ahead_s and worker.fits(need.n, need.tokens, now_s, need.passes_flex)
+        return worker.wait_s(now_s) <= self._ahead_s and worker.fits(need.n, need.kv_tokens, now_s, need.passes_flex)
 
 
 class RoundRobin:

@@ -122,30 +122,36 @@ class Worker:
         in_flight = self.in_flight
         return in_flight.sync_active - in_flight.flex_active * passes_flex + self.reports.foreign_active(now_s)
 
-    def slot_wait_s(self, n: int, tokens: int, now_s: float, passes_flex: bool = False) -> float:
-        """Until `n` more sequences can run."""
+    def slot_wait_s(self, n: int, kv_tokens: int, now_s: float, passes_flex: bool = False) -> float:
+        """Until `n` more sequences can run, that will need so much KV together."""
         capacity = self.capacity
         over = self.active(now_s, passes_flex) + n - capacity.max_running
-        if over <= 0 and self.has_memory(tokens, now_s):
+        if over <= 0 and self.has_memory(kv_tokens, now_s, passes_flex):
             return 0.0
         return self.mean_request_s * max(1, over) / capacity.max_running
 
-    def fits(self, n: int, tokens: int, now_s: float, passes_flex: bool = False, spare: int = 0) -> bool:
-        """Whether `n` more sequences can run, by count and memory; `spare`: sequences allowed to wait in the worker."""
+    def fits(self, n: int, kv_tokens: int, now_s: float, passes_flex: bool = False, spare: int = 0) -> bool:
+        """Whether `n` more sequences can run, by count and memory; `spare`: sequences allowed to wait in the worker.
+        A worker with nothing but preemptible sequences always takes one: no other may ever have more room."""
         active = self.active(now_s, passes_flex)
-        if active + n > self.capacity.max_running + spare:
-            return active == 0
-        return not self.in_flight.active or self.has_memory(tokens, now_s)
-
-    def has_memory(self, tokens: int, now_s: float) -> bool:
-        """By our own sum; where that is too much, by the worker's report: sequences may share most of their KV."""
-        in_flight, kv_tokens = self.in_flight, self.capacity.kv_tokens
-        if not kv_tokens or in_flight.decode_tokens + tokens <= KV_FULL * kv_tokens:
+        if active == 0:
             return True
-        if not self.reports.is_fresh(now_s) or not self.reports.load.kv_total_blocks:
-            return False
-        used = self.reports.load.kv_used_blocks * BLOCK_TOKENS + in_flight.prefill_tokens
-        return used + tokens <= KV_FULL * kv_tokens
+        return active + n <= self.capacity.max_running + spare and self.has_memory(kv_tokens, now_s, passes_flex)
+
+    def has_memory(self, kv_tokens: int, now_s: float, passes_flex: bool = False) -> bool:
+        """Whether so many more tokens of KV will fit, after the growth of what is there. By the worker's own report,
+        since sequences may share most of their KV; without one, by our own sum."""
+        in_flight, reports, load = self.in_flight, self.reports, self.reports.load
+        if not load.kv_total_blocks or not reports.is_fresh(now_s):
+            return not self.capacity.kv_tokens or in_flight.kv_tokens + kv_tokens <= KV_FULL * self.capacity.kv_tokens
+        held: float = load.kv_used_blocks * BLOCK_TOKENS
+        if n_preemptible := load.running_batch + in_flight.flex_active * passes_flex:
+            held *= 1 - min(1.0, n_preemptible / max(1, load.running))
+        growth = in_flight.growth_tokens(reports.progress)
+        growth_of_all = growth * self.active(now_s, passes_flex) / max(1, in_flight.sync_active)
+        pending = max(0, in_flight.prefill_tokens - in_flight.batch_prefill_tokens - reports.done_tokens)
+        needed = held + growth_of_all + pending + reports.foreign_tokens + kv_tokens
+        return needed <= KV_FULL * load.kv_total_blocks * BLOCK_TOKENS
 
     @property
     def decode_load_s(self) -> float:

@@ -1,5 +1,7 @@
 """The workers of one model: which are candidates, and which pair of decode and prefill worker takes a request."""
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
@@ -14,8 +16,35 @@ from emberline.balancer.routing_policy import (
 )
 from emberline.balancer.worker import Worker
 
-OUTPUT_TOKENS = 200.0  # expected of a reply before any has ended
+OUTPUT_TOKENS = 200  # expected of a reply before any has ended
+N_REPLIES = 256  # that predictions rest on
+QUANTILE = 0.75  # of reply lengths, that KV is kept free for: above the mean, since a few replies are very long
 _SMOOTHING = 0.05
+
+
+class ReplyLengths:
+    """Of a model's recent replies, in tokens."""
+
+    def __init__(self) -> None:
+        self.mean = float(OUTPUT_TOKENS)  # smoothed
+        self._recent: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    def add(self, n_tokens: int) -> None:
+        self.mean += _SMOOTHING * (n_tokens - self.mean)
+        self._recent.append(n_tokens)
+        insort(self._ordered, n_tokens)
+        if len(self._recent) > N_REPLIES:
+            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+
+    def expected(self, max_tokens: int) -> float:
+        return min(self.mean, max_tokens or self.mean)
+
+    def predicted(self, max_tokens: int) -> int:
+        """What most replies do not exceed, nor this one its `max_tokens` (0: unknown)."""
+        known = self._ordered
+        most = known[int(QUANTILE * len(known))] if known else OUTPUT_TOKENS
+        return min(most, max_tokens or most)
 
 
 class WorkerPair(NamedTuple):
@@ -27,7 +56,7 @@ class WorkerPair(NamedTuple):
 class WorkerPool:
     def __init__(self, settings: Settings) -> None:
         self.workers: list[Worker] = []
-        self.output_tokens = OUTPUT_TOKENS  # of a reply, smoothed
+        self.replies = ReplyLengths()
         self._settings = settings
         self._policy = make_policy(settings)  # where the decode worker computes the prompt
         self._prefill_policy = make_policy(settings)
@@ -75,9 +104,6 @@ class WorkerPool:
         prefillers = self.candidates(())[1]
         return WorkerPair(decode, self._prefill_policy.choose(prefillers, need, now_s), None) if prefillers else None
 
-    def measure_output(self, output_tokens: int) -> None:
-        self.output_tokens += _SMOOTHING * (output_tokens - self.output_tokens)
-
     def fade_speeds(self, now_s: float) -> None:
         prefill = [worker.prefill_speed.scale for worker in self.workers if worker.prefill_speed.n]
         decode = [worker.decode_speed.scale for worker in self.workers if worker.decode_speed.n]
@@ -96,8 +122,8 @@ class WorkerPool:
 
     def _has_room(self, worker: Worker, need: RoutingInput, now_s: float, prefills: bool) -> bool:
         if not self._policy.backpressure:
-            return worker.fits(need.n, need.tokens, now_s, need.passes_flex, spare=self._settings.max_waiting)
-        return worker.fits(need.n, need.tokens, now_s, need.passes_flex) and not (
+            return worker.fits(need.n, need.kv_tokens, now_s, need.passes_flex, spare=self._settings.max_waiting)
+        return worker.fits(need.n, need.kv_tokens, now_s, need.passes_flex) and not (
             prefills and self._backed_up(worker, now_s)
         )
 

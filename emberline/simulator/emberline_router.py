@@ -75,8 +75,7 @@ class EmberlineRouter:
         self._dispatch()
 
     def on_prefill_done(self, request: SimRequest) -> None:
-        self.balancer.prefilled(request.id, self._clock.now_s)
-        self._dispatch()
+        """Production learns of it only by the first token."""
 
     def on_first_token(self, request: SimRequest) -> None:
         self.balancer.first_token(request.id, self._clock.now_s, request.cached_tokens)

@@ -2,8 +2,9 @@ from collections import Counter
 
 import pytest
 
-from emberline.balancer.admission_queue import MAX_RETRY_S, REROUTE_S
+from emberline.balancer.admission_queue import MAX_RETRY_S, REROUTE_S, WORKER_WAIT_S
 from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.ledger import InFlightRequest
 from emberline.protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from emberline.protocol.frames import EngineLoad
@@ -202,6 +203,89 @@ def test_without_workers_a_request_waits_for_as_long_as_it_may() -> None:
     assert patient.route is not None
 
 
+def wait_until_expired(balancer: Balancer, now_s: float) -> tuple[float, list[InFlightRequest]]:
+    """Call `dispatch` whenever the balancer asks for it, until it hands requests out."""
+    for _ in range(10_000):
+        if decided := balancer.dispatch(now_s):
+            return now_s, decided
+        wake_s = balancer.wake_s(now_s)
+        assert wake_s is not None
+        now_s = max(wake_s, now_s + 0.001)
+    raise AssertionError("nothing was decided")
+
+
+@pytest.mark.parametrize("leave", ["disconnected", "drain", "remove"])
+def test_requests_queued_when_the_last_worker_leaves_expire(leave: str) -> None:
+    balancer, running = full()
+    queued = [enqueue(balancer, 1.0, id=f"w{i}") for i in range(3)]
+    getattr(balancer, leave)("e0", 5.0)
+    balancer.ended(running, 5.0, "cancelled")
+    expired_s, expired = wait_until_expired(balancer, 5.0)
+    assert expired_s == pytest.approx(5.0 + WORKER_WAIT_S, abs=0.01)
+    assert expired == queued
+    for record in queued:
+        assert isinstance(record.error, Unavailable)
+        assert record.error.retry_after_s
+    assert nothing_left(balancer, expired_s)
+
+
+def test_a_worker_that_comes_back_in_time_takes_the_requests_it_left() -> None:
+    balancer, running = full()
+    queued = enqueue(balancer, 1.0)
+    capacity = balancer._workers["e0"].capacity
+    for left_s in (5.0, 5.0 + WORKER_WAIT_S):  # the second absence is waited for as long as the first
+        balancer.disconnected("e0", left_s)
+        balancer.ended(running, left_s, "engine_failed")
+        assert balancer.dispatch(left_s + WORKER_WAIT_S - 1) == []
+        balancer.join(endpoint("e0"), capacity, left_s + WORKER_WAIT_S - 1)
+        if left_s == 5.0:
+            (first,) = balancer.dispatch(left_s + WORKER_WAIT_S - 1)
+            assert first is queued
+            running = queued.request.id
+            balancer.first_token(running, left_s + WORKER_WAIT_S - 1)
+            queued = enqueue(balancer, left_s + WORKER_WAIT_S - 1)
+    assert balancer.dispatch(5.0 + 2 * WORKER_WAIT_S) == [queued]
+    assert queued.error is None
+
+
+def test_a_request_whose_model_has_no_worker_does_not_hold_up_other_models() -> None:
+    balancer = fleet("both")
+    balancer.disconnected("e0", 1.0)
+    other = enqueue(balancer, 1.0, model="other", wait_s=10.0)
+    mine = enqueue(balancer, 2.0, wait_s=10.0)
+    balancer.join(endpoint("e0"), Capacity(max_running=16), 3.0)
+    assert balancer.dispatch(3.0) == [mine]
+    assert list(balancer._queue) == [other]
+
+
+def test_a_deadline_outlasts_the_wait_for_a_worker() -> None:
+    balancer = fleet("both")
+    balancer.disconnected("e0", 1.0)
+    first, second = (enqueue(balancer, 1.0, wait_s=5.0, deadline_s=30.0) for _ in range(2))
+    balancer.join(endpoint("e0"), Capacity(max_running=1), 2.0)
+    assert balancer.dispatch(2.0) == [first]
+    expired_s, expired = wait_until_expired(balancer, 2.0)
+    assert expired_s == pytest.approx(31.0, abs=0.01)
+    assert expired == [second]
+    assert isinstance(second.error, DeadlineExceeded)
+
+
+def test_one_models_queue_does_not_refuse_another_models_requests() -> None:
+    balancer, _ = full(max_waiting=10)
+    other = Endpoint(name="o0", address="unix:/o0", models=("other",))
+    balancer.join(other, Capacity(max_running=1), 0.0)
+    send(balancer, request(tokens=10, model="other"))
+    for i in range(10):
+        enqueue(balancer, id=f"w{i}", priority="flex")
+    first = enqueue(balancer, model="other")  # it waits: it is neither refused,
+    assert first in list(balancer._queue)
+    for _ in range(9):
+        enqueue(balancer, model="other")
+    with pytest.raises(Overloaded, match="10 requests already wait for other"):
+        enqueue(balancer, model="other")  # nor does a full queue shed another model's requests
+    assert len(balancer._queue) == 20
+
+
 def test_after_a_second_failover_a_request_waits_as_long_as_after_the_first() -> None:
     balancer = fleet("both")
     wanted = request(tokens=10, wait_s=10.0)
@@ -278,3 +362,73 @@ def test_sequences_that_share_their_prompt_share_its_kv() -> None:
     assert balancer.dispatch(1.0) == []
     balancer.report("e0", EngineLoad(running=2, kv_used_blocks=1010, kv_total_blocks=3125), 1.1)
     assert balancer.dispatch(1.1) == [third]
+
+
+def kv_worker(kv_tokens: int = 100_000, prompt: int = 1000, reply: int = 0) -> tuple[Balancer, str]:
+    """A worker with one decoding request; past replies had `reply` tokens."""
+    balancer = fleet("both", kv_tokens=kv_tokens, max_running=256, ahead_s=1e9)
+    for _ in range(20 if reply else 0):
+        past = request(tokens=10)
+        send(balancer, past)
+        balancer.ended(past.id, 0.0, "finished", reply)
+    running = request(tokens=prompt)
+    send(balancer, running)
+    balancer.first_token(running.id, 0.0)
+    return balancer, running.id
+
+
+def test_a_worker_that_reports_full_kv_gets_no_requests() -> None:
+    balancer, running = kv_worker()
+    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=6250, kv_total_blocks=6250), 1.0)
+    held = [enqueue(balancer, 1.0) for _ in range(60)]
+    assert balancer.dispatch(1.0) == []
+    balancer.ended(running, 1.5, "finished")
+    balancer.report("e0", EngineLoad(kv_used_blocks=0, kv_total_blocks=6250), 1.5)
+    assert set(balancer.dispatch(1.5)) == set(held)
+
+
+def test_jobs_in_the_kv_do_not_keep_requests_out() -> None:
+    """The engine preempts them."""
+    balancer, _ = kv_worker()
+    full_of_jobs = EngineLoad(running=50, running_batch=49, kv_used_blocks=6250, kv_total_blocks=6250)
+    balancer.report("e0", full_of_jobs, 1.0)
+    assert send(balancer, request(tokens=1000), 1.0).decode == "e0"
+
+
+def dispatched_at_once(balancer: Balancer, n: int, now_s: float = 1.0, **more: object) -> int:
+    for _ in range(n):
+        enqueue(balancer, now_s, **more)
+    return len(balancer.dispatch(now_s))
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_memory_is_kept_free_for_replies_as_long_as_replies_have_been(reports: bool) -> None:
+    n_sent = []
+    for reply in (100, 9000):
+        balancer, _ = kv_worker(reply=reply)
+        if reports:
+            balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
+        n_sent.append(dispatched_at_once(balancer, 60, tokens=1000))
+    assert n_sent[0] == 60
+    assert n_sent[1] == 8  # 9 × 10,000 tokens
+
+
+def test_max_tokens_bounds_the_predicted_reply() -> None:
+    balancer, _ = kv_worker(reply=9000)
+    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=6250), 1.0)
+    assert dispatched_at_once(balancer, 60, tokens=1000, max_tokens=100) == 60
+
+
+def test_tokens_that_were_generated_count_once() -> None:
+    """Half of the predicted reply is generated, and so in the report: the request that fitted before still does."""
+    balancer, _ = kv_worker(kv_tokens=25_000, reply=9000)
+    total = 25_000 // 16
+    balancer.report("e0", EngineLoad(running=1, kv_used_blocks=63, kv_total_blocks=total), 1.0)
+    for second in range(1, 11):
+        load = EngineLoad(running=1, kv_used_blocks=63 + 28 * second, kv_total_blocks=total, output_tokens=450 * second)
+        balancer.report("e0", load, 1.0 + second)
+    assert (
+        dispatched_at_once(balancer, 1, now_s=11.0, tokens=5000, id="too long") == 0
+    )  # with a reply of 9,000 it does not fit
+    balancer.ended("too long", 11.0, "cancelled")
+    assert dispatched_at_once(balancer, 1, now_s=11.0, tokens=4500, account="b") == 1

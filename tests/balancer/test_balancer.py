@@ -118,7 +118,6 @@ def test_a_removed_worker_has_no_load_and_gets_no_requests() -> None:
     assert gone.in_flight == InFlightLoad()
     for wanted in there:
         balancer.first_token(wanted.id, 2.0)
-        balancer.progress(wanted.id, 5, 2.0)
         balancer.ended(wanted.id, 3.0, "finished", 9)
     assert gone.in_flight == InFlightLoad()
     assert {serve(balancer, request(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}

@@ -103,15 +103,6 @@ class Life(RuleBasedStateMachine):
         self.balancer.first_token(self.pick(which, self.running), self.now_s, cached)
         self.pump()
 
-    @rule(which=SOME)
-    def prefilled(self, which: int) -> None:
-        self.balancer.prefilled(self.pick(which, self.running), self.now_s)
-        self.pump()
-
-    @rule(which=SOME, n=st.integers(1, 30))
-    def progress(self, which: int, n: int) -> None:
-        self.balancer.progress(self.pick(which, self.running), n, self.now_s)
-
     @rule(
         which=SOME,
         of=st.sampled_from(["waiting", "running", "lost"]),
@@ -196,7 +187,11 @@ class Life(RuleBasedStateMachine):
             mine = [record for record in self.balancer.ledger if record.decode is account]
             assert {record.request.id for record in mine} <= set(self.running)
             assert account.active == sum(record.request.n for record in mine)
-            assert account.decode_tokens == sum(r.total_tokens * r.request.n + r.emitted for r in mine)
+            assert account.decode_tokens == sum(r.total_tokens * r.request.n for r in mine)
+            requests = [record for record in mine if not record.is_job]
+            assert account.kv_tokens == sum(r.total_tokens + r.reply_tokens for r in requests)
+            assert account.reply_tokens == sum(record.reply_tokens for record in requests)
+            assert account.decoding == sum(r.request.n for r in requests if r.first_token_s is not None)
             assert account.prefill_tokens == sum(charge.uncached_tokens for charge in account.pending.values())
             if not worker.connected:
                 assert account == InFlightLoad()

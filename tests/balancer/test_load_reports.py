@@ -12,7 +12,7 @@ from tests.balancer.balancing import fleet, keys, request, send, serve
 
 
 def busy(n: int, tokens: int, **more: int) -> EngineLoad:
-    return EngineLoad(running=n, waiting_tokens=tokens, kv_used_blocks=1, kv_total_blocks=9, **more)
+    return EngineLoad(running=n, waiting_tokens=tokens, kv_used_blocks=1, kv_total_blocks=10_000, **more)
 
 
 def wait_s(balancer, name: str, now_s: float) -> float:  # type: ignore[no-untyped-def]
