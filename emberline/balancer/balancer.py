@@ -225,8 +225,6 @@ class Balancer:
         pair = pool.pair_with(worker, need, now_s)
         if pair is None:
             raise Unavailable(f"no prefill worker is connected for engine {request.engine}", retry_after_s=1)
-        if (before := self.ledger.get(request.id)) is not None:  # of an attempt whose lease has expired
-            self._forget(before, request.lost, now_s)
         record = InFlightRequest(request, None, now_s)
         self.ledger.add(record)
         return self._charge(record, pair, need, now_s)
@@ -351,6 +349,7 @@ class Balancer:
             request.n * pool.replies.predicted(request.max_tokens),
             self._settings.block_tokens,
             passes_flex=request.priority in ("priority", "default"),
+            is_job=bool(request.engine),
         )
 
     def _charge(self, record: InFlightRequest, pair: WorkerPair, need: RoutingInput, now_s: float) -> Route:
@@ -468,9 +467,9 @@ class Balancer:
                 self._readiness_changed(worker)
         for pool in self._pools.values():
             pool.fade_speeds(now_s)
-        for request_id in self.ledger.orphans(now_s):
-            log.warning("request without progress written off", extra={"request_id": request_id})
-            self.ended(request_id, now_s, "cancelled")
+        for record in self.ledger.orphans(now_s):  # its owner still ends it, with a usage row
+            log.warning("request without progress written off", extra={"request_id": record.request.id})
+            self._release(record, (), now_s)
         if now_s - self._rotated_s >= NO_EVENTS_S:
             self._rotated_s = now_s
             self._rotate_slots()

@@ -69,7 +69,7 @@ class JobQuota:
         if not self.worker.is_healthy(now_s) or self.emptying:
             return 0
         floor = max(1, int(self.max_running * FLOOR))
-        return max(0, max(self._limit(now_s), floor) - self.granted)
+        return max(0, max(self._limit(now_s) - self._n_foreign_jobs(), floor) - self.granted)
 
     def observe_ttft(self, ttft_s: float, mixed: bool, now_s: float) -> None:
         self._ttft_s[mixed].add(ttft_s, now_s)
@@ -82,16 +82,22 @@ class JobQuota:
             return self.granted
         if now_s - self._last_request_s >= QUIET_S:
             return self.max_running + max(1, int(self.max_running * AHEAD))
-        return min(int(self.max_running * min(self._cap, self._share)), self.max_running - self._n_others())
+        return min(int(self.max_running * min(self._cap, self._share)), self.max_running - self._n_requests())
 
-    def _n_others(self) -> int:
-        """Sequences that are no jobs of ours: requests, and what other cores run there."""
+    def _n_requests(self) -> int:
+        """Sequences that are no jobs, of all cores. Where a worker does not report jobs, only ours are known."""
         load, in_flight = self.worker.load, self.worker.in_flight
-        return max(in_flight.sync_active, load.running + load.waiting - in_flight.batch_active)
+        n_jobs = max(load.running_batch + load.waiting_batch, in_flight.batch_active)
+        return max(in_flight.sync_active, load.running + load.waiting - n_jobs)
+
+    def _n_foreign_jobs(self) -> int:
+        """Sequences of jobs that other cores run there: they take part of what jobs may have."""
+        load = self.worker.load
+        return max(0, load.running_batch + load.waiting_batch - self.worker.in_flight.batch_active)
 
     def _adjust(self, now_s: float) -> None:
         """Measure the step time, and move the cap."""
-        if self._n_others() > 0:
+        if self._n_requests() > 0:
             self._last_request_s = now_s
         elapsed_s, steps = now_s - self._adjusted_s, self.worker.load.steps
         if elapsed_s < _ADJUST_S:

@@ -16,7 +16,7 @@ from emberline.protocol.request import Priority
 # Progress is measured by tokens, not by answered probes. With work in flight and no progress for so long,
 STALLED_S = 30.0  # a worker is unhealthy: it gets no requests,
 HUNG_S = 300.0  # its connection is dropped, and its requests move: on a slow machine one step takes minutes
-ORPHAN_S = 300.0  # and a request that was dispatched is written off,
+ORPHAN_S = 300.0  # and a request that was dispatched counts as load no longer,
 ORPHAN_RUNNING_S = 3600.0  # or after its first token, when nothing but its end is reported any more.
 CACHED_TOKEN_COST = 0.1  # fair-share cost of a cached prompt token; a computed one costs 1
 OUTPUT_TOKEN_COST = 2.0  # of a generated token
@@ -81,6 +81,7 @@ class InFlightLoad:
     prefill_tokens: int = 0  # of the pending prompts, uncached
     batch_prefill_tokens: int = 0  # of them, those of jobs
     work_us: int = 0  # of the pending prompts that are no jobs: jobs are preempted by all others
+    job_work_us: int = 0  # of the pending prompts of jobs
     pushes: int = 0  # pending prompts that are computed for another worker
     active: int = 0  # sequences
     batch_active: int = 0  # of them, jobs
@@ -202,6 +203,7 @@ class InFlightLedger:
         prefill.prefill_tokens += record.uncached_tokens
         prefill.batch_prefill_tokens += record.uncached_tokens if record.is_job else 0
         prefill.work_us += 0 if record.is_job else record.work_us
+        prefill.job_work_us += record.work_us if record.is_job else 0
         prefill.pushes += prefill is not decode
         decode.active += n
         decode.batch_active += n if record.is_job else 0
@@ -219,6 +221,7 @@ class InFlightLedger:
         prefill.prefill_tokens -= record.uncached_tokens
         prefill.batch_prefill_tokens -= record.uncached_tokens if record.is_job else 0
         prefill.work_us -= 0 if record.is_job else record.work_us
+        prefill.job_work_us -= record.work_us if record.is_job else 0
         prefill.pushes -= prefill is not record.decode
         return True
 
@@ -246,11 +249,11 @@ class InFlightLedger:
             decode.started -= record.started
         record.decode = record.prefill = None
 
-    def orphans(self, now_s: float) -> list[str]:
-        """Dispatched requests without progress for too long; those that wait are bounded by their own deadlines."""
+    def orphans(self, now_s: float) -> list[InFlightRequest]:
+        """Requests on workers without progress for too long; those that wait are bounded by their own deadlines."""
         return [
-            request_id
-            for request_id, record in self._records.items()
-            if (record.decode is not None or record.error is not None)
+            record
+            for record in self._records.values()
+            if record.decode is not None
             and now_s - record.progress_s > (ORPHAN_S if record.first_token_s is None else ORPHAN_RUNNING_S)
         ]

@@ -29,6 +29,7 @@ class RoutingInput:
     reply_tokens: int = 0  # that KV is kept free for, of all sequences
     block_tokens: int = BLOCK_TOKENS
     passes_flex: bool = True  # engines preempt running flex requests for it
+    is_job: bool = False  # it waits for the prompts of other jobs too
     prefill_ready_s: float = 0.0  # until the chosen prefill worker has computed the prompt, where there is one
     prefill_scale: float = 0.0  # that worker's speed
 
@@ -54,6 +55,11 @@ class RoutingInput:
                 break
             bits |= mask
         return [worker for worker in candidates if worker.slot_bits & bits] if bits else []
+
+    def wait_s(self, worker: Worker, now_s: float) -> float:
+        """Until the worker would begin this prompt."""
+        jobs_s = worker.in_flight.job_work_us * 1e-6 * worker.prefill_speed.scale if self.is_job else 0.0
+        return worker.wait_s(now_s) + jobs_s
 
     def prefill_s(self, worker: Worker) -> float:
         return worker.prefill_speed.scale * worker.cost.prefill_s(self.tokens - self.cached(worker), self.tokens)
@@ -99,7 +105,7 @@ class LowestCost:
         costs = []
         for worker, cached in zip(candidates, caches):
             prompt_s = worker.prefill_speed.scale * seconds[cached]
-            cost_s = worker.wait_s(now_s) + worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
+            cost_s = need.wait_s(worker, now_s) + worker.slot_wait_s(need.n, need.kv_tokens, now_s, need.passes_flex)
             cost_s += prompt_s * (1 + interference(worker, now_s) + others * worker.cache_pressure(now_s))
             if others and cached < most:
                 lost_s = prompt_s - worker.prefill_speed.scale * seconds[most]
@@ -210,7 +216,7 @@ def local_prefill_s(worker: Worker, need: RoutingInput, now_s: float) -> float:
     # Its speed was measured on short prompts, which say little: no decode worker counts as faster than a prefill one.
     slower = max(1.0, need.prefill_scale / worker.prefill_speed.scale)
     prompt_s = need.prefill_s(worker) * slower
-    return worker.wait_s(now_s) + prompt_s * (1 + interference(worker, now_s) + max(1, worker.active(now_s)))
+    return need.wait_s(worker, now_s) + prompt_s * (1 + interference(worker, now_s) + max(1, worker.active(now_s)))
 
 
 def transfer_s(worker: Worker, need: RoutingInput) -> float:

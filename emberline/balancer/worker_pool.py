@@ -85,9 +85,7 @@ class WorkerPool:
         if not prefillers:
             decode = self._policy.choose(decoders, need, now_s)
             return WorkerPair(decode, decode, None if self._has_room(decode, need, now_s, prefills=True) else decode)
-        prefill = self._prefill_policy.choose(prefillers, need, now_s)
-        need.prefill_ready_s = prefill.wait_s(now_s) + need.prefill_s(prefill)
-        need.prefill_scale = prefill.prefill_speed.scale
+        prefill = self._choose_prefill(prefillers, need, now_s)
         decode = self._decode_policy.choose(decoders, need, now_s)
         if self._prefills_locally(decode, need, now_s):
             prefill = decode
@@ -99,10 +97,17 @@ class WorkerPool:
 
     def pair_with(self, decode: Worker, need: RoutingInput, now_s: float) -> WorkerPair | None:
         """The pair of a given decode worker. None: it needs a prefill worker, and none is connected."""
-        if decode.endpoint.alone:
-            return WorkerPair(decode, decode, None)
         prefillers = self.candidates(())[1]
-        return WorkerPair(decode, self._prefill_policy.choose(prefillers, need, now_s), None) if prefillers else None
+        if not prefillers:
+            return WorkerPair(decode, decode, None) if decode.endpoint.alone else None
+        prefill = self._choose_prefill(prefillers, need, now_s)
+        return WorkerPair(decode, decode if self._prefills_locally(decode, need, now_s) else prefill, None)
+
+    def _choose_prefill(self, prefillers: list[Worker], need: RoutingInput, now_s: float) -> Worker:
+        prefill = self._prefill_policy.choose(prefillers, need, now_s)
+        need.prefill_ready_s = need.wait_s(prefill, now_s) + need.prefill_s(prefill)
+        need.prefill_scale = prefill.prefill_speed.scale
+        return prefill
 
     def fade_speeds(self, now_s: float) -> None:
         prefill = [worker.prefill_speed.scale for worker in self.workers if worker.prefill_speed.n]

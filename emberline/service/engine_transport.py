@@ -15,7 +15,7 @@ from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.metrics import Histogram
 from emberline.service.prefill_handover import Prefill, hand_over
 from emberline.service.prepare import Prepared
-from emberline.service.request_context import JobContext
+from emberline.service.request_context import JobContext, in_flight_id
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
 RECONNECT_WAIT_S = 15.0  # the same after a failover: the core may not have seen the engine's death yet
@@ -26,7 +26,7 @@ DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; the run catches an engine 
 def route_request(prepared: Prepared, job: JobContext | None) -> RouteRequest:
     request, principal = prepared.request, prepared.principal
     return RouteRequest(
-        id=request.id,
+        id=in_flight_id(request.id, job),
         account=principal.account,
         key_id=principal.key_id,
         model=prepared.served.card.id,
@@ -59,6 +59,7 @@ class EngineTransport:
         self.began = False
         self._prepared = prepared
         self._engines = engines  # by endpoint name
+        self._id = in_flight_id(prepared.request.id, job)
         self._on_delta = None if job is None else job.on_delta
         decoder = ParsingChoiceDecoder if prepared.parsed else ChoiceDecoder
         self._choices = [decoder(index, prepared, inter_token) for index in range(prepared.request.n)]
@@ -199,7 +200,7 @@ class EngineTransport:
             sampling = prepared.sampling
             if choice.index and sampling.seed is not None:
                 sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + choice.index) % (1 << 64))
-            sequence_id = request.id + (f"-{choice.index}" if choice.index else "") + suffix
+            sequence_id = self._id + (f"-{choice.index}" if choice.index else "") + suffix
             self._by_id[sequence_id] = choice
             made.append(
                 EngineRequest(

@@ -18,16 +18,24 @@ class JobContext:
     engine: the worker that admission granted. The request is not rerouted, so that a worker that dies under a job is
         noticed and counted against the job.
     record_usage: receives the usage row when the request ends. The queue writes it in the transaction that stores the
-        result, so an attempt whose result is discarded is not billed.
+        result, so an attempt whose result is discarded is not billed. The row has the attempt's own id.
     resume_from: tokens that earlier attempts generated. Generation continues behind them; their events are not
         emitted again.
     on_delta: receives each delta of the engine right before the events made from it.
+    attempt: the lease's fencing token. Attempts at one job overlap when a lease has expired, so each is in flight under
+        an id of its own.
     """
 
     engine: str
     record_usage: Callable[[UsageRow], None]
     resume_from: TokenDelta | None = None
     on_delta: Callable[[TokenDelta], None] | None = None
+    attempt: int = 0
+
+
+def in_flight_id(request_id: str, job: JobContext | None) -> str:
+    """The id under which the balancer and the engines know a request."""
+    return request_id if job is None or not job.attempt else f"{request_id}.{job.attempt}"
 
 
 log = logging.getLogger("emberline.request")

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
+
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, MalformedModelId, ModelNotFound, Unavailable
@@ -19,7 +21,7 @@ from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer, Served
-from emberline.service.request_context import Clock, JobContext
+from emberline.service.request_context import Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
 from emberline.service.validation import validate
@@ -191,6 +193,7 @@ class Service:
         if (card := self.upstream_card(request.model)) is not None:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)
+            sent.route = msgspec.structs.replace(sent.route, id=in_flight_id(request.id, job))
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
             return await self._admit(sent.route, upstream, clock, job), _no_session_entries

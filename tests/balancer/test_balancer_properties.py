@@ -88,8 +88,9 @@ class Life(RuleBasedStateMachine):
         wanted = request(
             before.request.keys, id=request_id, account=before.request.account, lost=(before.route.decode,), wait_s=1.0
         )
-        if before.is_job:
-            return self.job(request_id, before.route.decode, before.request.keys)
+        if before.is_job:  # its queue makes another attempt, while this one may still end
+            self.running[request_id] = before
+            return self.batch(before.route.decode, before.request.keys)
         try:
             self.waiting[request_id] = self.balancer.enqueue(wanted, self.now_s)
             assert self.waiting[request_id] is before
@@ -124,12 +125,9 @@ class Life(RuleBasedStateMachine):
 
     def job(self, request_id: str, name: str, chain: bytes) -> None:
         wanted = request(chain, id=request_id, engine=name, priority="batch")
-        before = self.balancer.ledger.get(request_id)
         try:
             route = self.balancer.dispatch_job(wanted, self.now_s)
         except EmberlineError:
-            if before is not None:
-                self.running[request_id] = before
             return
         record = self.balancer.ledger.get(wanted.id)
         assert record is not None
@@ -210,7 +208,7 @@ Life.TestCase.settings = settings(max_examples=n_examples(80), stateful_step_cou
 TestLife = Life.TestCase
 
 
-def test_orphaned_requests_are_written_off() -> None:
+def test_orphaned_requests_are_no_load_but_stay_on_record_until_their_owner_ends_them() -> None:
     balancer = fleet("both")
     silent, running = request(tokens=100), request(tokens=100)
     for wanted in (silent, running):
@@ -218,6 +216,10 @@ def test_orphaned_requests_are_written_off() -> None:
     assert len(balancer.dispatch(0.0)) == 2
     balancer.first_token(running.id, 1.0)
     balancer.dispatch(400.0)
-    assert open_ids(balancer) == {running.id}
+    assert balancer.snapshot(400.0).workers[0].active == 1
     balancer.dispatch(ORPHAN_RUNNING_S + 2.0)
-    assert nothing_left(balancer, ORPHAN_RUNNING_S + 2.0)
+    assert balancer.snapshot(ORPHAN_RUNNING_S + 2.0).workers[0].active == 0
+    assert open_ids(balancer) == {silent.id, running.id}
+    for wanted in (silent, running):
+        balancer.ended(wanted.id, ORPHAN_RUNNING_S + 3.0, "cancelled")
+    assert nothing_left(balancer, ORPHAN_RUNNING_S + 3.0)

@@ -106,6 +106,28 @@ def test_only_the_minimum_is_granted_while_requests_wait_in_the_engine() -> None
     assert bench.free() == 2
 
 
+def test_jobs_of_other_cores_are_not_taken_for_requests() -> None:
+    bench = Bench(max_running=32)
+    bench.report(EngineLoad(running=20, running_batch=20))
+    assert bench.free() == 36 - 20  # no request to protect, but less room
+    bench.run(QUIET_S)
+    assert bench.free() == 36 - 20
+    bench.report(EngineLoad(running=32, running_batch=32, waiting=16, waiting_batch=16))
+    assert bench.free() == 2  # the minimum: the queue is shared, so none of its jobs starves
+    bench.report(EngineLoad(running=21, running_batch=20))  # one request of another core
+    assert bench.free() == 2  # they have the whole share of jobs
+
+
+def test_a_worker_that_does_not_report_jobs_runs_ours() -> None:
+    bench = Bench(max_running=32)
+    held = bench.grants.issue("m", 20)
+    for n in range(20):
+        bench.balancer.dispatch_job(request(id=f"b{n}", engine="e0", priority="batch"), bench.now_s)
+    bench.report(EngineLoad(running=20))
+    assert bench.free() == 16
+    assert len(held) == 20
+
+
 def test_a_full_kv_cache_gets_no_more_jobs() -> None:
     bench = Bench(max_running=32)
     held = bench.grants.issue("m", 20)

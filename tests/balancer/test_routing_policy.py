@@ -267,6 +267,20 @@ def test_a_worker_that_cannot_prefill_is_never_asked_to() -> None:
         balancer.dispatch_job(request(engine="d"), 1.0)
 
 
+def test_jobs_use_prefill_workers_as_requests_do() -> None:
+    """A long prompt is computed by the prefill worker while that is sooner, the prompts of other jobs included."""
+    balancer = fleet("prefill", "decode", max_running=64)
+    routes = [balancer.dispatch_job(request(tokens=4000, engine="e1"), 0.0) for _ in range(30)]
+    assert {route.decode for route in routes} == {"e1"}
+    by_prefill = [route.prefill for route in routes]
+    assert by_prefill[0] == "e0"
+    assert 8 <= by_prefill.count("") <= 22  # both workers have prompts to compute
+    assert balancer.dispatch_job(request(tokens=50, engine="e1"), 0.0).prefill == ""  # short
+    assert send(balancer, request(tokens=4000)).prefill == "e0"  # passes the jobs
+    balancer.disconnected("e0", 1.0)
+    assert balancer.dispatch_job(request(tokens=4000, engine="e1"), 1.0).prefill == ""
+
+
 def test_prefill_and_decode_pools_are_balanced_separately() -> None:
     balancer = fleet(*["prefill"] * 2, *["decode"] * 3, ahead_s=1e9, max_running=64)
     routes = [send(balancer, request(keys((f"k{i}", 300)))) for i in range(60)]

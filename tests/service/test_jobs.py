@@ -95,6 +95,32 @@ async def test_jobs_do_not_block_requests(engine: FakeEngine, service: Service) 
     assert active() == (0, 0)
 
 
+async def test_the_late_end_of_an_expired_attempt_leaves_the_next_one_on_record(
+    engine: FakeEngine, service: Service
+) -> None:
+    """A lease expires in an outage, and the same process claims the job again."""
+    engine.script = None
+    assert isinstance(service.core, LocalCore)
+    core, rows = service.core, []
+
+    def attempt(number: int) -> "asyncio.Future[object]":
+        context = JobContext("e0", rows.append, attempt=number)
+        return asyncio.ensure_future(collect_answer(service.generate(queued(), ALICE, context)))
+
+    first = attempt(1)
+    await engine.submission()
+    second = attempt(2)
+    await engine.submission(2)
+    assert core.admission.snapshot().workers[0].batch_active == 2
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert [row.id for row in rows] == ["b-0.1"]
+    assert core.admission.snapshot().workers[0].batch_active == 1
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert core.admission.snapshot().workers[0].batch_active == 0
+
+
 async def test_a_job_resumes_behind_its_transcript(engine: FakeEngine, service: Service, text_model: TextModel) -> None:
     """Only new tokens are sent; all are counted, and the engine samples none twice."""
     ids = tokens.unpack(text_model.encode("Hello!", special=False))

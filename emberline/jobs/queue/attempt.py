@@ -96,14 +96,15 @@ class JobAttempt:
             lease.request, priority=Priority.BATCH, deadline_s=max(0.001, left_s), reject_if_busy=False
         )
         if lease.kind != "response" or request.n > 1:
-            context = JobContext(engine, self._record_usage)
+            context = JobContext(engine, self._record_usage, attempt=lease.epoch)
             return await collect_answer(service.generate(request, principal, context), request.n)
         transcript = TranscriptWriter(self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST))
-        context = JobContext(engine, self._record_usage, await transcript.load(), transcript.record)
+        resume_from = await transcript.load()
+        context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch)
         return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
 
     def _record_usage(self, row: UsageRow) -> None:
-        self._usage = row
+        self._usage = msgspec.structs.replace(row, id=self.lease.request_id)  # one row for all attempts
 
     async def _write_outcome(self, run: asyncio.Task[Answer]) -> None:
         queue, lease = self._queue, self.lease
