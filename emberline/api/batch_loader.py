@@ -22,6 +22,7 @@ from emberline.protocol.errors import Conflict, EmberlineError, Internal, TooLar
 
 CONCURRENT_BATCHES = 2  # so that a small batch need not wait for a large one
 POLL_S = 5.0  # for batches whose process died
+OFF_LOOP_BYTES = 256 << 10  # of a line: a longer one is read outside the event loop
 _RETRY_S = 1.0
 
 log = logging.getLogger("emberline.batches")
@@ -92,7 +93,9 @@ class BatchService:
             n_read += 1
             if n_read > queue.limits.max_jobs:
                 raise TooLarge(f"a batch has at most {queue.limits.max_jobs:,} lines: split it", param="input_file_id")
-            job = read_job(line)  # also of lines loaded before a restart: the reader may keep state
+            # Also lines loaded before a restart: the reader may keep state.
+            large = len(line.data or b"") > OFF_LOOP_BYTES
+            job = await asyncio.to_thread(read_job, line) if large else read_job(line)
             if n_read > batch.counts.total:
                 jobs.append(job)
             await yielding.after(len(line.data or b""))

@@ -35,6 +35,8 @@ from emberline.text.tokenizer import OFF_LOOP_BYTES
 
 T = TypeVar("T")
 
+MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -87,8 +89,10 @@ class Preparer:
     ) -> Prepared:
         """Refuses everything that can be refused without an engine."""
         asked = validate(request, info.vocab_size)
-        _check_length(request, served.text, info.context_len)
+        n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
+        _check_length(n_chars, request, served.text, info.context_len)
         digests, rendered = await self._run(request, lambda: _read(served.text, request))
+        _check_length(len(rendered.text) if rendered else 0, request, served.text, info.context_len)
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = reasoning_begun(served.text, rendered)
         spec = grammar_spec(served.text, request, thinking)
@@ -134,10 +138,11 @@ class Preparer:
 
 
 def _n_bytes(request: GenerateRequest) -> int:
-    """Of the request's text, estimated: about three bytes for a character beyond ASCII."""
+    """Of the request's text, estimated: about three bytes for a character beyond ASCII. Messages cost time too."""
     texts = [*_texts(request), request.prompt or ""]
     n_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
-    return n_tools + sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
+    n_messages = MESSAGE_BYTES * len(request.messages or ())
+    return n_tools + n_messages + sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
 
 
 def _texts(request: GenerateRequest) -> Iterator[str]:
@@ -162,9 +167,8 @@ def _prompt_field(request: GenerateRequest) -> str:
     return "prompt" if request.messages is None else "messages"
 
 
-def _check_length(request: GenerateRequest, text: TextModel, context_len: int) -> None:
+def _check_length(n_chars: int, request: GenerateRequest, text: TextModel, context_len: int) -> None:
     """Refuse what cannot fit however it is tokenized, without tokenizing megabytes to learn it."""
-    n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
     if n_chars > context_len and n_chars > context_len * text.longest_token_chars:
         raise ContextExceeded(
             f"the prompt has {n_chars} characters, far beyond the context of {context_len} tokens: shorten it",

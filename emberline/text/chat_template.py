@@ -33,14 +33,18 @@ class Roles:
         JSON lines in its text. With `untemplated`, calls and results are written in that format in any case.
         """
         turns: list[Turn] = []
+        contents: list[list[str]] = []  # the texts of each turn
         results = False  # whether the last turn consists of tool results
         for message in messages:
             turn = self._turn(message, untemplated)
             was_results, results = results, message.role == "tool" and turn["role"] == "user"
             if was_results and turn["role"] == "user":
-                turns[-1]["content"] += "\n\n" + turn["content"]
+                contents[-1].append(turn["content"])
             else:
                 turns.append(turn)
+                contents.append([turn["content"]])
+        for turn, texts in zip(turns, contents, strict=True):
+            turn["content"] = "\n\n".join(texts)
         return turns
 
     def _turn(self, message: Message, untemplated: ToolCallFormat | None) -> Turn:

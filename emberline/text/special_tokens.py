@@ -59,10 +59,10 @@ class Guard:
 
     def choose(self, *values: Any) -> str:
         """The mark for these values (strings, lists and dicts of them); empty if none is needed."""
-        if not any(self._special.search(text) for text in _strings(values)):
+        if not any(self._special.search(text) for text in _strings(*values)):
             return ""
         for mark in MARKS:
-            if not any(mark in text for text in _strings(values)):
+            if not any(mark in text for text in _strings(*values)):
                 return mark
         raise BadInput("the messages use every noncharacter from U+FDD0 to U+FDEF", param="messages")
 
@@ -79,13 +79,15 @@ class Guard:
         return value
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def _strings(*values: Any) -> Iterator[str]:
+    """All strings inside, without recursion: that would cost every string as many steps as it is nested deep."""
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value

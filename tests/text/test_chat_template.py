@@ -3,6 +3,7 @@ import pytest
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import Message, ToolCall
 from emberline.text.chat_template import ChatTemplate
+from tests.api.adversarial import cpu_s
 from tests.text.chats import CHATML, GEMMA, LLAMA2, LLAMA3, family
 
 SYSTEM, USER, REPLY = Message("system", "Be brief."), Message("user", "hi"), Message("assistant", "hello")
@@ -102,3 +103,9 @@ def test_models_without_a_template_get_a_plain_one():
     assert model.render([SYSTEM, USER]) == "System: Be brief.\nUser: hi\nAssistant:"
     assert model.chat_stops == ("\nUser:", "\nSystem:")
     assert family("chatml").chat_stops == ()
+
+
+def test_joining_tool_results_takes_linear_time():
+    template = ChatTemplate(LLAMA2)
+    messages = [USER, *[Message("tool", "x" * 200)] * 20_000]
+    assert cpu_s(lambda: template.turns(messages)) < 1

@@ -9,6 +9,7 @@ from emberline.protocol.request import GenerateRequest, Message, ToolCall
 from emberline.protocol.token_ids import unpack
 from emberline.text.prompt import build_prompt
 from emberline.text.special_tokens import MARKS, Guard
+from tests.api.adversarial import cpu_s
 from tests.text.chats import family, text_model
 from tests.text.strategies import snippets
 from tests.text.vocab import byte_level
@@ -97,3 +98,11 @@ def test_tool_arguments_nested_too_deeply_are_refused():
     for depth in (600, 900):
         with pytest.raises(BadInput, match="nested too deeply"):
             prompt(depth)
+
+
+def test_deeply_nested_strings_take_linear_time():
+    value = ["y"] * 200_000
+    for _ in range(400):
+        value = {"x": value}
+    assert cpu_s(lambda: Guard(["<end>"]).choose(value)) < 1
+    assert Guard(["<end>"]).choose({"x": [{"<end>": 1}]}) == MARKS[0]

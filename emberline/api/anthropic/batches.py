@@ -99,7 +99,7 @@ def _params(result: Result) -> MessagesRequest:
 async def create(call: Call) -> Reply:
     """Requests are parsed afterwards: an invalid one ends as `errored`, the others run."""
     raw = await read_body(call, MAX_BYTES)
-    requests = decode(raw, _batch_decoder).requests
+    requests = decode(raw, _batch_decoder, MAX_BYTES).requests
     await _check_ids(requests)
 
     async def submit(batch_id: str) -> bytes:

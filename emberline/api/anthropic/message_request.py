@@ -176,7 +176,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 def _tool(tool: AnthropicTool, field: str) -> Tool:
     if tool.type not in (None, "custom"):
-        raise Unsupported(f"`{field}`: tools of type {tool.type!r} are not supported", param=f"{field}.type")
+        raise Unsupported(f"`{field}`: tools of type {tool.type[:80]!r} are not supported", param=f"{field}.type")
     if tool.input_schema is None:
         raise BadInput(f"`{field}` needs an `input_schema`", param=f"{field}.input_schema")
     return declare(DeclaredFunction(tool.name, tool.description, tool.input_schema, tool.strict), field)

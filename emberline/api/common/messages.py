@@ -1,5 +1,6 @@
 """Chat messages: the OpenAI and Workers AI formats converted to the canonical one."""
 
+from collections import defaultdict, deque
 from typing import Any, Literal
 
 import msgspec
@@ -58,7 +59,10 @@ class _ResultMatcher:
 
     def __init__(self) -> None:
         self._n_calls = 0
-        self._unanswered: list[ToolCall] = []  # calls of the last turn that made any
+        # Calls of the last turn of the assistant, by number in order, and the numbers of those that a result may mean.
+        self._unanswered: dict[int, ToolCall] = {}
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str | None, deque[int]] = defaultdict(deque)  # None: of any name
 
     def call(self, call: ToolCallField, field: str) -> ToolCall:
         function = call.function or (CalledFunction(call.name, call.arguments or "") if call.name else None)
@@ -71,13 +75,19 @@ class _ResultMatcher:
         return ToolCall(call.id or f"call_{self._n_calls - 1}", function.name, arguments)
 
     def made(self, calls: tuple[ToolCall, ...]) -> None:
-        self._unanswered = list(calls)
+        self._unanswered = dict(enumerate(calls))
+        self._by_id.clear()
+        self._by_name.clear()
+        for number, call in self._unanswered.items():
+            for numbers in (self._by_id[call.id], self._by_name[call.name], self._by_name[None]):
+                numbers.append(number)
 
     def result(self, call_id: str | None, name: str | None) -> str | None:
         """The id of the call that a result answers. An unknown one is returned as it is: the service refuses it."""
-        for call in self._unanswered:
-            if call.id == call_id or (not call_id and name in (None, call.name)):
-                self._unanswered.remove(call)
+        numbers = self._by_id.get(call_id) if call_id else self._by_name.get(name)
+        while numbers:
+            call = self._unanswered.pop(numbers.popleft(), None)  # None: another result has answered it
+            if call is not None:
                 return call.id
         return call_id
 

@@ -96,7 +96,7 @@ class Toolset(NamedTuple):
         if not self.tools:
             raise BadInput(f"`{field}` requires a call, and there are no tools to call", param=field)
         if name is not None and name not in {tool.name for tool in self.tools}:
-            raise BadInput(f"`{field}` names {name!r}, which is not among the tools", param=field)
+            raise BadInput(f"`{field}` names {name[:80]!r}, which is not among the tools", param=field)
         return self._replace(choice=ToolChoice("required", name))
 
 
@@ -120,7 +120,7 @@ def choose(declared: Toolset, choice: ToolChoiceField | None) -> Toolset:
         if choice.type == "allowed_tools":
             return _allow(declared, choice)
         if choice.type != "function":
-            raise Unsupported(f"`tool_choice` of type {choice.type!r} is not supported", param="tool_choice.type")
+            raise Unsupported(f"`tool_choice` of type {choice.type[:80]!r} is not supported", param="tool_choice.type")
         name = choice.function.name if choice.function else choice.name
         if name is None:
             raise BadInput("`tool_choice` names no function", param="tool_choice")
@@ -141,7 +141,7 @@ def _function(tool: DeclaredTool, field: str) -> tuple[DeclaredFunction, str]:
     """The function that a tool declares, and its field."""
     if tool.type != "function":
         raise Unsupported(
-            f"`{field}`: tools of type {tool.type!r} are not supported; declare a function", param=f"{field}.type"
+            f"`{field}`: tools of type {tool.type[:80]!r} are not supported; declare a function", param=f"{field}.type"
         )
     if tool.function is not None:
         return tool.function, f"{field}.function"

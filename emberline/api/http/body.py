@@ -16,7 +16,10 @@ from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unsu
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 32 << 20
+MAX_VALUES = 1 << 18  # of one request's JSON: a prompt of as many token ids, or far more messages than any client sends
+NO_LIMIT = MAX_BODY_BYTES  # of values: for a body whose parts are decoded, and limited, one by one
 IDLE_S = 30.0  # the longest pause between two chunks of a body
+_SCAN_BYTES = 256 << 10
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
@@ -58,10 +61,12 @@ async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
     return b"".join([chunk async for chunk in body_chunks(call, max_bytes or MAX_BODY_BYTES)])
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
     """`body` as the decoder's type; BadInput names the field that is wrong."""
     if not body:
         raise NoBody("the request has no body; send a JSON object")
+    if has_more_values(body, max_values):
+        raise TooLarge(f"the JSON has more than {max_values:,} values; send fewer or smaller lists and objects")
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
@@ -82,18 +87,39 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except msgspec.ValidationError as bad:
         if "got `float`" not in str(bad):
             raise
-    return msgspec.convert(_integers(msgspec.json.decode(body)), decoder.type)
+    return msgspec.convert(_whole_floats.decode(body), decoder.type)
 
 
-def _integers(value: Any) -> Any:
-    """The value with 1.0 replaced by 1: some languages have only one kind of number."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
-    if isinstance(value, list):
-        return [_integers(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _integers(item) for key, item in value.items()}
-    return value
+def _number(text: str) -> int | float:
+    """1.0 as 1: some languages have only one kind of number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+
+
+_whole_floats = msgspec.json.Decoder(float_hook=_number)
+
+
+def has_more_values(body: bytes, most: int) -> bool:
+    """Whether the JSON has more than about `most` values, judged by the commas and brackets outside its strings.
+
+    Linear, and without decoding: values cost far more time and memory than the bytes of a long text.
+    """
+    if len(body) <= most or n_separators(body) <= most:  # also those inside strings: an upper bound
+        return False
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    inside, n_found, n_quotes = False, 0, 0
+    for at in range(0, len(unescaped), _SCAN_BYTES):
+        parts = unescaped[at : at + _SCAN_BYTES].split(b'"')
+        n_found += n_separators(b" ".join(parts[inside::2]))
+        n_quotes += len(parts) - 1
+        inside ^= len(parts) % 2 == 0
+        if n_found > most or n_quotes > 4 * (most + 1):  # a separator has at most a key and a text
+            return True
+    return False
+
+
+def n_separators(body: bytes) -> int:
+    return len(body) - len(body.translate(None, b",[{"))  # unlike bytes.count, as fast where there are many
 
 
 def _param(message: str) -> str | None:

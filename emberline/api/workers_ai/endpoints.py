@@ -10,7 +10,7 @@ from emberline.api.batches.job_format import FileLine, Result, batch_request, ba
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
-from emberline.api.http.body import decode, read_body
+from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
@@ -32,6 +32,20 @@ class _RawInput(msgspec.Struct):
     input: msgspec.Raw
 
 
+class _Submission(msgspec.Struct):
+    """The inputs for the queue in a body. The values of each are limited when it is read, as a line of a batch."""
+
+    requests: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def max_values(self) -> int:
+        return MAX_VALUES + n_separators(bytes(self.requests))
+
+
+class _UniversalSubmission(msgspec.Struct):
+    input: _Submission
+
+
 class _Reference(msgspec.Struct):
     external_reference: Any = None
 
@@ -43,13 +57,15 @@ class _QueuedInput(RunRequest, kw_only=True):
 _run_decoder = msgspec.json.Decoder(RunRequest)
 _universal_decoder = msgspec.json.Decoder(UniversalRequest)
 _raw_decoder = msgspec.json.Decoder(_RawInput)
+_submission_decoder = msgspec.json.Decoder(_Submission)
+_universal_submission_decoder = msgspec.json.Decoder(_UniversalSubmission)
 _input_decoder = msgspec.json.Decoder(_QueuedInput)
 _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 async def run(call: Call) -> Reply | None:
     raw = await read_body(call)
-    body = decode(raw, _run_decoder)
+    body = decode(raw, _run_decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
     if body.for_queue or _queue_requested(call):
         return await _run_queued(call, call.path_param, raw, body)
     return await _run(call, call.path_param, body)
@@ -57,7 +73,7 @@ async def run(call: Call) -> Reply | None:
 
 async def run_universal(call: Call) -> Reply | None:
     raw = await read_body(call)
-    body = decode(raw, _universal_decoder)
+    body = decode(raw, _universal_decoder, decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values)
     if body.input.for_queue or _queue_requested(call):
         return await _run_queued(call, body.model, bytes(decode(raw, _raw_decoder).input), body.input)
     return await _run(call, body.model, body.input)

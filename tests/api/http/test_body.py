@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import time
 from contextlib import suppress
 
 import httpx
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from emberline.api.http import body as bodies
 from emberline.api.openai.chat import ChatRequest
 from emberline.protocol.errors import BadInput
+from tests.api.adversarial import attacks
 from tests.api.fake_service import MODEL, FakeService, Wire, app_of
 from tests.examples import n_examples
 
@@ -176,6 +179,39 @@ async def test_the_field_is_named_in_completions(client: httpx.AsyncClient, chan
     answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "Hi"} | change)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+texts = st.text(alphabet='a,"\\[{é')
+values = st.recursive(texts | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner))
+
+
+@given(values, st.integers(1, 64))
+def test_values_are_counted_outside_strings(value: object, scan_bytes: int) -> None:
+    encoded = json.dumps(value).encode()
+    without_strings = re.sub(rb'"(\\.|[^"\\])*"', b"", encoded)
+    n_values = sum(without_strings.count(mark) for mark in (b",", b"[", b"{"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_SCAN_BYTES", scan_bytes)
+        assert not bodies.has_more_values(encoded, n_values)
+        assert not n_values or bodies.has_more_values(encoded, n_values - 1)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_more_values_than_any_client_sends(client: httpx.AsyncClient, path: str) -> None:
+    padded = json.dumps(ENDPOINTS[path] | {"x": [[]] * (bodies.MAX_VALUES // 2)})
+    answer = await client.post(path, content=padded)
+    assert answer.status_code == 413, answer.text
+    assert "262,144 values" in message_of(answer)
+
+
+@pytest.mark.parametrize("name", attacks(MODEL, 8))
+async def test_no_body_takes_more_than_linear_time(client: httpx.AsyncClient, name: str) -> None:
+    path, body = attacks(MODEL, 1 << 20)[name]
+    began = time.thread_time()
+    answer = await client.post(path, content=body)
+    assert time.thread_time() - began < 3
+    assert answer.status_code < 500
+    assert len(answer.content) < 10_000
 
 
 @pytest.mark.parametrize("announced", [True, False])

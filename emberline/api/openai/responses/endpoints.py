@@ -187,7 +187,7 @@ async def _history(call: Call, previous: str | None) -> list[StoredResponse]:
         raise Conflict(f"{previous} is not complete yet: wait for it first", param="previous_response_id")
     if not records:
         raise NoPreviousResponse(
-            f"there is no response {previous!r} to continue: it was not stored, has expired or was deleted",
+            f"there is no response {previous[:100]!r} to continue: it was not stored, has expired or was deleted",
             param="previous_response_id",
         )
     return records
@@ -205,7 +205,9 @@ async def _resolve_references(call: Call, given: list[Item | ItemReference]) -> 
     for i, item in enumerate(given):
         if isinstance(item, ItemReference):
             if item.id not in known:
-                raise NoSuchResponse(f"there is no stored item {item.id!r}: send the item itself", param=f"input[{i}]")
+                raise NoSuchResponse(
+                    f"there is no stored item {item.id[:100]!r}: send the item itself", param=f"input[{i}]"
+                )
             item = known[item.id]
         items.append(item)
     return items

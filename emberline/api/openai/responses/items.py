@@ -180,7 +180,7 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
     Consecutive items of the assistant (reasoning, text, calls) become one message, as they were one reply; but of two
     messages that directly follow each other, the second starts a new one.
     """
-    messages: list[Message] = []
+    replies: list[list[Message]] = []  # the parts of each message
     message_fields: list[str] = []
     calls: set[str] = set()
     last: Item | None = None
@@ -189,7 +189,9 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
             continue
         if isinstance(item, CallOutput):
             if item.call_id not in calls:
-                raise BadInput(f"`{field}` answers no call: there is none with the id {item.call_id!r}", param=field)
+                raise BadInput(
+                    f"`{field}` answers no call: there is none with the id {item.call_id[:80]!r}", param=field
+                )
             message = Message("tool", _text(item.output, "\n"), tool_call_id=item.call_id)
         elif isinstance(item, MessageItem) and item.role != "assistant":
             message = Message(item.role, item.text)
@@ -198,13 +200,13 @@ def to_messages(items: Sequence[Item], fields: Sequence[str]) -> tuple[list[Mess
                 calls.add(item.call_id)
             message = _assistant_message(item)
             if last is not None and _same_reply(last, item):
-                messages[-1] = _joined(messages[-1], message)
+                replies[-1].append(message)
                 last = item
                 continue
-        messages.append(message)
+        replies.append([message])
         message_fields.append(field)
         last = item
-    return messages, message_fields
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in replies], message_fields
 
 
 def seal(reasoning: str) -> str:
@@ -225,8 +227,10 @@ def _typed(raw: dict[str, Any], field: str) -> dict[str, Any]:
     kind = raw.get("type")
     if kind is None:
         kind = "item_reference" if raw.keys() <= {"id", "type"} else "message"
-    if not isinstance(kind, str) or (kind not in _ID_PREFIXES and kind != "item_reference"):
-        raise Unsupported(f"`{field}`: items of type {kind!r} are not supported", param=f"{field}.type")
+    if not isinstance(kind, str):
+        raise BadInput(f"`{field}.type` must be a text", param=f"{field}.type")
+    if kind not in _ID_PREFIXES and kind != "item_reference":
+        raise Unsupported(f"`{field}`: items of type {kind[:80]!r} are not supported", param=f"{field}.type")
     for name in ("content", "output"):
         parts = raw.get(name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -257,7 +261,7 @@ def _same_reply(last: Item, item: Item) -> bool:
     return not (isinstance(last, MessageItem) and isinstance(item, MessageItem))
 
 
-def _joined(one: Message, two: Message) -> Message:
-    reasoning = (one.reasoning or "") + (two.reasoning or "") or None
-    calls = one.tool_calls + two.tool_calls
-    return Message("assistant", one.content + two.content, tool_calls=calls, reasoning=reasoning)
+def _joined(parts: Sequence[Message]) -> Message:
+    reasoning = "".join(part.reasoning or "" for part in parts) or None
+    calls = tuple(call for part in parts for call in part.tool_calls)
+    return Message("assistant", "".join(part.content for part in parts), tool_calls=calls, reasoning=reasoning)

@@ -71,6 +71,8 @@ def parse_tools(tools: list[dict[str, Any]] | None, choice: ToolChoiceField | No
 
 def _declarations(raw: dict[str, Any], field: str, namespace: str | None) -> list[_Declaration]:
     kind = raw.get("type")
+    if not isinstance(kind, str):
+        raise BadInput(f"`{field}.type` must be a text", param=f"{field}.type")
     if kind == "function":
         function = _converted(raw, DeclaredTool, field)
         if function.name is None:
@@ -86,7 +88,7 @@ def _declarations(raw: dict[str, Any], field: str, namespace: str | None) -> lis
         inner = [_declarations(tool, f"{field}.tools[{i}]", space.name) for i, tool in enumerate(space.tools)]
         return [declaration for declarations in inner for declaration in declarations]
     raise Unsupported(
-        f"`{field}`: tools of type {kind!r} are not supported; leave it out, or declare a function of your own",
+        f"`{field}`: tools of type {kind[:80]!r} are not supported; leave it out, or declare a function of your own",
         param=f"{field}.type",
     )
 
@@ -97,7 +99,7 @@ def droppable(raw: dict[str, Any], choice: ToolChoiceField | None) -> bool:
     kind = raw.get("type")
     if kind in ("function", "custom", "namespace"):
         return False
-    return choice == "none" or kind in _SEARCHES
+    return choice == "none" or (isinstance(kind, str) and kind in _SEARCHES)
 
 
 def _as_function(custom: CustomTool, namespace: str | None) -> Tool:
