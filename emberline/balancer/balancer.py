@@ -218,8 +218,8 @@ class Balancer:
         """A job that was granted a worker goes straight there, charged as preemptible. Unavailable: it is gone."""
         self._check(now_s)
         worker = self._workers.get(request.engine)
-        if worker is None or not worker.connected or worker.stalled:
-            raise Unavailable(f"engine {request.engine} is not connected any more", retry_after_s=1)
+        if worker is None or not worker.available:
+            raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
         pool = self._pool(request.model)
         need = self._routing_input(request, pool, [worker])
         pair = pool.pair_with(worker, need, now_s)
@@ -413,14 +413,14 @@ class Balancer:
             worker = self._workers.get(name)
             if worker is None or worker.in_flight is not load:
                 continue  # its failure was counted when its connection was lost
-            was_ready = worker.ready
+            was_allowed = worker.breaker.allows
             if name in blame:
                 worker.breaker.failed(now_s)
             elif finished:
                 worker.breaker.succeeded()
             else:
                 worker.breaker.inconclusive()
-            if worker.ready != was_ready:
+            if worker.breaker.allows != was_allowed:
                 self._readiness_changed(worker)
             self._has_freed(worker)
 

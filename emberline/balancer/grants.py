@@ -66,7 +66,7 @@ class JobQuota:
     def free(self, now_s: float) -> int:
         """Sequences that may be granted now."""
         self._adjust(now_s)
-        if not self.worker.is_healthy(now_s) or self.emptying:
+        if not self.worker.is_ready(now_s) or self.emptying:
             return 0
         floor = max(1, int(self.max_running * FLOOR))
         return max(0, max(self._limit(now_s) - self._n_foreign_jobs(), floor) - self.granted)
@@ -173,7 +173,7 @@ class Grants:
     def issue_exclusive(self, model: str) -> Grant | None:
         """A worker without other jobs. None: not yet, one is being emptied; ask again."""
         now_s = self._clock()
-        quotas = [quota for quota in self._of(model) if quota.worker.is_healthy(now_s)]
+        quotas = [quota for quota in self._of(model) if quota.worker.is_ready(now_s)]
         if not quotas:
             return None
         quota = min(quotas, key=lambda quota: (not quota.emptying, quota.granted))

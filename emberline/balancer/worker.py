@@ -52,6 +52,7 @@ class Worker:
     connected: bool = True
     draining: bool = False
     stalled: bool = False  # as of the last health check
+    ejected: bool = False  # it fails requests, and enough others do not; decided by its pool
     problem: str = ""  # why it is not connected
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     in_flight: InFlightLoad = field(default_factory=InFlightLoad)
@@ -81,8 +82,13 @@ class Worker:
     # --- health ------------------------------------------------------------------------------------------------------
 
     @property
+    def available(self) -> bool:
+        """Whether it takes requests, well or badly."""
+        return self.connected and not self.draining and not self.stalled
+
+    @property
     def ready(self) -> bool:
-        return self.connected and not self.draining and not self.stalled and self.breaker.allows
+        return self.available and not self.ejected
 
     def is_stalled(self, now_s: float) -> bool:
         """Work is in flight there, and no token has moved for too long. Never of a worker that does not report."""
@@ -90,15 +96,15 @@ class Worker:
             return False
         return now_s - max(self.busy_since_s, self.last_prefill_s, self.progress_s) > STALLED_S
 
-    def is_healthy(self, now_s: float) -> bool:
-        return self.connected and not self.is_stalled(now_s)
+    def is_ready(self, now_s: float) -> bool:
+        return self.ready and not self.is_stalled(now_s)
 
     def check_health(self, now_s: float) -> bool:
-        """What only time changes. Whether `ready` did."""
-        before = self.ready
+        """What only time changes. Whether it did, so that the pool must decide anew."""
+        before = self.available, self.breaker.allows
         self.breaker.check(now_s)
         self.stalled = self.is_stalled(now_s)
-        return self.ready != before
+        return (self.available, self.breaker.allows) != before
 
     def reported(self, load: EngineLoad, at_s: float) -> None:
         if self.progress_s is None or at_s >= self.progress_s:

@@ -16,6 +16,7 @@ from emberline.balancer.routing_policy import (
 )
 from emberline.balancer.worker import Worker
 
+MAX_EJECTED = 0.5  # of a model's workers: if more of them fail, it is not they who are outliers
 OUTPUT_TOKENS = 200  # expected of a reply before any has ended
 N_REPLIES = 256  # that predictions rest on
 QUANTILE = 0.75  # of reply lengths, that KV is kept free for: above the mean, since a few replies are very long
@@ -65,8 +66,14 @@ class WorkerPool:
         self._ready_by_stage: tuple[list[Worker], list[Worker]] = ([], [])
 
     def refresh(self) -> None:
-        """The health of a worker has changed."""
-        self._ready = [worker for worker in self.workers if worker.ready]
+        """The health of a worker has changed. Those whose circuit breaker is open are ejected, the first ones first."""
+        available = [worker for worker in self.workers if worker.available]
+        failing = sorted((w for w in available if not w.breaker.allows), key=lambda w: w.breaker.opened_s)
+        for worker in self.workers:
+            worker.ejected = False
+        for worker in failing[: int(MAX_EJECTED * len(available))]:
+            worker.ejected = True
+        self._ready = [worker for worker in available if worker.ready]
         self._ready_by_stage = _by_stage(self._ready)
 
     def candidates(self, avoid: Sequence[str]) -> tuple[list[Worker], list[Worker]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from emberline.balancer.route_request import Fault, Route, RouteRequest
-from emberline.protocol.errors import EmberlineError, ErrorInfo, Unavailable, from_info
+from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
@@ -135,15 +135,17 @@ class EngineTransport:
         return events
 
     def fault(self, error: EmberlineError) -> Fault:
-        """The core sees lost connections itself; a KV transfer that fails is seen here only."""
-        if not isinstance(error, Unavailable) or self._decode is None:
+        """The core sees lost connections itself; failed steps and KV transfers are seen here only."""
+        if not isinstance(error, Unavailable | Internal) or self._decode is None:
             return Fault(False)
         decode, prefill = self._decode, self._prefill_engine
+        told_by_prefill = self._prefill is not None and self._prefill.error is error
+        if isinstance(error, Internal):  # not retried: it may be the request that an engine cannot compute
+            return Fault(False, lost=(prefill.name if prefill is not None and told_by_prefill else decode.name,))
         if prefill is None:
             return Fault(not decode.closing, (decode.name,))
         lost: tuple[str, ...] = ()
         if error.param == "transfer":
-            told_by_prefill = self._prefill is not None and self._prefill.error is error
             lost = (decode.name if told_by_prefill else prefill.name,)
         return Fault(not decode.closing, (decode.name, prefill.name), lost)
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.balancer.circuit_breaker import FAILURES
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
@@ -33,7 +34,7 @@ from emberline.protocol.events import (
     TokenLogprobs,
     Usage,
 )
-from emberline.protocol.request import GenerateRequest, Message, Principal, Priority, SamplingParams
+from emberline.protocol.request import EngineRequest, GenerateRequest, Message, Principal, Priority, SamplingParams
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.run import MAX_FAILOVERS
@@ -376,6 +377,31 @@ async def test_an_engine_error_is_that_request_s(service: Service, engine: FakeE
     with pytest.raises(Internal, match="invalid numbers"):
         await task
     assert (await row_of(service, request)).status == "failed"
+
+
+async def test_an_engine_that_fails_every_request_is_ejected(
+    tmp_path: Path, open_one: Opener, say: Callable[..., Script]
+) -> None:
+    bad, good = [await FakeEngine(tmp_path / f"{name}.sock", say("Hello!"), name=name).start() for name in ("a", "b")]
+
+    def invalid_numbers(sent: EngineRequest) -> list[int]:
+        bad.step(TokenDelta(sent.id, finish="error", error=ErrorInfo("internal", "invalid numbers")))
+        return []
+
+    bad.script = invalid_numbers
+    service = await open_one(bad, good)
+    n_failed = 0
+    for turn in range(8 * FAILURES):
+        try:
+            await events_of(service, ask(f"{turn:016}", session=f"s{turn}"))
+        except Internal:
+            n_failed += 1
+        await settled(service)
+    assert n_failed == FAILURES
+    states = {engine["name"]: engine["state"] for engine in (await service.health()).detail["engines"]}
+    assert states == {"a": "open", "b": "ready"}
+    for engine in (bad, good):
+        await engine.die()
 
 
 @pytest.mark.parametrize("burst", [1, 3])
