@@ -22,6 +22,7 @@ class AdmissionController:
 
     def __init__(self, balancer: Balancer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.balancer = balancer or Balancer(Settings())
+        self.on_left: set[Callable[[str, str], None]] = set()  # called with a lost worker's name, and why
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Route]] = {}  # by request id
         self._timer: asyncio.TimerHandle | None = None
@@ -85,15 +86,21 @@ class AdmissionController:
 
     # --- events of the workers' connections --------------------------------------------------------------------------
 
-    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None:
+    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad | None) -> None:
         now_s = self._clock()
         try:
             self.balancer.join(endpoint, capacity, now_s)
         except BadInput as error:
             log.error("%s", error.message)
             return
-        self.balancer.report(endpoint.name, load, now_s)
+        if load is not None:
+            self.balancer.report(endpoint.name, load, now_s)
         self._dispatch()
+
+    def resized(self, name: str, capacity: Capacity) -> None:
+        self.balancer.resize(name, capacity)
+        if self._waiting:
+            self._dispatch()
 
     def reported(self, name: str, load: EngineLoad) -> None:
         self.balancer.report(name, load, self._clock())
@@ -117,3 +124,5 @@ class AdmissionController:
     def left(self, name: str, why: str) -> None:
         self.balancer.disconnected(name, self._clock(), why)
         self._dispatch()
+        for tell in self.on_left:
+            tell(name, why)

@@ -91,6 +91,12 @@ class Balancer:
         self._readiness_changed(worker)
         self._route_unroutable(now_s)
 
+    def resize(self, name: str, capacity: Capacity) -> None:
+        """The capacity of a connected worker has changed."""
+        if (worker := self._workers.get(name)) is not None:
+            worker.capacity = capacity
+            self._has_freed(worker)
+
     def disconnected(self, name: str, now_s: float, why: str = "") -> None:
         """The connection is lost, and with it all that ran there. One failure, however many requests it had."""
         worker = self._workers.get(name)

@@ -47,7 +47,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerListener(Protocol):
     """Receives the events of a worker from its connection. Implemented by the core's admission controller."""
 
-    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None: ...
+    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad | None) -> None:
+        """`load` is None of a worker that does not report."""
+
+    def resized(self, name: str, capacity: Capacity) -> None: ...
 
     def reported(self, name: str, load: EngineLoad) -> None: ...
 

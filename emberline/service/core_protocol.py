@@ -76,7 +76,14 @@ class FirstToken(msgspec.Struct, tag="began"):
     cached_tokens: int
 
 
-class CoreReply(msgspec.Struct, omit_defaults=True):
+class WorkerLeft(msgspec.Struct, tag="left"):
+    """From the core: it has lost a worker, or found it stuck. No reply."""
+
+    name: str
+    reason: str
+
+
+class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
     """The result of a call, in the field of its kind, or an error. All empty: done, or nothing found."""
 
     seq: int
@@ -91,4 +98,4 @@ class CoreReply(msgspec.Struct, omit_defaults=True):
 
 Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken)
-from_core_decoder = msgspec.msgpack.Decoder(CoreReply)
+from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft)

@@ -23,6 +23,7 @@ from emberline.service.core_protocol import (
     GetResponse,
     Notice,
     PutResponse,
+    WorkerLeft,
     to_core_decoder,
 )
 
@@ -38,6 +39,7 @@ class CoreServer:
         self.tasks: set[asyncio.Task[None]] = set()
         self._path = path
         self._server: asyncio.AbstractServer | None = None
+        core.admission.on_left.add(self._tell_left)
 
     async def start(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -51,11 +53,16 @@ class CoreServer:
     async def close(self) -> None:
         assert self._server is not None
         self._server.close()
+        self.core.admission.on_left.discard(self._tell_left)
         for link in list(self.links):
             link.drop("the core is closing")
         while self.links or self.tasks:
             await asyncio.gather(*self.tasks, *(link.closed for link in self.links))
         self._path.unlink(missing_ok=True)
+
+    def _tell_left(self, name: str, reason: str) -> None:
+        for link in self.links:
+            link.send(WorkerLeft(name, reason))
 
 
 class _HttpWorkerLink(Link):

@@ -78,9 +78,9 @@ async def open_http_worker(
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
     engines = _engines(served)
-    core = RemoteCore(core_socket, list(engines.values()))
-    await core.wait_connected(CORE_WAIT_S)
     models = UpstreamModels(upstreams)
+    core = RemoteCore(core_socket, list(engines.values()), models.abort)
+    await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
     return Service(core, served, engines, core.close, GrammarCompiler(), models)
 

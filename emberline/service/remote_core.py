@@ -29,6 +29,7 @@ from emberline.service.core_protocol import (
     Notice,
     Observation,
     PutResponse,
+    WorkerLeft,
     from_core_decoder,
 )
 from emberline.service.engine_client import EngineClient
@@ -43,10 +44,17 @@ log = logging.getLogger("emberline.core")
 class RemoteCore:
     """Implements Core. Every call raises Unavailable while the core is not connected."""
 
-    def __init__(self, socket_path: Path, engines: Sequence[EngineClient]) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        engines: Sequence[EngineClient],
+        on_left: Callable[[str, str], None] = lambda name, reason: None,
+    ) -> None:
+        """`on_left` is called with the name of a worker that the core has lost, and why."""
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
         self.responses = RemoteResponses(self._call)
         self._engines = engines
+        self._on_left = on_left
         self._refused: Counter[str] = Counter()  # since the last notice
         self._noticed_s = 0.0  # when the last notice went out
         self._link: _CoreLink | None = None
@@ -108,7 +116,7 @@ class RemoteCore:
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
-            link = _CoreLink()
+            link = _CoreLink(self._on_left)
             try:
                 self._link = await dial(link, self._endpoint)
                 self._linked.set()
@@ -157,8 +165,9 @@ class RemoteResponses:
 
 
 class _CoreLink(Link):
-    def __init__(self) -> None:
+    def __init__(self, on_left: Callable[[str, str], None]) -> None:
         super().__init__()
+        self._on_left = on_left
         self._waiting: dict[int, asyncio.Future[CoreReply]] = {}
 
     async def call(self, seq: int, call: Call) -> CoreReply:
@@ -174,6 +183,8 @@ class _CoreLink(Link):
 
     def on_frame(self, payload: bytes) -> None:
         reply = decode(from_core_decoder, payload)
+        if isinstance(reply, WorkerLeft):
+            return self._on_left(reply.name, reply.reason)
         waiter = self._waiting.get(reply.seq)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

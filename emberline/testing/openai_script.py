@@ -142,17 +142,20 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cut_after: int = -1  # close the connection
     error_after: int = -1  # send an error event
     die_after: int = -1  # exit the process
+    stall_after: int = -1  # compute nothing any more, for any request, and go on answering health checks
     no_params: bool = False  # a prefill reply without kv_transfer_params
     no_done: bool = False  # end the stream without [DONE]
     times: int = -1  # how many requests fail; -1: all of them
     lease_s: float = 30.0
     handoff_wait_s: float = 5.0  # how long prefill and decode wait for each other
     unhealthy: bool = False  # /health, /metrics and the like fail
+    dead_engine: bool = False  # only /health does
+    slots: int = 0  # sequences computed at once, others wait; 0: any number
 
     @property
     def has_fault(self) -> bool:
         flags = self.status or self.hang or self.garbage or self.bad_json or self.no_params or self.no_done
-        return bool(flags) or max(self.cut_after, self.error_after, self.die_after) >= 0
+        return bool(flags) or max(self.cut_after, self.error_after, self.die_after, self.stall_after) >= 0
 
 
 def parse_server_script(text: str) -> ServerScript:

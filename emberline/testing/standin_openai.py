@@ -142,6 +142,9 @@ class StandinServer:
         self.violations: list[str] = []  # of the protocol, by the balancer
         self.n_aborted = 0
         self.running = 0
+        self.waiting = 0
+        self.n_tokens = 0  # computed
+        self.stalled = False  # its engine computes nothing any more
         self.port = 0
         self._server: asyncio.AbstractServer | None = None
         self._connections: set[HttpConnection] = set()
@@ -190,6 +193,8 @@ class StandinServer:
             raise HttpError(500, "unhealthy")
         if path == "/fetch":
             return await self._fetch(query, connection)
+        if path == "/health_generate":
+            await self.compute(1)
         answer = self._status(path)
         if answer is None:
             raise HttpError(404, f"no {path} here")
@@ -199,18 +204,23 @@ class StandinServer:
         """Models, health, load and the engine's id; None for an unknown path."""
         if path == "/v1/models":
             return encode({"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": 8192}]})
-        if path == "/health":
+        if path in ("/health", "/health_generate"):
+            if self.script.dead_engine:
+                raise HttpError(503, "the engine is dead")
             return b""
         if path == "/metrics" and self.kind == "vllm":
             return (
                 f'vllm:num_requests_running{{engine="0",model_name="{self.model}"}} {float(self.running)}\n'
-                f'vllm:num_requests_waiting{{engine="0",model_name="{self.model}"}} 0.0\n'
-                f'vllm:kv_cache_usage_perc{{engine="0",model_name="{self.model}"}} {min(1.0, self.running / 100)}\n'
-                'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\n'
+                f'vllm:num_requests_waiting{{engine="0",model_name="{self.model}"}} {float(self.waiting)}\n'
+                f'vllm:generation_tokens_total{{engine="0",model_name="{self.model}"}} {float(self.n_tokens)}\n'
+                f'vllm:iteration_tokens_total_count{{engine="0",model_name="{self.model}"}} {float(self.n_tokens)}\n'
+                f'vllm:kv_cache_usage_perc{{engine="0",model_name="{self.model}"}} {min(1.0, self.running / 1000)}\n'
+                'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100000"} 1.0\n'
             ).encode()
         if path == "/v1/loads" and self.kind == "sglang":
-            core = {"num_running_reqs": self.running, "num_waiting_reqs": 0, "num_waiting_uncached_tokens": 0}
-            return encode({"loads": [{**core, "num_used_tokens": 160, "max_total_num_tokens": 16000}]})
+            core = {"num_running_reqs": self.running, "num_waiting_reqs": self.waiting}
+            core |= {"num_waiting_uncached_tokens": 0, "num_used_tokens": 160 + self.n_tokens % 1600}
+            return encode({"loads": [{**core, "max_total_num_tokens": 1_600_000}]})
         if path == "/query":
             return encode({"0": {"engine_id": self.engine_id}})
         return None
@@ -241,8 +251,6 @@ class StandinServer:
         failing = script.times != 0
         if script.times > 0 and script.has_fault:
             script.times -= 1
-        if failing and script.hang:
-            await asyncio.sleep(3600)
         if failing and script.garbage:
             connection.transport.write(b"\x00\x01 what is HTTP?\r\n\r\n")
             return connection.transport.close()
@@ -255,11 +263,29 @@ class StandinServer:
         del self.requests[:-1000]
         if body.get("model") != self.model:
             raise HttpError(404, f"The model `{body.get('model')}` does not exist.")
+        await self._wait_for_slot()
         self.running += 1
         try:
+            if failing and script.hang:
+                await asyncio.sleep(3600)
+            await self.compute(0)
             await StandinCompletion(self, body, connection, chat, failing).run()
         finally:
             self.running -= 1
+
+    async def _wait_for_slot(self) -> None:
+        self.waiting += 1
+        try:
+            while self.script.slots and self.running >= self.script.slots:
+                await asyncio.sleep(0.005)
+        finally:
+            self.waiting -= 1
+
+    async def compute(self, n_tokens: int) -> None:
+        """Never returns while the engine is stalled."""
+        while self.stalled:
+            await asyncio.sleep(0.005)
+        self.n_tokens += n_tokens
 
     def _canned_response(self, body: bytes, chat: bool) -> bytes:
         """The response to an empty prompt, computed once."""
@@ -424,11 +450,13 @@ class StandinCompletion:
         events = self._events(words)
         connection.begin_stream()
         if not (script.itl_ms or script.split or (self._failing and script.has_fault)):
+            self._server.n_tokens += len(words)
             connection.chunk(b"".join(events))
             return connection.end_stream()
         for number, event in enumerate(events):
             if self._failing and self._inject_fault(number - 1):
                 return
+            await self._server.compute(1)
             for start in range(0, len(event), script.split or len(event)):
                 connection.chunk(event[start : start + (script.split or len(event))])
                 if script.split:
@@ -444,6 +472,7 @@ class StandinCompletion:
             return False
         if n_words == script.die_after:
             os._exit(9)
+        self._server.stalled = self._server.stalled or n_words == script.stall_after
         if n_words == script.cut_after:
             connection.transport.abort()
             return True

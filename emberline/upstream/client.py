@@ -5,9 +5,8 @@ the core's routes and learns of a dead server by trying.
 """
 
 import asyncio
+import contextlib
 import logging
-import math
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents
 from emberline.upstream.disaggregation import DEFAULT_TRANSFER, Adapter, Peer, adapter_for, transfers_of
 from emberline.upstream.http_client import ConnectionFailed, ConnectionPool, parse
 from emberline.upstream.kv_events import KVSubscriber, key_root
+from emberline.upstream.server_load import ConcurrencyLimit, NoLoadReport, ProgressCheck, sglang_load, vllm_load
 
 BOOTSTRAP_PORT = 8998  # of Mooncake and SGLang alike
 
@@ -36,7 +36,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kv_events: str = ""  # "tcp://host:5557"
     kv_replay: str = ""  # "tcp://host:5558", for events that were missed
     tokenizer: str = ""  # file or folder of the model's tokenizer; empty: not available here
-    max_running: int = 0  # 0: unknown
+    max_running: int = 0  # 0: adapted to its load reports
     context_len: int = 0  # 0: as the server says
 
     @property
@@ -113,83 +113,6 @@ def _check_pairs(configs: Sequence[UpstreamConfig]) -> None:
                 )
 
 
-# --- load reports -----------------------------------------------------------------------------------------------------
-
-_SAMPLE = re.compile(r"^vllm:(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_MOST = 1 << 40
-
-
-class NoLoadReport(Exception):
-    """The server's answer has no load report in it; the message says what is missing."""
-
-
-def vllm_load(metrics: str) -> EngineLoad:
-    """The load report from vLLM's /metrics; several engines behind one port are added up."""
-    sums: dict[str, float] = {}
-    fullness: list[float] = []
-    blocks = 0
-    for name, labels, value in _SAMPLE.findall(metrics):
-        if name == "cache_config_info":
-            blocks += _blocks(dict(_LABEL.findall(labels)))
-        elif name == "kv_cache_usage_perc":
-            fullness.append(_number(value))
-        else:
-            sums[name] = sums.get(name, 0.0) + _number(value)
-    if "num_requests_running" not in sums:
-        raise NoLoadReport("/metrics has no vllm:num_requests_running")
-    used = max((share for share in fullness if 0 <= share <= 1), default=0.0)
-    return EngineLoad(
-        running=_count(sums["num_requests_running"]),
-        waiting=_count(sums.get("num_requests_waiting", 0)),
-        kv_used_blocks=int(used * blocks),
-        kv_total_blocks=blocks,
-        prompt_tokens=_count(sums.get("prompt_tokens_total", 0)),
-        cached_tokens=_count(sums.get("prefix_cache_hits_total", 0)),
-        output_tokens=_count(sums.get("generation_tokens_total", 0)),
-        preemptions=_count(sums.get("num_preemptions_total", 0)),
-    )
-
-
-def sglang_load(answer: Any) -> EngineLoad:
-    """The load report from SGLang's /v1/loads: one entry per data-parallel rank, added up."""
-    loads = answer.get("loads", [answer]) if isinstance(answer, dict) else answer
-    ranks = loads if isinstance(loads, list) else ()
-    ranks = [rank for rank in ranks if isinstance(rank, dict) and "num_running_reqs" in rank]
-    if not ranks:
-        raise NoLoadReport("/v1/loads has no num_running_reqs")
-
-    def total(name: str) -> int:
-        return sum(_count(rank.get(name)) for rank in ranks)
-
-    return EngineLoad(
-        running=total("num_running_reqs"),
-        waiting=total("num_waiting_reqs"),
-        waiting_tokens=total("num_waiting_uncached_tokens"),
-        kv_used_blocks=total("num_used_tokens") // BLOCK_TOKENS,
-        kv_total_blocks=total("max_total_num_tokens") // BLOCK_TOKENS,
-    )
-
-
-def _blocks(labels: dict[str, str]) -> int:
-    n_blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    return int(n_blocks) * int(size) // BLOCK_TOKENS if n_blocks.isdecimal() and size.isdecimal() else 0
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
-
-
-def _count(value: Any) -> int:
-    """NaN, negative and absurd numbers count as 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return 0
-    return int(value) if 0 <= value < _MOST else 0
-
-
 # --- the client -------------------------------------------------------------------------------------------------------
 
 PROBE_INTERVAL_S = 2.0
@@ -197,8 +120,9 @@ PROBE_TIMEOUT_S = 5.0
 MAX_FAILED_PROBES = 3  # in a row: then the server is down, unless bytes of some reply still arrive
 MAX_CONTEXT = 1 << 24
 DEFAULT_CONTEXT = 131_072
+STUCK = "it has work and computes no tokens"
 MAX_PROBE_BYTES = 8 << 20
-_HEALTH = {"vllm": "/health", "sglang": "/health"}  # a plain server has /v1/models at most
+CANARY_TIMEOUT_S = 5.0  # for one token
 
 log = logging.getLogger("emberline.balancer")
 
@@ -214,7 +138,6 @@ class UpstreamClient:
         self.peer = Peer(config.name, address.host, config.bootstrap or f"{address.host}:{BOOTSTRAP_PORT}")
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
-        self.progress_s = 0.0
         self.problem = "not probed yet"  # empty while it answers
         self.load_problem = ""  # why its load is not known
         self.closing = False
@@ -222,6 +145,10 @@ class UpstreamClient:
         self.kv: KVSubscriber | None = None
         self._probes = ConnectionPool(address, config.endpoint.token)
         self._n_failed_probes = 0
+        self._limit = ConcurrencyLimit()
+        self._progress = ProgressCheck()
+        self._stuck = False  # it is down because it computes nothing
+        self._canary: asyncio.Task[None] | None = None
         self._models: tuple[str, ...] = config.endpoint.models
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -269,9 +196,10 @@ class UpstreamClient:
 
     async def close(self) -> None:
         self.closing = True
-        for task in self._tasks:
+        tasks = [*self._tasks, *(() if self._canary is None else (self._canary,))]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.problem = "closed"
         self.pool.close()
         self._probes.close()
@@ -324,68 +252,129 @@ class UpstreamClient:
 
     async def _watch(self) -> None:
         while True:
+            load: EngineLoad | None = None
             try:
                 if self.problem:
                     await self.ask_models()
                 load = await self._ask_load()
+                if self._stuck:
+                    await self._generate_token()
+                self.load_problem = ""
             except ConnectionFailed as error:
                 self._probe_failed(str(error))
             except NoLoadReport as error:
                 if self.load_problem != str(error):
                     log.warning("endpoint %s: %s; its load is not known", self.name, error)
                 self.load_problem = str(error)
-                self._probe_answered(EngineLoad())
+                self._probe_answered(None)
             else:
-                self.load_problem = ""
                 self._probe_answered(load)
             await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _ask_load(self) -> EngineLoad:
+    async def _ask_load(self) -> EngineLoad | None:
+        """None: servers of its kind report no load. ConnectionFailed where it is not healthy."""
         kind = self.config.kind
         if kind == "vllm":
+            await self._check_health("/health")
             status, body = await self._probe("/metrics")
             if status == 200:
                 return vllm_load(body.decode("utf-8", "replace"))
-        elif kind == "sglang":
+            raise NoLoadReport(f"/metrics answers {status}")
+        if kind == "sglang":
             status, body = await self._probe("/v1/loads?include=core")
             if status == 200:
                 return sglang_load(_json(status, body))
-        status, _ = await self._probe(_HEALTH.get(kind, "/v1/models"))
+            await self._check_health("/health")
+            raise NoLoadReport(f"/v1/loads answers {status}")
+        await self._check_health("/v1/models")  # a plain server has that at most
+        return None
+
+    async def _check_health(self, path: str) -> None:
+        status, _ = await self._probe(path)
         if status != 200:
             raise ConnectionFailed(f"it answers {status} to health checks")
-        return EngineLoad()
+
+    async def _generate_token(self) -> None:
+        """A canary. ConnectionFailed where it is not answered."""
+        if self.config.kind == "sglang":
+            status, _ = await self._probe("/health_generate")
+        else:
+            body = msgspec.json.encode({"model": self._models[0], "prompt": "1", "max_tokens": 1})
+            try:
+                async with asyncio.timeout(CANARY_TIMEOUT_S):
+                    exchange = await self._probes.post("/v1/completions", body)
+                    try:
+                        status, _ = exchange.status, await exchange.read(MAX_PROBE_BYTES)
+                    finally:
+                        exchange.close()
+            except TimeoutError:
+                raise ConnectionFailed(f"{STUCK}: none for {CANARY_TIMEOUT_S:g} s after a request for one") from None
+        if status != 200:
+            raise ConnectionFailed(f"it answers {status} to a request for one token")
+        self._progress.progressed(time.monotonic())
+
+    async def _try_canary(self) -> None:
+        with contextlib.suppress(ConnectionFailed):
+            await self._generate_token()
 
     async def _probe(self, path: str) -> tuple[int, bytes]:
         return await self._probes.get(path, PROBE_TIMEOUT_S, MAX_PROBE_BYTES)
 
-    def _probe_answered(self, load: EngineLoad) -> None:
-        self.load = load
-        self.progress_s = time.monotonic()
+    def _probe_answered(self, load: EngineLoad | None) -> None:
+        now_s = time.monotonic()
         self._n_failed_probes = 0
+        limit_changed = False
+        if load is not None:
+            self.load = load
+            self._progress.observe(load, now_s)
+            limit_changed = self._limit.observe(load) and not self.config.max_running
         if self.problem:
-            self.problem = ""
+            self.problem, self._stuck = "", False
+            self._progress.progressed(now_s)
             self._ready.set()
             log.info("endpoint %s answers", self.name, extra={"kind": self.config.kind, "models": self._models})
-            if self.listener is not None and self.info is not None:
-                self.listener.joined(self.endpoint, Capacity.of(self.info, bool(self.config.kv_events)), load)
-        elif self.listener is not None:
-            self.listener.reported(self.name, load)
+            if self.listener is not None:
+                self.listener.joined(self.endpoint, self._capacity(), load)
+        elif load is not None and self._progress.is_stuck(now_s):
+            self._stuck = True
+            self._leave(STUCK)
+        elif load is not None:
+            if self._progress.is_suspect(now_s) and (self._canary is None or self._canary.done()):
+                self._canary = asyncio.create_task(self._try_canary(), name=f"canary {self.name}")
+            if self.listener is not None:
+                if limit_changed:
+                    self.listener.resized(self.name, self._capacity())
+                self.listener.reported(self.name, load)
+
+    def _capacity(self) -> Capacity:
+        return Capacity(
+            max_running=self.config.max_running or self._limit.sequences,
+            kv_tokens=self.load.kv_total_blocks * BLOCK_TOKENS,
+            events=bool(self.config.kv_events),
+        )
 
     def _probe_failed(self, why: str) -> None:
-        """A server that hangs is as lost as one that closes its connections: its requests fail over."""
         self._n_failed_probes += 1
         if self.problem:
             if self.problem != why:
                 log.warning("endpoint %s: %s", self.name, why)
             self.problem = why
         elif self._n_failed_probes >= MAX_FAILED_PROBES and self.pool.idle_s > PROBE_TIMEOUT_S:
-            log.warning("endpoint %s is down: %s", self.name, why)
-            self.problem = why
-            self._ready.clear()
-            self.peer.facts.clear()
-            if self.listener is not None:
-                self.listener.left(self.name, why)
-            self.pool.abort(why)
+            self._leave(why)
+
+    def _leave(self, why: str) -> None:
+        """A server that hangs is as lost as one that closes its connections: its requests fail over."""
+        log.warning("endpoint %s is down: %s", self.name, why)
+        self.problem = why
+        self._ready.clear()
+        if self.listener is not None:
+            self.listener.left(self.name, why)
+        self.abort(why)
+
+    def abort(self, why: str) -> None:
+        """Fail all exchanges with the server."""
+        self.peer.facts.clear()
+        self.pool.abort(why)
 
     def _cached(self, events: KVEvents) -> None:
         if self.listener is not None:

@@ -49,6 +49,11 @@ class UpstreamModels:
         for client in self.clients.values():
             client.start(watch)
 
+    def abort(self, name: str, reason: str) -> None:
+        """The core has lost this endpoint: its requests here fail over too."""
+        if (client := self.clients.get(name)) is not None:
+            client.abort(reason)
+
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 

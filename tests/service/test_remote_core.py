@@ -201,6 +201,20 @@ async def test_without_a_core_requests_are_unavailable(
     await again.close()
 
 
+async def test_http_workers_are_told_of_a_worker_that_the_core_has_lost(
+    service: Service, server: CoreServer, tmp_path: Path
+) -> None:
+    """It may hang, which an HTTP worker cannot see."""
+    told: list[tuple[str, str]] = []
+    remote = RemoteCore(tmp_path / "core.sock", [], lambda name, reason: told.append((name, reason)))
+    assert await remote.wait_connected(PATIENCE_S)
+    await until(lambda: len(server.links) == 1)
+    assert isinstance(service.core, LocalCore)
+    service.core.admission.left("e9", "it hangs")
+    await until(lambda: told == [("e9", "it hangs")])
+    await remote.close()
+
+
 async def test_load_reports_and_refusals_reach_the_core(
     service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,13 @@
 """Requests to upstream servers through the real core: events, usage, failover, resume, and nothing left in flight."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
 
 from emberline.accounts.usage_ledger import UsageRow
+from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
@@ -14,7 +15,8 @@ from emberline.protocol.request import GenerateRequest, Priority
 from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.testing.openai_script import ServerScript, StandinPrompt
-from tests.upstream.conftest import LONG, PATIENCE_S, PRINCIPAL, Bench, Opener, request
+from emberline.upstream.request import CHAT, UpstreamRequest
+from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
 PAIRS = [("vllm", "nixl"), ("vllm", "mooncake"), ("vllm", "store"), ("sglang", "bootstrap")]
 
@@ -27,6 +29,22 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def forwarded(request_id: str, stream: bool) -> UpstreamRequest:
+    """As the OpenAI API passes it on."""
+    messages = [{"role": "user", "content": f"{LONG}{request_id}"}]
+    options = {"include_usage": True}
+    fields = {"model": MODEL, "messages": messages, "stream": True, "stream_options": options}
+    route = RouteRequest(
+        id=request_id, account="a", model=MODEL, model_version="v", input_tokens=len(LONG) // 4, created_us=1
+    )
+    return UpstreamRequest(route, CHAT, fields, stream=stream)
+
+
+async def collect(blocks: AsyncGenerator[tuple[bytes, bool], None]) -> bytes:
+    async with aclosing(blocks):
+        return b"".join([block async for block, _ in blocks])
 
 
 async def answer(bench: Bench, asked: GenerateRequest) -> Answer:
@@ -170,6 +188,26 @@ async def test_no_server_with_room_is_reported_with_retry_after(bench: Opener) -
     assert await made.idle()
 
 
+async def test_a_moved_prompt_is_pending_on_the_new_server_until_its_first_token(bench: Opener) -> None:
+    script = ServerScript(cut_after=5, itl_ms=1, ttft_ms=200)
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=script, b=script)
+    task = asyncio.create_task(answer(made, request()))
+    ledger = made.core.admission.balancer.ledger
+    await until(lambda: any(standin.running for standin in made.standins.values()))
+    first = next(name for name, standin in made.standins.items() if standin.running)
+    other = "b" if first == "a" else "a"
+    made.standins[other].script = ServerScript(itl_ms=20, ttft_ms=200)
+    await until(lambda: made.standins[other].running == 1)
+    (record,) = ledger
+    (old, new) = (made.core.admission.balancer._workers[name] for name in (first, other))
+    assert record.phase == "prefill"
+    assert (list(old.in_flight.pending), old.in_flight.active, old.in_flight.prefill_tokens) == ([], 0, 0)
+    assert (list(new.in_flight.pending), new.in_flight.active) == (["r1"], 1)
+    await until(lambda: record.phase == "decode")
+    assert (list(new.in_flight.pending), new.in_flight.prefill_tokens, new.in_flight.work_us) == ([], 0, 0)
+    assert (await task).choices[0].text == expected()
+
+
 async def test_a_cancelled_stream_is_aborted_on_the_server(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"), a=ServerScript(itl_ms=20))
     async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
@@ -228,11 +266,84 @@ async def test_failover_from_a_server_that_hangs(bench: Opener, monkeypatch: pyt
     assert await made.idle()
 
 
+@pytest.fixture
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.upstream.client.PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr("emberline.upstream.client.CANARY_TIMEOUT_S", 0.1)
+    for name in ("FIRST_PATIENCE_S", "MIN_PATIENCE_S"):
+        monkeypatch.setattr(f"emberline.upstream.server_load.{name}", 0.4)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_streams_move_from_a_server_that_answers_probes_and_computes_nothing(
+    bench: Opener, kind: str, short_probes: None
+) -> None:
+    script = ServerScript(stall_after=10, times=1, itl_ms=1)
+    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=script, b=ServerScript(itl_ms=1))
+    made.standins["b"].script.slots = 1  # so that some go to each
+    tasks = [asyncio.create_task(answer(made, request(f"{LONG}{number}", f"r{number}"))) for number in range(4)]
+    stalled = made.standins["a"]
+    await until(lambda: stalled.stalled)
+    for number, task in enumerate(tasks):
+        assert (await asyncio.wait_for(task, PATIENCE_S)).choices[0].text == expected(f"{LONG}{number}")
+    await until(lambda: not made.clients["a"].connected)
+    assert "computes no tokens" in made.clients["a"].problem
+    stalled.stalled = False
+    stalled.script = ServerScript()
+    assert await made.clients["a"].wait_connected(PATIENCE_S)
+    assert {row[1] for row in await made.rows()} == {"finished"}
+    assert await made.idle()
+
+
+async def test_a_slow_server_is_not_taken_for_a_stuck_one(bench: Opener, short_probes: None) -> None:
+    """It computes nothing for one request, as a decode server that waits for KV: others are computed meanwhile."""
+    made = await bench(("a", "vllm", "both"), a=ServerScript(ttft_ms=1200))
+    found = await answer(made, request())
+    assert found.choices[0].text == expected()
+    assert made.clients["a"].connected
+    assert len(made.standins["a"].requests) > 1  # canaries
+
+
+async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, short_probes: None) -> None:
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"))
+    made.standins["a"].script = ServerScript(dead_engine=True)
+    await until(lambda: not made.clients["a"].connected)
+    assert "503 to health checks" in made.clients["a"].problem
+    await answer(made, request())
+    assert made.standins["a"].requests == []
+
+
 async def test_no_server_is_an_error(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"))
     await made.standins["a"].close()
     with pytest.raises(Unavailable):
         await asyncio.wait_for(answer(made, request()), 30)
+    assert await made.idle()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+async def test_a_server_without_a_configured_limit_gets_hundreds_of_requests_at_once(bench: Opener, kind: str) -> None:
+    made = await bench(("a", kind, "both"), ("b", kind, "both"), a=ServerScript(itl_ms=60), b=ServerScript(itl_ms=60))
+    tasks = [
+        asyncio.create_task(collect(made.service.forward(forwarded(f"r{number}", stream=number % 4 == 0))))
+        for number in range(200)
+    ]
+    await until(lambda: sum(standin.running for standin in made.standins.values()) == 200)
+    assert min(standin.running for standin in made.standins.values()) > 16
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert await made.idle()
+
+
+async def test_what_a_server_cannot_run_waits_here(bench: Opener, short_probes: None) -> None:
+    made = await bench(("a", "vllm", "both"), a=ServerScript(slots=3, itl_ms=20))
+    tasks = [asyncio.create_task(answer(made, request(request_id=f"r{number}"))) for number in range(8)]
+    await until(lambda: made.core.admission.balancer.workers_of("standin")[0].capacity.max_running == 3)
+    late = asyncio.create_task(answer(made, request(request_id="late")))
+    await until(lambda: sum(made.core.admission.snapshot().waiting.values()) == 1)
+    for task in (*tasks, late):
+        assert (await task).choices[0].text == expected()
     assert await made.idle()
 
 
