@@ -149,6 +149,7 @@ def hidden(model: Path, work: Path, n_tokens: int, repeat: int) -> dict[str, Any
 
 def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> float:
     """TTFT of a disaggregated request, in seconds."""
+    from emberline.protocol.frames import transfer_ticket
     from emberline.protocol.request import EngineRequest, Push, SamplingParams
     from emberline.protocol.token_ids import pack
 
@@ -158,9 +159,8 @@ def _hand_over(prefill: Any, decode: Any, ids: list[int], transfer: str) -> floa
         sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
         awaits=transfer,
     )
-    half = msgspec.structs.replace(
-        whole, id=f"{transfer}-p", awaits="", push=Push(transfer=transfer, address=decode.facts["address"])
-    )
+    push = Push(transfer=transfer, address=decode.facts["address"], ticket=transfer_ticket("", "sender"))
+    half = msgspec.structs.replace(whole, id=f"{transfer}-p", awaits="", push=push)
     replies = [engine.client.begin(request) for engine, request in ((decode, whole), (prefill, half))]
     decode.client.run()
     prefill.client.run()

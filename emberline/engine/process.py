@@ -31,7 +31,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:PATH (or just PATH) or tcp:HOST:PORT")
     parser.add_argument("--name", default="", help="the model name that clients use")
-    parser.add_argument("--id", default="", metavar="NAME", help="name of this engine, unique in the fleet")
+    parser.add_argument("--id", default="", metavar="NAME", help="name of this engine in its log")
     parser.add_argument("--role", choices=get_args(WorkerRole), default="both", help="which stage to serve")
     parser.add_argument("--cores", type=cores, metavar="N,N", help="CPU cores to run on")
     parser.add_argument("--nice", type=lambda text: os.nice(int(text)), metavar="N", help="niceness to add")

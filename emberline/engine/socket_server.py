@@ -108,7 +108,7 @@ class Server:
         self._listener = listener
         self._loop = loop
         self._info = info
-        self._token = token.encode()
+        self._token = token
         self._kv_events = KVEventFeed(loop.scheduler.cache)
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
@@ -256,8 +256,9 @@ class Server:
         if connection.greeted:
             raise ClientLost("a second Hello")
         refusal: EmberlineError | None = None
-        if not hmac.compare_digest(hello.token.encode(), self._token):
-            refusal = Unauthorized("wrong join token for this engine")
+        expected = frames.transfer_ticket(self._token, hello.peer) if hello.peer else self._token
+        if not hmac.compare_digest(hello.token.encode(), expected.encode()):
+            refusal = Unauthorized(f"wrong {'ticket' if hello.peer else 'join token'} for this engine")
         elif hello.version != frames.VERSION:
             refusal = BadInput(f"this engine speaks version {frames.VERSION} of the protocol, not {hello.version}")
         elif hello.peer and (self._loop.transfers is None or not self._info.transfers):

@@ -106,6 +106,7 @@ class StepLoop:
         self.scheduler.submit(request, now_s)
 
     def step(self, now_s: float) -> list[TokenDelta]:
+        self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)
         deltas = self.scheduler.advance(now_s)
         plan = self.scheduler.plan()
         if plan.rows:

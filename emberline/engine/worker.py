@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         gc.freeze()  # permanent objects: collections between steps need not scan them
         with process.listening(args.socket) as (listener, address):
             server = Server(listener, loop, info, token)
-            facts |= {"address": address, "load_s": round(time.monotonic() - began_s, 3)}
+            facts |= {"id": args.id, "address": address, "load_s": round(time.monotonic() - began_s, 3)}
             _log.info("serving %s", info.model, extra=facts)
             process.serve(server, parent, facts)
     except Exception as error:
@@ -133,7 +133,7 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
         transfers = None
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
-            transfers = host_transfers(args.id or args.socket, fingerprint, model.kv_groups, runner.memory, mooncake)
+            transfers = host_transfers(fingerprint, model.kv_groups, runner.memory, mooncake)
         scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), prefill, transfers)
         return StepLoop(scheduler, runner, transfers=transfers), cache, limits
     from emberline.engine.gpu.engine import GpuEngine
@@ -143,7 +143,7 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
     n_blocks, cache, limits = caches(engine.memory.kv)
     pools, spans = exported_pools(model.kv_groups, n_blocks, device) if args.role == "decode" else (None, [])
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
-    transfers = device_transfers(args.id or args.socket, fingerprint, model.kv_groups, gpu_runner.pools, spans)
+    transfers = device_transfers(fingerprint, model.kv_groups, gpu_runner.pools, spans)
     scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), engine.prefill, transfers)
     idle_task = engine.idle_task(gpu_runner)
     return StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, idle_task, transfers), cache, limits

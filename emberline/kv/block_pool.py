@@ -1,11 +1,32 @@
 """The block pool of one KV group: reference counts, eviction order, and how many blocks memory allows."""
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.errors import BadInput
 
 NULL_BLOCK = 0  # never allocated: padding, and table entries whose block left the window, refer to it
+
+
+class StepFence:
+    """The reuse fence: a freed block may still be written by steps in flight, which know its number.
+
+    Steps run in order, so the next step may take it at once. A writer outside the compute stream, such as the sender of
+    a KV transfer, may take it only when the last step that was planned before it was freed has completed.
+    """
+
+    def __init__(self) -> None:
+        self.planned = 0  # number of the last step that was planned, or is being planned
+        self.completed = 0  # this step and all before it are done
+
+    def next_step(self) -> int:
+        self.planned += 1
+        return self.planned
+
+    def set_oldest_in_flight(self, step: int | None) -> None:
+        """None: no step is in flight."""
+        self.completed = self.planned if step is None else step - 1
 
 
 class BlockPool:
@@ -17,8 +38,10 @@ class BlockPool:
     The links are two flat lists; index NULL_BLOCK is the head.
     """
 
-    def __init__(self, n_blocks: int) -> None:
+    def __init__(self, n_blocks: int, fence: StepFence | None = None) -> None:
         assert n_blocks >= 2, "a pool needs a block besides the null block"
+        self._fence = StepFence() if fence is None else fence
+        self._freed_step = [0] * n_blocks  # the last step that may write a free block
         self.n_total = n_blocks - 1
         self.n_free = self.n_total
         self.n_releases = 0  # how often a block became free; unchanged: no new room
@@ -43,6 +66,17 @@ class BlockPool:
         self.n_free -= n
         return blocks
 
+    def settled(self, n: int, but: AbstractSet[int]) -> list[int]:
+        """The first n free blocks that no step in flight may write, without those of `but`; fewer if there are not."""
+        freed_step, completed, following = self._freed_step, self._fence.completed, self._next
+        found: list[int] = []
+        block = following[NULL_BLOCK]
+        while len(found) < n and block != NULL_BLOCK:
+            if freed_step[block] <= completed and block not in but:
+                found.append(block)
+            block = following[block]
+        return found
+
     def hold(self, block: int) -> None:
         """One more reference; a free block is revived with its content."""
         self.hold_all((block,))
@@ -66,6 +100,7 @@ class BlockPool:
 
     def drop_all(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
         refs, following, preceding = self.refs, self._next, self._prev
+        freed_step, step = self._freed_step, self._fence.planned
         n_freed = 0
         for block, cached in zip(blocks, keep):
             assert refs[block] > 0, f"block {block} dropped more often than held"
@@ -76,6 +111,7 @@ class BlockPool:
             after = following[before]
             following[before] = preceding[after] = block
             preceding[block], following[block] = before, after
+            freed_step[block] = step
             n_freed += 1
         self.n_free += n_freed
         self.n_releases += n_freed

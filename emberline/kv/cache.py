@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from emberline.kv.block_pool import NULL_BLOCK, BlockPool, blocks_of, capacity, peak_blocks
+from emberline.kv.block_pool import NULL_BLOCK, BlockPool, StepFence, blocks_of, capacity, peak_blocks
 from emberline.kv.prefix_index import PrefixIndex, first_visible
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.protocol.frames import KVEvents
@@ -57,7 +57,8 @@ class KVCache:
         self, layouts: Sequence[KVGroup], n_blocks: Sequence[int], chunk: int, listener: KVListener | None = None
     ) -> None:
         assert len(layouts) == len(n_blocks) >= 1
-        self.groups = [_Group(layout, BlockPool(n), PrefixIndex(n)) for layout, n in zip(layouts, n_blocks)]
+        self.fence = StepFence()
+        self.groups = [_Group(layout, BlockPool(n, self.fence), PrefixIndex(n)) for layout, n in zip(layouts, n_blocks)]
         self.n_total = sum(group.pool.n_total for group in self.groups)
         self.capacity = min(capacity(g.layout, g.pool.n_total, chunk) for g in self.groups)  # tokens of one sequence
         self.n_tokens = max(group.pool.n_total for group in self.groups) * BLOCK_TOKENS  # of all sequences together
@@ -163,25 +164,30 @@ class KVCache:
     def reserve(self, keys: Sequence[bytes], n_blocks: int, reserved: Sequence[int]) -> BlockTable | None:
         """A table of the blocks that a token after n_blocks attends to: cached ones are referenced, others taken empty.
 
-        None when they do not fit and leave `reserved` blocks of each group.
+        Others may write those: no step in flight does. None when they do not fit, leaving `reserved` blocks of each
+        group, or while steps in flight may write the blocks that would be taken.
         """
-        for group, n_reserved in zip(self.groups, reserved):
-            first = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
-            known = group.index.blocks(key for key in keys[first:n_blocks] if key in group.index)
-            n_taken = n_blocks - first - len(known) + group.pool.n_unheld(known)
-            if n_taken + n_reserved > group.pool.n_free:
-                return None
         table = self.table()
-        for group, held in zip(self.groups, table.groups):
+        taken = []
+        for group, held, n_reserved in zip(self.groups, table.groups, reserved):
             held.n_passed = first_visible(n_blocks * BLOCK_TOKENS, group.layout.window)
             held.blocks = [NULL_BLOCK] * n_blocks
-            wanted = range(held.n_passed, n_blocks)
-            for j in wanted:  # before others are taken: those might be the cached ones
+            for j in range(held.n_passed, n_blocks):
                 if keys[j] in group.index:
                     held.blocks[j] = group.index.block(keys[j])
-                    group.pool.hold(held.blocks[j])
-            lacking = [j for j in wanted if held.blocks[j] == NULL_BLOCK]
-            for j, block in zip(lacking, self._take(group, len(lacking))):
+            known = set(held.blocks) - {NULL_BLOCK}
+            n_lacking = n_blocks - held.n_passed - len(known)
+            if n_lacking + group.pool.n_unheld(known) + n_reserved > group.pool.n_free:
+                return None
+            taken.append(group.pool.settled(n_lacking, but=known))
+            if len(taken[-1]) < n_lacking:
+                return None
+        for group, held, blocks in zip(self.groups, table.groups, taken):
+            group.pool.hold_all(block for block in held.blocks if block != NULL_BLOCK)
+            group.pool.hold_all(blocks)
+            self._evict(group, blocks)
+            lacking = (j for j in range(held.n_passed, n_blocks) if held.blocks[j] == NULL_BLOCK)
+            for j, block in zip(lacking, blocks):
                 held.blocks[j] = block
         return table
 

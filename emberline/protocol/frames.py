@@ -7,6 +7,7 @@ at any time, and the worker sends one Step for each engine step that has output 
 sends KVEvents. A Hello with `peer` set comes from another worker and starts a KV transfer, which has its own messages.
 """
 
+import hmac
 import struct
 from collections.abc import Iterator
 from typing import Literal, TypeVar
@@ -18,7 +19,7 @@ from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import EngineRequest
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4 << 10  # of the first frame, which is read before its sender is authenticated
 LENGTH = struct.Struct("<I")
@@ -70,9 +71,17 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    token: str  # the join token
+    token: str  # the join token, or a sender's ticket
     version: int = VERSION
     peer: str = ""  # name of the sending engine, when the connection is for KV transfer
+
+
+def transfer_ticket(join_token: str, sender: str) -> str:
+    """With which the named engine may send KV to the one with this join token.
+
+    The core derives it, so that no engine learns the join token of another: with that it could submit and drain.
+    """
+    return hmac.new(join_token.encode(), b"emberline.kv.sender\0" + sender.encode(), "sha256").hexdigest()
 
 
 class Vocabulary(msgspec.Struct, tag="vocabulary"):

@@ -116,7 +116,8 @@ class Push(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: str
     address: str  # of the decode worker, as used by its clients
-    token: str = ""  # its join token
+    sender: str = "sender"  # the prefill worker's name there
+    ticket: str = ""  # `frames.transfer_ticket` of that name: it may send KV and nothing else
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,6 +7,7 @@ import msgspec
 
 from emberline.protocol.errors import EmberlineError, EngineLost, from_info
 from emberline.protocol.events import TokenDelta
+from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.service.engine_client import EngineClient, EngineStream
 
@@ -87,7 +88,12 @@ def hand_over(prefill: EngineClient, decode: EngineClient, request: EngineReques
         priority=request.priority,
         deadline_s=request.deadline_s,
         keys=request.keys,
-        push=Push(transfer=transfer, address=decode.endpoint.address, token=decode.endpoint.token),
+        push=Push(
+            transfer=transfer,
+            address=decode.endpoint.address,
+            sender=prefill.name,
+            ticket=transfer_ticket(decode.endpoint.token, prefill.name),
+        ),
     )
     try:
         return stream, Prefill(prefill, stream, half)

@@ -248,7 +248,7 @@ def build(args: argparse.Namespace, drop_connection: Callable[[str], None]) -> t
         pages = shared_pages(n_blocks * layout.block_bytes)
         memory = HostMemory([memoryview(pages.buffer)], [layout.block_bytes], [pages.descriptor])
         engine = process.mooncake_engine(memory, args)
-        transfers = host_transfers(args.id or args.socket, args.fingerprint, [layout], memory, engine)
+        transfers = host_transfers(args.fingerprint, [layout], memory, engine)
         stamps = KVStamps(args.fingerprint, memory)
     info = EngineInfo(
         model=args.name or "standin",

@@ -3,6 +3,7 @@
 Any error of paging, prefix cache, windows or preemption shows as wrong tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from emberline.engine.scheduler.limits import Limits
@@ -95,6 +96,9 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan):
         self.plans.append(plan)
+        return self._compute(plan)
+
+    def _compute(self, plan):
         for admission in plan.admissions:
             self.tables[admission.slot] = [list(blocks) for blocks in admission.blocks]
             self.requests[admission.slot] = admission.request
@@ -134,6 +138,29 @@ class FakeRunner:
     def _entry(self, g, table, position):
         assert table[position // 16] != NULL_BLOCK, "a visible token's block was given back"
         return self.blocks[g][table[position // 16]][position % 16]
+
+
+class LateRunner(FakeRunner):
+    """Like a device: a step is computed some time after its launch. Here when its result is waited for."""
+
+    def __init__(self, cache, vocab=VOCAB):
+        super().__init__(cache, vocab)
+        self.meanwhile = lambda: None  # what other threads do while the step loop waits
+
+    def launch(self, plan: StepPlan):
+        self.plans.append(plan)
+        return LateHandle(lambda: self.meanwhile() or self._compute(plan))
+
+
+@dataclass
+class LateHandle:
+    compute: Callable[[], Handle]
+
+    def sample(self, masks=None):
+        pass
+
+    def result(self):
+        return self.compute().result()
 
 
 def scheduler_of(

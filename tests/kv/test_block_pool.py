@@ -2,7 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kv.block_pool import NULL_BLOCK, UNBOUNDED, BlockPool, blocks_of, capacity, peak_blocks, split_bytes
+from emberline.kv.block_pool import (
+    NULL_BLOCK,
+    UNBOUNDED,
+    BlockPool,
+    StepFence,
+    blocks_of,
+    capacity,
+    peak_blocks,
+    split_bytes,
+)
 from emberline.kv.prefix_index import first_visible
 from emberline.protocol.block_hash import KVGroup
 from emberline.protocol.errors import BadInput
@@ -48,6 +57,29 @@ def test_holding_a_free_block_removes_it_from_the_free_list():
     assert pool.n_free == 2
     pool.drop(blocks[1], keep=True)
     assert free_blocks(pool) == [blocks[0], blocks[2], blocks[1]]
+
+
+def test_blocks_that_a_step_in_flight_may_write_are_not_settled():
+    fence = StepFence()
+    pool = BlockPool(6, fence)
+    a, b, c, d, e = pool.take_all(5)
+    pool.drop(a, keep=True)  # before the first step
+    fence.next_step()
+    pool.drop(b, keep=True)  # while step 1 is planned, or in flight
+    fence.next_step()
+    pool.drop(c, keep=True)
+    fence.set_oldest_in_flight(1)
+    assert pool.settled(5, but=set()) == [a]
+    fence.set_oldest_in_flight(2)
+    assert pool.settled(5, but=set()) == [a, b]
+    assert pool.settled(5, but={a}) == [b]
+    assert pool.settled(1, but=set()) == [a]
+    pool.hold(b)
+    pool.drop(b, keep=False)  # freed again, after step 2 was planned
+    assert pool.settled(5, but=set()) == [a]
+    fence.set_oldest_in_flight(None)
+    assert pool.settled(5, but=set()) == [b, a, c]
+    assert pool.refs[d] == pool.refs[e] == 1
 
 
 def test_dropping_a_free_block_fails_an_assertion():

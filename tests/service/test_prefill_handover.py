@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta, Usage
+from emberline.protocol.frames import transfer_ticket
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.prefill_handover import Prefill, hand_over
 from tests.service.fake_engine import FakeEngine
@@ -44,6 +46,13 @@ async def halves(tmp_path: Path) -> AsyncIterator[Halves]:
         yield Halves(prefill, decode, stream, half)
     await prefill.die()
     await decode.die()
+
+
+async def test_the_prefill_worker_gets_a_ticket_and_not_the_join_token(halves: Halves) -> None:
+    (pushing,) = halves.prefill.submitted
+    assert pushing.push is not None
+    assert pushing.push.ticket == transfer_ticket(halves.decode.endpoint.token, pushing.push.sender)
+    assert halves.decode.endpoint.token.encode() not in msgspec.msgpack.encode(pushing)
 
 
 async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) -> None:

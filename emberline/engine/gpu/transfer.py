@@ -35,7 +35,7 @@ def exported_pools(
 
 
 def device_transfers(
-    name: str, fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
+    fingerprint: str, layouts: Sequence[KVGroup], pools: Sequence[Tensor], spans: Sequence[DeviceSpan]
 ) -> TransferManager:
     """For pools in device memory: sends from them, and receives into them where they are exported (`spans`)."""
     words = [pool_words(pool, layout) for pool, layout in zip(pools, layouts)]
@@ -47,13 +47,19 @@ def device_transfers(
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the device's context current in this thread
         opened_at = cuda_ipc.opened_pools(opened, len(words))
-        targets = [peer_words(pointer, size, own) for (pointer, size), own in zip(opened_at, words)]
-        return CudaIpcSendTransport(words, targets, [pointer for pointer, _ in opened_at])
+        pointers = [pointer for pointer, _ in opened_at]
+        try:
+            targets = [peer_words(pointer, size, own) for (pointer, size), own in zip(opened_at, words)]
+            return CudaIpcSendTransport(words, targets, pointers)
+        except Exception:
+            for pointer in pointers:
+                cuda_ipc.close_handle(pointer)
+            raise
 
     receive: list[ReceiveTransport] = []
     if spans:
         receive.append(CudaIpcReceiveTransport(spans, [pool.nbytes for pool in pools]))
-    return TransferManager(name, fingerprint, layouts, None, receive, (cuda_ipc.CUDA_IPC,), open_transport)
+    return TransferManager(fingerprint, layouts, None, receive, (cuda_ipc.CUDA_IPC,), open_transport)
 
 
 class CudaIpcSendTransport:
@@ -77,6 +83,8 @@ class CudaIpcSendTransport:
 
     def _write(self, copies: Sequence[BlockCopy]) -> None:
         copies = sorted(copies, key=lambda copy: copy.group)
+        if any(not 0 <= copy.target < len(self._targets[copy.group]) for copy in copies):
+            raise TransportUnavailable("the other engine granted a block outside its pool")
         numbers = np.array([(copy.source, copy.target) for copy in copies], np.int32)
         self._pairs[: numbers.size].numpy()[:] = numbers.reshape(-1)
         with torch.cuda.stream(self._stream), torch.inference_mode():
@@ -103,8 +111,11 @@ def pool_words(pool: Tensor, layout: KVGroup) -> Tensor:
 
 
 def peer_words(pointer: int, size: int, own: Tensor) -> Tensor:
-    """A pool of the receiver, in the shape of our own."""
+    """A pool of the receiver, in the shape of our own: its memory, not a copy."""
     n_words = own.shape[1]
     if size % (8 * n_words):
         raise TransportUnavailable(f"a pool of {size} bytes does not consist of blocks of {8 * n_words}")
-    return torch.as_tensor(DeviceSpan(pointer, size), device=own.device).view(torch.int64).view(-1, n_words)
+    words = torch.as_tensor(DeviceSpan(pointer, size), device=own.device)
+    if words.data_ptr() != pointer:  # of memory on another device torch makes a copy, and writes would end there
+        raise TransportUnavailable("the pool of the other engine is on another device: give both workers the same one")
+    return words.view(torch.int64).view(-1, n_words)

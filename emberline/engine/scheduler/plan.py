@@ -54,6 +54,7 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     n_tokens: int = 0
     n_preempted: int = 0  # running sequences whose blocks were taken for these rows
+    number: int = 0  # steps are launched in this order
 
 
 @dataclass(slots=True)

@@ -129,7 +129,10 @@ class Scheduler:
         return self._expire(now_s) + self._poll_transfers(now_s) + self._bind_grammars()
 
     def plan(self) -> StepPlan:
-        return self._planner.plan()
+        number = self.cache.fence.next_step()
+        plan = self._planner.plan()
+        plan.number = number
+        return plan
 
     def needs_masks(self, plan: StepPlan) -> bool:
         """Whether a grammar restricts what the plan samples."""

@@ -226,6 +226,9 @@ class IncomingTransfers:
             return f"the prefill engine has another KV layout: {_described(theirs)}, here {_described(ours)}"
         if offer.n_blocks != transfer.n_blocks:
             return f"the prefill engine offers {offer.n_blocks} blocks, the prompt has {transfer.n_blocks}"
+        transfer.seq.extend_keys(transfer.n_blocks)
+        if offer.key != transfer.seq.keys[transfer.n_blocks - 1]:
+            return "the prefill engine offers the KV of another prompt"
         return ""
 
     def _on_blocks(self, notice: notices.BlocksReceived, now_s: float) -> None:
@@ -248,13 +251,15 @@ class IncomingTransfers:
             self._ready(transfer.seq)
 
     def _on_sender_gave_up(self, notice: notices.SenderGaveUp, now_s: float) -> None:
-        """The sender gave up and writes no more: its blocks need no quarantine."""
+        """The sender gave up and writes no more: blocks of an epoch that the receiver has ended need no quarantine."""
         self._end_quarantine(notice.epoch)
         why = f"the prefill engine gave up: {notice.message}"
         transfer = self._by_transfer.get(notice.transfer)
         if transfer is not None:
-            if transfer.peer in (0, notice.peer):
+            if transfer.peer in (0, notice.peer) and transfer.epoch == notice.epoch:
                 self._stop(transfer, why)
+            elif transfer.peer == notice.peer:  # the grant crossed the message: `leave` revokes it
+                self._fail(transfer.seq, why)
             return
         unclaimed = self._offers.get(notice.transfer)
         if unclaimed is not None and unclaimed[0].peer == notice.peer:

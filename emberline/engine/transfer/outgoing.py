@@ -54,7 +54,8 @@ class OutgoingTransfers:
         assert push is not None
         if not transfer.offered:
             transfer.offered = True
-            self._sender.offer(seq.number, push, seq.n_transferable)
+            seq.extend_keys(seq.n_transferable)
+            self._sender.offer(seq.number, push, seq.n_transferable, seq.keys[seq.n_transferable - 1])
 
     def send(self, seq: Sequence, n_blocks: int) -> None:
         """The first n_blocks of the sequence's table are computed: send those that are wanted and were not sent yet."""

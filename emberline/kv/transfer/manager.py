@@ -1,7 +1,6 @@
 """All KV transfers of an engine: its connections to other engines, and one queue of notices for the step loop."""
 
 import contextlib
-import hashlib
 import logging
 import socket
 import threading
@@ -37,7 +36,6 @@ class TransferManager:
 
     def __init__(
         self,
-        name: str,
         fingerprint: str,
         layouts: Sequence[KVGroup],
         memory: HostMemory | None,
@@ -45,13 +43,12 @@ class TransferManager:
         send_transports: Sequence[str],
         open_transport: TransportOpener,
     ) -> None:
-        self._name = name
         self._fingerprint = fingerprint
         self._layouts = tuple(layouts)
         self._memory, self._receive_transports = memory, receive_transports
         self._send_transports, self._open_transport = send_transports, open_transport
         self._notices: deque[Notice] = deque()
-        self._senders: dict[str, Sender] = {}  # by address and token
+        self._senders: dict[tuple[str, str, str], Sender] = {}  # by address, our name and ticket there
         self._by_number: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._n_peers = 0
@@ -107,16 +104,16 @@ class TransferManager:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def offer(self, number: int, push: Push, n_blocks: int) -> None:
+    def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None:
         tags, block_bytes = zip(*((layout.tag, layout.block_bytes) for layout in self._layouts))
-        offer = Offer(push.transfer, self._fingerprint, tags, block_bytes, n_blocks)
-        key = f"{push.address} {hashlib.blake2b(push.token.encode(), digest_size=8).hexdigest()}"
+        offer = Offer(push.transfer, self._fingerprint, tags, block_bytes, n_blocks, key)
+        to = (push.address, push.sender, push.ticket)
         for _ in range(2):  # reconnect once
-            sender = self._senders.get(key)
+            sender = self._senders.get(to)
             if sender is None or sender.lost:
                 self._senders = {other: each for other, each in self._senders.items() if not each.lost}
-                sender = self._senders[key] = Sender(
-                    self._name, push, self._send_transports, self._open_transport, block_bytes, self._notify
+                sender = self._senders[to] = Sender(
+                    push, self._send_transports, self._open_transport, block_bytes, self._notify
                 )
             if sender.offer(number, offer):
                 self._by_number[number] = sender
@@ -162,7 +159,7 @@ class TransferManager:
 
 
 def host_transfers(
-    name: str, fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, mooncake: MooncakeEngine | None = None
+    fingerprint: str, layouts: Sequence[KVGroup], memory: HostMemory, mooncake: MooncakeEngine | None = None
 ) -> TransferManager:
     """For pools in host memory: sends by all transports; receives by shared memory if its pools are shared."""
 
@@ -182,4 +179,4 @@ def host_transfers(
         send_transports.append(MOONCAKE)
     if memory.descriptors:
         receive_transports.insert(0, SharedMemoryReceiveTransport(memory))
-    return TransferManager(name, fingerprint, layouts, memory, receive_transports, send_transports, open_transport)
+    return TransferManager(fingerprint, layouts, memory, receive_transports, send_transports, open_transport)

@@ -1,7 +1,7 @@
 """The wire messages between two engines, on the connection over which one sends KV to the other.
 
     sender (prefill)                          receiver (decode)
-    Hello(peer), token          ─────────▶            the engine's ordinary greeting
+    Hello(peer), ticket         ─────────▶            the engine's ordinary greeting
                                 ◀─────────    Welcome
     OpenTransport               ─────────▶
                                 ◀─────────    TransportOpened, or Denied
@@ -11,7 +11,7 @@
     BlocksWritten(epoch, items) ─────────▶
     KeepAlive(epochs)           ─────────▶            every other second: these are still being computed
                                 ◀─────────    Ack(epoch): all blocks are there
-    SendFailed(epoch)           ─────────▶            nothing more will be written
+    SendFailed(transfer)        ─────────▶            nothing more will be written
                                 ◀─────────    Revoke(epoch): stop writing
     RevokeAck(epoch)            ─────────▶            nothing more will be written
 
@@ -39,6 +39,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     tags: tuple[str, ...]  # layout tags of the KV groups
     block_bytes: tuple[int, ...]  # of each group
     n_blocks: int  # of the prompt, in every group without a window
+    key: bytes  # content key of the last of them, and so of all: the end of the chain
 
 
 class Grant(msgspec.Struct, tag="grant"):
@@ -75,7 +76,6 @@ class Ack(msgspec.Struct, tag="received"):
 class SendFailed(msgspec.Struct, tag="failed"):
     transfer: str
     message: str
-    epoch: int = 0  # 0: it was never granted
 
 
 class Revoke(msgspec.Struct, tag="revoke"):

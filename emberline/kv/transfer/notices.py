@@ -55,7 +55,7 @@ class SenderGaveUp(msgspec.Struct, frozen=True):
 
     peer: int
     transfer: str
-    epoch: int  # 0: it was never granted
+    epoch: int  # which the receiver has ended, so that nothing is accepted under it; 0: none was granted yet
     message: str
 
 
@@ -80,7 +80,7 @@ Notice = SenderNotice | ReceiverNotice
 class SenderPort(Protocol):
     """Commands of a prefill engine, answered by sender notices."""
 
-    def offer(self, number: int, push: Push, n_blocks: int) -> None: ...
+    def offer(self, number: int, push: Push, n_blocks: int, key: bytes) -> None: ...
 
     def send(self, number: int, items: Sequence[tuple[Item, int]]) -> None:
         """Each with the block of ours that holds it, which is read until `BlocksReleased` names it."""

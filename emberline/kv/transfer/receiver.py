@@ -116,13 +116,18 @@ class Receiver:
             for epoch in self._live.keys() & set(message.epochs):
                 self._notify(notices.LeaseRenewed(epoch))
         elif isinstance(message, messages.SendFailed):
-            self._live.pop(message.epoch, None)
-            self._notify(notices.SenderGaveUp(self.number, message.transfer, message.epoch, message.message))
+            self._on_failed(message)
         else:
             assert isinstance(message, messages.RevokeAck)
             if message.epoch in self._revoking:
                 self._revoking.remove(message.epoch)
                 self._notify(notices.EpochReleased(message.epoch))
+
+    def _on_failed(self, message: messages.SendFailed) -> None:
+        """The epoch that ends is the one granted to this transfer on this connection, by our own record."""
+        ended = next((number for number, epoch in self._live.items() if epoch.transfer == message.transfer), 0)
+        self._live.pop(ended, None)
+        self._notify(notices.SenderGaveUp(self.number, message.transfer, ended, message.message))
 
     def _open(self, message: messages.OpenTransport) -> None:
         transport = self._transports.get(message.name)

@@ -59,7 +59,6 @@ class Sender:
 
     def __init__(
         self,
-        name: str,
         push: Push,
         transports: Sequence[str],
         open_transport: TransportOpener,
@@ -67,7 +66,7 @@ class Sender:
         notify: Callable[[Notice], None],
     ) -> None:
         self.lost = False
-        self._name, self._push = name, push
+        self._push = push
         self._transports, self._open_transport, self._block_bytes = transports, open_transport, block_bytes
         self._notify = notify
         self._connection: PeerConnection | None = None
@@ -166,7 +165,7 @@ class Sender:
     def _connect(self) -> PeerConnection:
         connection = self._connection = PeerConnection(_dial(self._push.address))
         connection.set_timeout(GREETING_TIMEOUT_S)
-        connection.send(Hello(self._push.token, peer=self._name))
+        connection.send(Hello(self._push.ticket, peer=self._push.sender))
         greeting = connection.receive(frames.from_engine_decoder)
         if isinstance(greeting, Refused):
             raise PeerConnectionLost(greeting.error.message)
@@ -206,7 +205,7 @@ class Sender:
             self._cancelled.discard(command.number)
             transfer = self._forget(command.number)
             if transfer is not None:
-                connection.send(messages.SendFailed(transfer.offer.transfer, command.message, transfer.epoch))
+                connection.send(messages.SendFailed(transfer.offer.transfer, command.message))
 
     def _write(self, connection: PeerConnection, command: _SendCommand) -> None:
         """Write blocks in batches, and nothing after the transfer has ended."""

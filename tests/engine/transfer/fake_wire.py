@@ -19,16 +19,16 @@ from emberline.kv.transfer.notices import (
     SenderLost,
     SendRejected,
 )
-from tests.engine.fakes import FakeRunner, scheduler_of
+from tests.engine.fakes import LateRunner, scheduler_of
 
 
 class Side:
     """One engine."""
 
-    def __init__(self, transfers, **setup):
+    def __init__(self, transfers, steps_in_flight=1, **setup):
         self.scheduler, self.cache = scheduler_of(transfers=transfers, **setup)
-        self.runner = FakeRunner(self.cache)
-        self.loop = StepLoop(self.scheduler, self.runner)
+        self.runner = LateRunner(self.cache)
+        self.loop = StepLoop(self.scheduler, self.runner, steps_in_flight)
         self.transfers = transfers
         self.accepted, self.ended, self.tokens = {}, {}, {}
 
@@ -57,10 +57,12 @@ class FakeSender(NoticeQueue):
         self.cancelled = set()
         self.writing = None
 
-    def offer(self, number, push, n_blocks):
+    def offer(self, number, push, n_blocks, key):
         layouts = [group.layout for group in self.wire.prefill.cache.groups]
         tags, sizes = zip(*((layout.tag, layout.block_bytes) for layout in layouts))
-        self.commands.append(("offer", number, Offer(push.transfer, push.token or "fake", tags, sizes, n_blocks)))
+        fingerprint = "other" if push.ticket == "other weights" else "fake"
+        key = b"other" if push.ticket == "other prompt" else key
+        self.commands.append(("offer", number, Offer(push.transfer, fingerprint, tags, sizes, n_blocks, key)))
 
     def send(self, number, items):
         for item in items:
@@ -86,7 +88,7 @@ class FakeSender(NoticeQueue):
         elif what == "cancel":
             found = self.open.pop(number, None)
             if found is not None:
-                self.wire.to_decode.append(("failed", found[0].transfer, found[1]))
+                self.wire.to_decode.append(("failed", found[0].transfer))
         elif number in self.open and number not in self.cancelled:
             self.writing = number, self.open[number], value
             for (g, j), _ in value:
@@ -142,6 +144,7 @@ class FakeReceiver(NoticeQueue):
         self.wire = wire
         self.commands = deque()
         self.live, self.revoking = {}, set()
+        self.transfers = {}  # epochs by transfer
 
     def grant(self, peer, transfer, epoch, blocks):
         self._command(peer, ("grant", transfer, epoch, blocks))
@@ -165,6 +168,7 @@ class FakeReceiver(NoticeQueue):
     def _execute(self, command):
         if command[0] == "grant":
             self.live[command[2]] = {(g, j) for g, blocks in enumerate(command[3]) for j in blocks}
+            self.transfers[command[1]] = command[2]
             self.wire.to_prefill.append(command)
             self._finish(command[2])
         elif command[0] == "revoke":
@@ -190,8 +194,9 @@ class FakeReceiver(NoticeQueue):
                 self.queued.append(BlocksReceived(rest[0], rest[1]))
                 self._finish(rest[0])
         elif what == "failed":
-            self.live.pop(rest[1], None)
-            self.queued.append(SenderGaveUp(self.wire.peer, rest[0], rest[1], "gave up"))
+            epoch = self.transfers.get(rest[0], 0)
+            ended = epoch if self.live.pop(epoch, None) is not None else 0
+            self.queued.append(SenderGaveUp(self.wire.peer, rest[0], ended, "gave up"))
         elif rest[0] in self.revoking:
             self.revoking.remove(rest[0])
             self.queued.append(EpochReleased(rest[0]))

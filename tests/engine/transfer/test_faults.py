@@ -12,7 +12,7 @@ import pytest
 
 from emberline.kv.transfer.messages import BlocksWritten, Offer, OpenTransport
 from emberline.protocol import frames
-from emberline.protocol.frames import Hello
+from emberline.protocol.frames import Hello, Welcome, transfer_ticket
 from tests.engine.client import Client, engine, wait_until
 from tests.engine.fakes import request
 from tests.engine.transfer.test_prefill_decode import halves
@@ -226,6 +226,13 @@ def test_a_mismatched_offer_fails_only_its_request(tmp_path):
         for end in (decode.finish("short"), good.finish("short-p")):
             assert is_transfer_error(end)
             assert "blocks" in end.error.message
+        first, _ = halves(ask("content", 300), d, "contents", "secret")
+        _, second = halves(ask("content", 300, start=1), d, "contents", "secret")
+        good.submit(first)
+        decode.submit(second)
+        for end in (decode.finish("content"), good.finish("content-p")):
+            assert is_transfer_error(end)
+            assert "another prompt" in end.error.message
         for name, token in (("token", "wrong"), ("nobody", "secret")):
             address = d if name == "token" else f"unix:{tmp_path}/nobody.sock"
             first, _ = halves(ask(name), address, name, token)
@@ -272,7 +279,7 @@ def garbage():
     yield frames.encode(OpenTransport("shm"))
     yield frames.encode(OpenTransport("shm")) + frames.encode(OpenTransport("tcp"))
     yield frames.encode(OpenTransport("pigeon"))
-    yield frames.encode(Offer("t", "standin", ("x",), (1,), -1))
+    yield frames.encode(Offer("t", "standin", ("x",), (1,), -1, b""))
     yield struct.pack("<I", 20) + b"\x82\xa4type\xa4open\xa3way\xa5\xff\xff\xff"
     yield struct.pack("<I", 60_014) + b"\x82\xa4type\xa4open\xa1x" + b"\x91" * 60_000
     for _ in range(20):
@@ -289,17 +296,29 @@ def test_garbage_on_a_transfer_connection_is_contained(tmp_path, decode_address)
     ):
         for data in garbage():
             peer = Client(d, greet=False)
-            peer.send(Hello("secret", peer="peer"))
-            peer.receive()
+            peer.send(Hello(transfer_ticket("secret", "peer"), peer="peer"))
+            assert isinstance(peer.receive(), Welcome)
             peer.sock.sendall(data)
             peer.close()
         early = Client(d, greet=False)
-        early.sock.sendall(frames.encode(Hello("secret", peer="early")) + b"\0")
+        early.sock.sendall(frames.encode(Hello(transfer_ticket("secret", "early"), peer="early")) + b"\0")
         early.close()
         transfer_kv(prefill, decode, d, ask("after"))
         assert_finished(decode, "after")
         assert process.poll() is None
         assert_idle(decode)
+
+
+def test_a_ticket_admits_its_sender_and_nothing_else(tmp_path):
+    ticket = transfer_ticket("secret", "p")
+    with standin(tmp_path / "d.sock", "decode") as (_, d):
+        for hello in (Hello(ticket), Hello(ticket, peer="other"), Hello("secret", peer="p"), Hello("", peer="p")):
+            with Client(d, greet=False) as client:
+                client.send(hello)
+                assert client.receive().error.kind == "unauthorized"
+        with Client(d, greet=False) as client:
+            client.send(Hello(ticket, peer="p"))
+            assert isinstance(client.receive(), Welcome)
 
 
 def test_engines_that_receive_no_kv_refuse_senders(tmp_path):

@@ -5,6 +5,7 @@ import random
 import msgspec
 import pytest
 
+from emberline.protocol.frames import transfer_ticket
 from emberline.protocol.request import EngineRequest, Push, SamplingParams
 from emberline.protocol.token_ids import unpack
 from emberline.text.text_model import TextModel
@@ -27,7 +28,7 @@ def halves(request, address, transfer, token="secret"):
         salt=request.salt,
         session=request.session,
         keys=request.keys,
-        push=Push(transfer=transfer, address=address, token=token),
+        push=Push(transfer=transfer, address=address, ticket=transfer_ticket(token, "sender")),
     )
     return prefill, msgspec.structs.replace(request, awaits=transfer)
 

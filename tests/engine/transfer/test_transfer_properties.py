@@ -22,12 +22,19 @@ prompts = st.builds(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
 )
 setups = st.fixed_dictionaries(
-    {"n_blocks": st.integers(8, 24), "max_running": st.integers(1, 4), "token_budget": st.integers(5, 64)}
+    {
+        "n_blocks": st.integers(8, 24),
+        "max_running": st.integers(1, 4),
+        "token_budget": st.integers(5, 64),
+        "steps_in_flight": st.integers(1, 3),
+    }
 )
 layouts = st.sampled_from([(FULL,), (FULL, window_group(20)), (window_group(37), FULL)])
 actions = st.one_of(
     st.tuples(
-        st.just("pair"), prompts, st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["", "", "other"]))
+        st.just("pair"),
+        prompts,
+        st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["", "", "", "other weights", "other prompt"])),
     ),
     st.tuples(st.just("local"), prompts, st.booleans()),
     st.tuples(st.just("abort"), st.booleans(), st.integers(0, 5)),
@@ -42,6 +49,7 @@ class TransferChecker:
     def __init__(self, layouts, prefill, decode):
         common = {"layouts": layouts, "context_len": 128}
         self.wire = Wire({**common, **prefill}, {**common, **decode})
+        self.wire.decode.runner.meanwhile = self.wire.tick
         self.layouts = layouts
         self.now_s = 0.0
         self.ids = []
@@ -58,9 +66,9 @@ class TransferChecker:
         self.ids.append((side, wanted.id))
 
     def pair(self, prompt, how):
-        priority, decode_first, fingerprint = how
+        priority, decode_first, mismatch = how
         id = f"r{len(self.ids)}"
-        push = Push(transfer=f"t-{id}", address="", token=fingerprint)
+        push = Push(transfer=f"t-{id}", address="", ticket=mismatch)
         halves = [
             (self.wire.decode, msgspec.structs.replace(request(id, prompt, priority), awaits=push.transfer)),
             (
@@ -179,6 +187,37 @@ def test_without_faults_every_transfer_succeeds(layouts, prefill, decode, wanted
         assert {delta.finish for delta in side.ended.values()} <= {"stop", "length"}
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_a_block_is_granted_after_the_last_step_that_may_write_it(how, steps_in_flight):
+    """The decode worker has room for the transfer in the blocks of a sequence only, whose steps are in flight."""
+    decode = {"n_blocks": 9, "max_running": 2, "token_budget": 64, "steps_in_flight": steps_in_flight}
+    checker = TransferChecker((FULL,), {"n_blocks": 24}, decode)
+    wire = checker.wire
+    stop_ids = (1, 2, 3, 4) if how == "stop" else ()
+    checker.submit(wire.decode, request("local", [5, 6] * 22, max_tokens=60, min_tokens=9, stop_ids=stop_ids))
+    while len(wire.decode.tokens["local"]) < 8:
+        checker.step(wire.decode)
+    checker.pair([1, 2, 3, 4] * 24, (1, True, ""))
+    while not any(message[0] == "offer" for message in wire.to_decode):
+        wire.prefill.transfers.tick()
+        checker.step(wire.prefill)
+    wire.decode.transfers.tick()  # the offer has arrived
+    if how == "abort":
+        checker.take(wire.decode, [wire.decode.scheduler.abort("local")])
+
+    def send():
+        """The sender writes as soon as it may, long before a step of the decode worker is done."""
+        for _ in range(30):
+            wire.tick()
+            checker.step(wire.prefill)
+
+    wire.decode.runner.meanwhile = send
+    checker.finish()
+    checker.check()
+    assert wire.decode.ended["r1"].finish == "length"
+
+
 @pytest.mark.parametrize("how", ["abort", "lease"])
 def test_quarantined_blocks_are_not_reused(how):
     checker = TransferChecker((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
@@ -204,3 +243,29 @@ def test_quarantined_blocks_are_not_reused(how):
     checker.finish()
     checker.check()
     assert wire.decode.ended["local"].finish == "length"
+
+
+def test_a_grant_that_crosses_the_end_of_its_sender_is_revoked():
+    """Until the sender has acknowledged that, its blocks are quarantined."""
+    checker = TransferChecker((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
+    wire = checker.wire
+    checker.pair([1, 2, 3, 4] * 25, (1, True, ""))
+    while not any(message[0] == "offer" for message in wire.to_decode):
+        wire.prefill.transfers.tick()
+        checker.step(wire.prefill)
+    wire.decode.transfers.tick()
+    checker.take(wire.prefill, [wire.prefill.scheduler.abort("r0-p")])
+    while not any(message[0] == "failed" for message in wire.to_decode):
+        wire.prefill.transfers.tick()
+    checker.step(wire.decode)  # grants
+    assert wire.decode.transfers.commands[0][0] == "grant"
+    wire.decode.transfers._handle(*wire.to_decode.popleft())  # the receiver reads before it sends the grant
+    checker.step(wire.decode)
+    assert is_failed(wire.decode.ended["r0"])
+    assert wire.decode.loop.load.quarantined == 6
+    checker.finish()
+    checker.check()
+
+
+def is_failed(delta):
+    return delta.finish == "error" and "gave up" in delta.error.message

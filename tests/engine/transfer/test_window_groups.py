@@ -28,7 +28,7 @@ LAYOUTS = {"full": (FULL,), "window": (FULL, WINDOW), "window first": (WINDOW, F
 def serving(address, layouts, shared):
     model, sizes = TorchFake(layouts), [60] * len(layouts)
     runner = TorchRunner(model, sizes, LIMITS, shared=shared)
-    transfers = host_transfers("test", "fake", layouts, runner.memory)
+    transfers = host_transfers("fake", layouts, runner.memory)
     cache = KVCache(layouts, sizes, chunk=LIMITS.token_budget)
     loop = StepLoop(Scheduler(cache, LIMITS, "fake", transfers=transfers), runner, transfers=transfers)
     info = EngineInfo(
