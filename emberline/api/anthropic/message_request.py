@@ -10,7 +10,7 @@ from emberline.api.common.messages import join_text
 from emberline.api.common.response_format import RequestedFormat
 from emberline.api.common.sampling_fields import Probability, StopStrings, TokenCount, clamp_top_p, session_name
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
-from emberline.api.http.body import UnsupportedField, refuse_unsupported
+from emberline.api.common.unsupported_fields import NoSamplingFields, refuse_unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import GenerateRequest, Message, OutputFormat, Reasoning, SamplingParams, Tool, ToolCall
@@ -85,7 +85,7 @@ class OutputConfig(msgspec.Struct):
     format: OutputSchema | None = None
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
+class CountRequest(NoSamplingFields, kw_only=True):
     """The fields of both the messages and the token-counting endpoint."""
 
     model: str
@@ -96,8 +96,6 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_format: OutputSchema | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: UnsupportedField = None
-    container: UnsupportedField = None
 
     @property
     def hides_thinking(self) -> bool:

@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.api.common.sampling_fields import GenerationFields, TokenCountOrZero
+from emberline.api.common.response_format import GenerationFields
+from emberline.api.common.sampling_fields import TokenCountOrZero
 from emberline.api.common.tools import DeclaredTools, ToolChoiceField, Toolset, toolset
-from emberline.api.http.body import refuse_unsupported
+from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.request import OutputFormat, Reasoning
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from emberline.api.http.body import UnsupportedField, refuse_unsupported
+from emberline.api.common.sampling_fields import SamplingFields
+from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import OutputFormat
 
@@ -39,8 +40,8 @@ class RequestedFormat(NamedTuple):
     field: str  # where the client asked for it
 
 
-class OutputFields(msgspec.Struct, kw_only=True):
-    """The fields that constrain the output. At most one of them may be set."""
+class GenerationFields(SamplingFields, kw_only=True):
+    """A request body that asks for generated text. At most one of the fields that constrain it may be set."""
 
     response_format: ResponseFormat | None = None
     guided_json: Schema | str | None = None

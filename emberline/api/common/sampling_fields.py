@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from emberline.api.common.response_format import OutputFields
-from emberline.api.http.body import UnsupportedField
+from emberline.api.common.unsupported_fields import PeerFields
 from emberline.protocol.request import Priority, SamplingParams
 from emberline.service.validation import (
     MAX_BIASES,
@@ -57,8 +56,8 @@ PRIORITY = {
 }
 
 
-class GenerationFields(OutputFields, kw_only=True):
-    """A request body that asks for generated text."""
+class SamplingFields(PeerFields, kw_only=True):
+    """How tokens are sampled and when they end; and who asks, for sessions and scheduling."""
 
     stream: bool | None = None
     max_tokens: TokenCount | None = None
@@ -80,7 +79,6 @@ class GenerationFields(OutputFields, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
-    lora: UnsupportedField = None
 
     def sampling(self, default_temperature: float, logprobs: int | None = None) -> SamplingParams:
         return SamplingParams(
@@ -102,18 +100,18 @@ class GenerationFields(OutputFields, kw_only=True):
         )
 
     @property
-    def priority(self) -> Priority:
+    def priority_class(self) -> Priority:
         return PRIORITY[self.service_tier]
 
     @property
     def reject_if_busy(self) -> bool:
         """Flex requests take capacity that is free now and are refused instead of waiting."""
-        return self.priority is Priority.FLEX
+        return self.priority_class is Priority.FLEX
 
     @property
     def tier_echo(self) -> dict[str, str]:
         """The response's `service_tier`, present only if the request named one."""
-        return {"service_tier": self.priority.name.lower()} if self.service_tier else {}
+        return {"service_tier": self.priority_class.name.lower()} if self.service_tier else {}
 
 
 def clamp_top_p(top_p: float | None) -> float:

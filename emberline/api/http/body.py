@@ -3,15 +3,13 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from emberline.api.http.call import Call, ClientDisconnected
 from emberline.api.http.errors import NoBody
-from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unsupported
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
 
 T = TypeVar("T")
 
@@ -23,28 +21,6 @@ _SCAN_BYTES = 256 << 10
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
-
-EMPTY: list[Any] = [None, False, 0, "", [], {}]  # values that ask for nothing
-UnsupportedField = Annotated[Any, Meta(description="Not supported yet.", extra_json_schema={"enum": EMPTY})]
-
-
-def unsupported(field: str) -> Unsupported:
-    return Unsupported(f"`{field}` is not supported yet", param=field)
-
-
-def refuse_unsupported(body: msgspec.Struct, prefix: str = "") -> None:
-    """Raise for the first UnsupportedField of `body` that is not empty; `prefix` is the path to `body`, with its dot.
-
-    Fields that the API does not define are ignored; fields that it defines and we do not implement are not.
-    """
-    for name in _unsupported_fields(type(body)):
-        if getattr(body, name) not in EMPTY:
-            raise unsupported(prefix + name)
-
-
-@cache
-def _unsupported_fields(struct: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(struct) if field.type == UnsupportedField)
 
 
 async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:

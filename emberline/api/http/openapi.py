@@ -9,6 +9,7 @@ from emberline import __version__
 from emberline.api.http.errors import CODES, Dialect
 from emberline.api.http.router import Policy, Route
 
+UNSUPPORTED = "x-unsupported"  # in the schema of a field that is refused: it is left out of the document
 _ACCOUNT = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"}
 _ERROR = {
     "type": "object",
@@ -34,7 +35,7 @@ _ENVELOPE = {
 def document(routes: Iterable[Route]) -> dict[str, Any]:
     routes = tuple(routes)
     bodies = sorted({route.body for route in routes if route.body}, key=lambda kind: kind.__name__)
-    references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    references, components = struct_schemas(bodies, "#/components/schemas/{name}")
     schema_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:
@@ -48,6 +49,16 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def struct_schemas(structs: Iterable[type[Any]], ref_template: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """References to the structs' JSON schemas, and the schemas by name; without the fields that are refused."""
+    references, schemas = msgspec.json.schema_components(structs, ref_template=ref_template)
+    for schema in schemas.values():
+        fields = schema.get("properties", {})
+        for name in [name for name, field in fields.items() if UNSUPPORTED in field]:
+            del fields[name]
+    return references, schemas
 
 
 def _operation(route: Route, schema_of: dict[type[Any], Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from emberline.api.batches.job_format import FileLine, Result, batch_request
-from emberline.api.http.body import decode, refuse_unsupported
+from emberline.api.common.unsupported_fields import refuse_unsupported
+from emberline.api.http.body import decode
 from emberline.api.http.call import Backend, encode
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
 from emberline.api.openai.chat import ChatRequest, chat_body

@@ -7,7 +7,8 @@ import msgspec
 
 from emberline.api.batches.submission import cancel_batch, find_batch, new_batch, queue_position, submit_once
 from emberline.api.common.sampling_fields import Metadata
-from emberline.api.http.body import UnsupportedField, decode, read_body, refuse_unsupported
+from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
+from emberline.api.http.body import decode, read_body
 from emberline.api.http.call import Call, Reply, encode, json_reply, list_reply
 from emberline.api.http.errors import NoSuchFile, codes
 from emberline.api.openai.batch_jobs import FORMATS

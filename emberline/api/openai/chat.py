@@ -17,7 +17,6 @@ from emberline.api.common.tools import (
     Toolset,
     functions_toolset,
 )
-from emberline.api.http.body import UnsupportedField
 from emberline.api.http.call import encode
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.http.sse import EventEncoder, random_padding
@@ -51,8 +50,6 @@ class ChatRequest(ChatFields, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     functions: DeclaredFunctions | None = None
     function_call: FunctionCallField | None = None
-    audio: UnsupportedField = None
-    web_search_options: UnsupportedField = None
 
     @property
     def uses_functions(self) -> bool:
@@ -82,7 +79,7 @@ class ChatRequest(ChatFields, kw_only=True):
             sampling=self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None),
             n=self.n or 1,
             session=session_name(session, self.prompt_cache_key, self.user),
-            priority=self.priority,
+            priority=self.priority_class,
             reject_if_busy=self.reject_if_busy,
             **fields,
         )

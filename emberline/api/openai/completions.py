@@ -9,8 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.common.answer import MIN_LOGPROB, usage_body
-from emberline.api.common.sampling_fields import GenerationFields, TokenId, session_name
-from emberline.api.http.body import UnsupportedField, refuse_unsupported, unsupported
+from emberline.api.common.response_format import GenerationFields
+from emberline.api.common.sampling_fields import TokenId, session_name
+from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
 from emberline.api.http.call import Backend, Events
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.openai.chat import ChunkStream, StreamOptions
@@ -32,10 +33,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
-    echo: UnsupportedField = None
-    suffix: UnsupportedField = None
-    tools: UnsupportedField = None
-    functions: UnsupportedField = None
+    add_special_tokens: TrueField = None  # completions begin with the model's BOS token
 
     def to_requests(self, request_id: str, session: str | None = None) -> tuple[list[GenerateRequest], FieldNames]:
         """One canonical request per prompt; the first has the call's own id. `session` comes from the headers."""
@@ -53,7 +51,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 sampling=sampling,
                 n=self.n or 1,
                 session=session,
-                priority=self.priority,
+                priority=self.priority_class,
                 reject_if_busy=self.reject_if_busy,
                 output=output,
             )

@@ -15,33 +15,20 @@ from msgspec import Meta, Raw
 
 from emberline.api.common.chat_fields import Effort, TemplateKwargs
 from emberline.api.common.sampling_fields import (
-    PRIORITY,
-    LogitBias,
-    NumChoices,
-    Penalty,
-    Probability,
-    RepetitionPenalty,
-    Seed,
-    ServiceTier,
-    StopString,
-    StopStrings,
-    Temperature,
-    TokenCount,
+    SamplingFields,
     TokenCountOrZero,
     TokenId,
-    TokenIds,
-    TopK,
     TopLogprobs,
     session_name,
 )
+from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply, encode, while_connected
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.openai.chat import ChatRequest, StreamOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
-from emberline.protocol.request import Priority
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
 from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
 
 ABSENT = Raw()
@@ -64,28 +51,11 @@ class ModelField(msgspec.Struct):
     model: Any = None
 
 
-class PassthroughBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PassthroughBody(SamplingFields, kw_only=True):
+    """Sampling fields are checked as for our own engines; what the server itself understands stays undecoded."""
+
     model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
-    min_tokens: TokenCountOrZero | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    n: NumChoices | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: ServiceTier | None = None
     response_format: Raw = ABSENT
     structured_outputs: Raw = ABSENT
     guided_json: Raw = ABSENT
@@ -104,20 +74,20 @@ class PassthroughBody(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def upstream_fields(self, kind: str) -> dict[str, Any]:
         """The body as a server of this kind gets it. Upstream requests are always streamed."""
-        own = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        fields = {
-            name: value
-            for name, value in own.items()
-            if value is not ABSENT
-            and name not in _NOT_FORWARDED
-            and (kind in ("vllm", "sglang") or name in _OPENAI_FIELDS)
-        }
+        refuse_unsupported(self)
+        fields: dict[str, Any] = {}
+        for name in supported_fields(type(self)):
+            value = getattr(self, name)
+            if value is None or value is ABSENT or name in _NOT_FORWARDED:
+                continue
+            if kind not in ("vllm", "sglang") and name not in _OPENAI_FIELDS:
+                raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
+            fields[name] = value
         return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
 
 class PassthroughChat(PassthroughBody, kw_only=True):
     messages: Raw
-    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Raw = ABSENT
@@ -153,6 +123,7 @@ class PassthroughCompletion(PassthroughBody, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Literal[1] | None = None
+    max_completion_tokens: UnsupportedField = None
 
     @property
     def prompt_bytes(self) -> tuple[bytes, ...]:
@@ -236,7 +207,7 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
 
 
 def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str) -> UpstreamRequest:
-    upstream, priority = call.service.upstream, PRIORITY[body.service_tier]
+    upstream = call.service.upstream
     fields = body.upstream_fields(upstream.kind_of(card))
     fields |= {"model": card.id, **upstream.cache_salt(card, call.principal)}
     route = upstream.route_request(
@@ -245,10 +216,10 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         call.principal,
         body.prompt_bytes,
         n=(body.n or 1) * body.n_prompts,
-        max_tokens=body.max_tokens or getattr(body, "max_completion_tokens", None) or 0,
-        priority=priority,
+        max_tokens=body.max_completion_tokens or body.max_tokens or 0,
+        priority=body.priority_class,
         session=session_name(call.session, body.prompt_cache_key, body.user),
-        reject_if_busy=priority is Priority.FLEX,
+        reject_if_busy=body.reject_if_busy,
     )
     asks_usage = body.stream_options is not None and body.stream_options.include_usage
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED

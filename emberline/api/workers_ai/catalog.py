@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-import msgspec
-
 from emberline.api.common.model_list import cloudflare_model, openrouter_model, source
 from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.openapi import struct_schemas
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.run_request import RunRequest
 from emberline.catalog.model_card import TASKS, ModelCard, authors
@@ -98,7 +97,7 @@ async def list_authors(call: Call) -> Reply:
 @cache
 def _input_schema() -> dict[str, Any]:
     """RunRequest's own definition at the top level, where clients look for `type` and `properties`."""
-    (reference,), definitions = msgspec.json.schema_components([RunRequest], ref_template="#/$defs/{name}")
+    (reference,), definitions = struct_schemas([RunRequest], "#/$defs/{name}")
     own = definitions.pop(reference["$ref"].rpartition("/")[2])
     return {**own, "$defs": definitions}
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 from emberline.api.common.chat_fields import ChatFields
 from emberline.api.common.messages import ChatMessage, canonical_messages
 from emberline.api.common.sampling_fields import session_name
-from emberline.api.http.body import UnsupportedField, unsupported
+from emberline.api.common.unsupported_fields import UnsupportedField, unsupported
 from emberline.api.http.errors import FieldNames
 from emberline.protocol.errors import BadInput
 from emberline.protocol.request import GenerateRequest, Message
@@ -37,8 +37,6 @@ class RunRequest(ChatFields, kw_only=True):
     request_id: str | None = None  # of queued inputs: asks for their status
     logprobs: UnsupportedField = None
     top_logprobs: UnsupportedField = None
-    image: UnsupportedField = None
-    audio: UnsupportedField = None
 
     @property
     def for_queue(self) -> bool:
@@ -59,7 +57,7 @@ class RunRequest(ChatFields, kw_only=True):
             prompt=prompt,
             sampling=self.sampling(DEFAULT_TEMPERATURE),
             session=session_name(session, self.prompt_cache_key, self.user),
-            priority=self.priority,
+            priority=self.priority_class,
             reject_if_busy=self.reject_if_busy or bool(self.options and self.options.reject_if_busy),
             **fields,
         )

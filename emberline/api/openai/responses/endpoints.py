@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import msgspec
 
 from emberline.api.batches.submission import submit_once
-from emberline.api.http.body import decode, read_body, read_json, refuse_unsupported
+from emberline.api.common.unsupported_fields import refuse_unsupported
+from emberline.api.http.body import decode, read_body, read_json
 from emberline.api.http.call import Call, Events, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.sse import stream

@@ -18,7 +18,7 @@ from emberline.api.common.sampling_fields import (
     session_name,
 )
 from emberline.api.common.tools import ToolChoiceField
-from emberline.api.http.body import UnsupportedField
+from emberline.api.common.unsupported_fields import NoSamplingFields, UnsupportedField
 from emberline.api.http.errors import FieldNames
 from emberline.api.openai.responses.items import Item, response_of, to_messages
 from emberline.api.openai.responses.tools import ParsedTools, droppable, parse_tools
@@ -64,7 +64,7 @@ class ResponsesStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(NoSamplingFields, kw_only=True):
     model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -90,10 +90,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = None
-    conversation: UnsupportedField = None
-    prompt: UnsupportedField = None
     context_management: UnsupportedField = None
-    moderation: UnsupportedField = None
+    max_tokens: UnsupportedField = None
 
     @property
     def stored(self) -> bool:

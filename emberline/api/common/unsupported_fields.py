@@ -1,0 +1,321 @@
+"""Fields that change an answer and are not supported: known by name, so that they are refused and not ignored.
+
+They are OpenAI's own and those of the servers that speak its API. A body's struct inherits them (`PeerFields`) and
+declares those that it supports again. `IGNORED` lists the fields that are accepted without an effect, with the reason.
+Fields that are in no struct and not in that list are unknown, and skipped.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta
+
+from emberline.api.http.openapi import UNSUPPORTED
+from emberline.protocol.errors import Unsupported
+
+EMPTY: list[Any] = [None, False, 0, "", [], {}]  # values that ask for nothing
+
+UnsupportedField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: EMPTY})]
+# Fields that ask for nothing with other values than these.
+NullField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None]})]
+TrueField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, True]})]
+OneField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [1, None]})]  # reversed: [None, 1] == [None, True]
+UnlimitedField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, 0, -1]})]
+OnlyTextField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, [], ["text"]]})]
+ParsedReasoning = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "auto", "deepseek"]})]
+DisabledField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "disabled"]})]
+StandardField = Annotated[Any, Meta(extra_json_schema={UNSUPPORTED: [None, "standard"]})]
+
+# What a client can send instead: the first that the body's struct supports is part of the refusal's message.
+ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
+    "chat_template": ("chat_template_kwargs",),
+    "do_sample": ("temperature",),
+    "ebnf": ("guided_grammar",),
+    "format": ("response_format", "output_config", "text"),
+    "functions": ("tools",),
+    "grammar": ("guided_grammar",),
+    "guided_json": ("output_config", "text"),
+    "images": ("messages",),
+    "json_schema": ("response_format", "output_config", "text"),
+    "logprobs": ("top_logprobs",),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_length": ("max_tokens", "max_output_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("input",),
+    "min_new_tokens": ("min_tokens",),
+    "n_cmpl": ("n",),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "n_probs": ("top_logprobs", "logprobs"),
+    "no_stop_trim": ("include_stop_str_in_output",),
+    "num_predict": ("max_tokens", "max_output_tokens"),
+    "priority": ("service_tier",),
+    "reasoning_budget_tokens": ("thinking_token_budget", "thinking"),
+    "reasoning_effort": ("reasoning", "output_config"),
+    "regex": ("guided_regex",),
+    "repeat_penalty": ("repetition_penalty",),
+    "response_format": ("output_config", "text"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "system": ("messages", "instructions"),
+    "think": ("reasoning_effort", "reasoning", "thinking"),
+    "thinking_token_budget": ("thinking",),
+}
+
+IGNORED = {
+    # Bookkeeping of the client and its provider: nothing of it reaches a model.
+    "metadata": "kept with stored responses and batches; otherwise for the client's own records",
+    "store": "chat completions are not kept; responses are, unless it is false",
+    "safety_identifier": "for a provider's abuse detection",
+    "request_id": "request ids are ours; send `X-Request-Id` to find it in the log",
+    "rid": "as `request_id`",
+    "trace": "OpenRouter's observability",
+    "usage": "OpenRouter's; usage is always counted",
+    "user": "names a session in the APIs that have it",
+    "prompt_cache_key": "as `user`",
+    "model": "`run` has it in the path",
+    # Parameters of what is refused, or has no counterpart, where the API lacks them.
+    "parallel_tool_calls": "with `tools`",
+    "max_tool_calls": "with tools that a server runs",
+    "stream_options": "streams that cannot leave the usage out always have it",
+    # Hints about speed: the answer is the same without them.
+    "prediction": "OpenAI's predicted output",
+    "prompt_cache_retention": "prefixes are cached while there is room",
+    "cache_control": "Anthropic's; prefixes are cached by themselves",
+    "cache_prompt": "llama.cpp's; prefixes are cached by themselves",
+    "id_slot": "llama.cpp's; slots are assigned by the scheduler",
+    "keep_alive": "Ollama's; models stay loaded",
+    "guided_decoding_backend": "vLLM's; there is one",
+    # Hints about style, for models that were trained on them.
+    "verbosity": "OpenAI's",
+    # Anthropic's: clients of agents always send it. A conversation that does not fit is refused and not edited.
+    "context_management": "Anthropic's",
+    # Parameters of a sampler that is off: what turns it on is refused.
+    "dry_base": "with `dry_multiplier`",
+    "dry_allowed_length": "with `dry_multiplier`",
+    "dry_penalty_last_n": "with `dry_multiplier`",
+    "dry_sequence_breakers": "with `dry_multiplier`",
+    "dynatemp_exponent": "with `dynatemp_range`",
+    "mirostat_tau": "with `mirostat`",
+    "mirostat_eta": "with `mirostat`",
+    "repeat_last_n": "with `repeat_penalty`",
+    "xtc_threshold": "with `xtc_probability`",
+    "early_stopping": "with `use_beam_search`",
+    "truncation_side": "with `truncate_prompt_tokens`",
+    "spaces_between_special_tokens": "with `skip_special_tokens: false`",
+}
+
+
+class _Field(NamedTuple):
+    name: str
+    accepted: list[Any]
+    alternative: str | None
+
+
+def unsupported(field: str, alternative: str | None = None) -> Unsupported:
+    hint = f"; use `{alternative}`" if alternative else ""
+    return Unsupported(f"`{field}` is not supported{hint or ' yet'}", param=field)
+
+
+def refuse_unsupported(body: msgspec.Struct, prefix: str = "") -> None:
+    """Raise for the first unsupported field of `body` that asks for something; `prefix` is the path to `body`, with its
+    dot."""
+    for name, accepted, alternative in _unsupported_fields(type(body)):
+        if (value := getattr(body, name)) is not None and not _asks_for_nothing(value, accepted):
+            raise unsupported(prefix + name, alternative)
+
+
+@cache
+def supported_fields(struct: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(struct) if _accepted(field.type) is None)
+
+
+@cache
+def _unsupported_fields(struct: type[msgspec.Struct]) -> tuple[_Field, ...]:
+    supported = supported_fields(struct)
+    found = ((field.name, _accepted(field.type)) for field in msgspec.structs.fields(struct))
+    return tuple(
+        _Field(name, accepted, next((other for other in ALTERNATIVES.get(name, ()) if other in supported), None))
+        for name, accepted in found
+        if accepted is not None
+    )
+
+
+def _accepted(annotation: Any) -> list[Any] | None:
+    """The values of an unsupported field that ask for nothing; None if the field is supported."""
+    schemas = (meta.extra_json_schema or {} for meta in get_args(annotation)[1:] if isinstance(meta, Meta))
+    return next((schema[UNSUPPORTED] for schema in schemas if UNSUPPORTED in schema), None)
+
+
+def _asks_for_nothing(value: Any, accepted: list[Any]) -> bool:
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted)
+
+
+class PeerFields(msgspec.Struct, kw_only=True):
+    # OpenAI
+    audio: UnsupportedField = None
+    modalities: OnlyTextField = None
+    web_search_options: UnsupportedField = None
+    moderation: UnsupportedField = None
+    data_sources: UnsupportedField = None  # Azure
+    # OpenAI: of its other endpoints
+    messages: UnsupportedField = None
+    prompt: UnsupportedField = None
+    input: UnsupportedField = None
+    instructions: UnsupportedField = None
+    best_of: OneField = None
+    echo: UnsupportedField = None
+    suffix: UnsupportedField = None
+    tools: UnsupportedField = None
+    tool_choice: UnsupportedField = None
+    functions: UnsupportedField = None
+    function_call: UnsupportedField = None
+    top_logprobs: UnsupportedField = None
+    max_output_tokens: UnsupportedField = None
+    reasoning: UnsupportedField = None
+    reasoning_effort: UnsupportedField = None
+    text: UnsupportedField = None
+    include: UnsupportedField = None
+    background: UnsupportedField = None
+    conversation: UnsupportedField = None
+    previous_response_id: UnsupportedField = None
+    truncation: DisabledField = None
+    # vLLM
+    use_beam_search: UnsupportedField = None
+    length_penalty: OneField = None
+    bad_words: UnsupportedField = None
+    include_stop_str_in_output: UnsupportedField = None
+    truncate_prompt_tokens: UnsupportedField = None
+    prompt_logprobs: NullField = None
+    prompt_embeds: UnsupportedField = None
+    allowed_token_ids: UnsupportedField = None
+    logits_processors: UnsupportedField = None
+    logprob_token_ids: UnsupportedField = None
+    repetition_detection: UnsupportedField = None
+    skip_special_tokens: TrueField = None
+    add_special_tokens: UnsupportedField = None
+    add_generation_prompt: TrueField = None
+    continue_final_message: UnsupportedField = None
+    chat_template: UnsupportedField = None
+    chat_template_kwargs: UnsupportedField = None
+    thinking_token_budget: NullField = None
+    include_reasoning: TrueField = None
+    documents: UnsupportedField = None
+    media_io_kwargs: UnsupportedField = None
+    mm_processor_kwargs: UnsupportedField = None
+    structural_tag: UnsupportedField = None
+    priority: UnsupportedField = None
+    cache_salt: UnsupportedField = None
+    kv_transfer_params: UnsupportedField = None
+    return_token_ids: UnsupportedField = None
+    return_tokens_as_token_ids: UnsupportedField = None
+    vllm_xargs: UnsupportedField = None
+    # SGLang
+    regex: UnsupportedField = None
+    ebnf: UnsupportedField = None
+    stop_regex: UnsupportedField = None
+    no_stop_trim: UnsupportedField = None
+    min_new_tokens: UnsupportedField = None
+    separate_reasoning: TrueField = None
+    stream_reasoning: TrueField = None
+    lora_path: UnsupportedField = None
+    session_params: UnsupportedField = None
+    return_hidden_states: UnsupportedField = None
+    return_routed_experts: UnsupportedField = None
+    custom_logit_processor: UnsupportedField = None
+    custom_params: UnsupportedField = None
+    extra_key: UnsupportedField = None
+    # llama.cpp
+    grammar: UnsupportedField = None
+    grammar_lazy: UnsupportedField = None
+    json_schema: UnsupportedField = None
+    mirostat: UnsupportedField = None
+    dynatemp_range: UnsupportedField = None
+    typical_p: OneField = None
+    top_n_sigma: UnlimitedField = None
+    dry_multiplier: UnsupportedField = None
+    xtc_probability: UnsupportedField = None
+    repeat_penalty: OneField = None
+    samplers: UnsupportedField = None
+    min_keep: UnsupportedField = None
+    n_predict: UnlimitedField = None
+    n_indent: UnsupportedField = None
+    n_keep: UnsupportedField = None
+    n_cmpl: OneField = None
+    n_probs: UnsupportedField = None
+    post_sampling_probs: UnsupportedField = None
+    t_max_predict_ms: UnsupportedField = None
+    return_tokens: UnsupportedField = None
+    return_progress: UnsupportedField = None
+    timings_per_token: UnsupportedField = None
+    response_fields: UnsupportedField = None
+    reasoning_format: ParsedReasoning = None
+    reasoning_budget_tokens: UnlimitedField = None
+    thinking_forced_open: UnsupportedField = None
+    image_data: UnsupportedField = None
+    # Ollama and text-generation-inference
+    format: UnsupportedField = None
+    system: UnsupportedField = None
+    template: UnsupportedField = None
+    context: UnsupportedField = None
+    images: UnsupportedField = None
+    think: NullField = None
+    options: UnsupportedField = None
+    num_predict: UnlimitedField = None
+    num_ctx: UnsupportedField = None
+    do_sample: NullField = None
+    max_new_tokens: UnsupportedField = None
+    max_length: UnsupportedField = None
+    adapter_id: UnsupportedField = None
+    return_full_text: UnsupportedField = None
+    watermark: UnsupportedField = None
+    # OpenRouter
+    models: UnsupportedField = None
+    route: UnsupportedField = None
+    provider: UnsupportedField = None
+    plugins: UnsupportedField = None
+    transforms: UnsupportedField = None
+    top_a: UnsupportedField = None
+    # Anthropic
+    stop_sequences: UnsupportedField = None
+    mcp_servers: UnsupportedField = None
+    container: UnsupportedField = None
+    inference_geo: UnsupportedField = None
+    speed: StandardField = None
+    thinking: NullField = None
+    output_config: UnsupportedField = None
+    output_format: UnsupportedField = None
+    # Workers AI
+    lora: UnsupportedField = None
+    image: UnsupportedField = None
+    raw: UnsupportedField = None
+    requests: UnsupportedField = None
+
+
+class NoSamplingFields(PeerFields, kw_only=True):
+    """For the APIs that lack most of the sampling parameters: the fields that only chats and completions have."""
+
+    max_completion_tokens: UnsupportedField = None
+    min_tokens: UnsupportedField = None
+    top_k: UnlimitedField = None
+    min_p: UnsupportedField = None
+    repetition_penalty: OneField = None
+    frequency_penalty: UnsupportedField = None
+    presence_penalty: UnsupportedField = None
+    logit_bias: UnsupportedField = None
+    seed: NullField = None
+    stop: UnsupportedField = None
+    stop_token_ids: UnsupportedField = None
+    ignore_eos: UnsupportedField = None
+    n: OneField = None
+    logprobs: UnsupportedField = None
+    response_format: UnsupportedField = None
+    guided_json: UnsupportedField = None
+    guided_regex: UnsupportedField = None
+    guided_choice: UnsupportedField = None
+    guided_grammar: UnsupportedField = None
+    guided_whitespace_pattern: UnsupportedField = None
+    structured_outputs: UnsupportedField = None

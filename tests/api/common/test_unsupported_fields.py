@@ -1,0 +1,165 @@
+"""Every field that OpenAI, its compatible servers, Anthropic and Workers AI know is supported, refused by name, or in
+the list of fields that change nothing: none is ignored by accident."""
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
+from emberline.api.common.unsupported_fields import ALTERNATIVES, IGNORED, PeerFields, supported_fields
+from emberline.api.openai.chat import ChatRequest
+from emberline.api.openai.completions import CompletionRequest
+from emberline.api.openai.responses.request import ResponsesRequest
+from emberline.api.workers_ai.run_request import RunRequest
+from tests.api.fake_service import MODEL, FakeService
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+# Each with a value that asks for something.
+PEERS: dict[str, dict[str, Any]] = {
+    "OpenAI chat": {
+        "messages": MESSAGES, "model": MODEL, "audio": {"voice": "alloy"}, "frequency_penalty": 1,
+        "function_call": {"name": "f"}, "functions": [{"name": "f"}], "logit_bias": {"5": 1}, "logprobs": True,
+        "max_completion_tokens": 5, "max_tokens": 5, "metadata": {"a": "b"}, "modalities": ["text", "audio"], "n": 2,
+        "parallel_tool_calls": False, "prediction": {"type": "content", "content": "x"}, "presence_penalty": 1,
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "reasoning_effort": "low",
+        "response_format": {"type": "json_object"}, "safety_identifier": "s", "seed": 1, "service_tier": "flex",
+        "stop": ["x"], "store": True, "stream": False, "stream_options": {"include_usage": True}, "temperature": 0.5,
+        "tool_choice": "auto", "tools": [TOOL], "top_logprobs": 2, "top_p": 0.5, "user": "u", "verbosity": "low",
+        "web_search_options": {"a": 1}, "moderation": {"model": "m"}, "data_sources": [{}],
+    },
+    "OpenAI completions": {"prompt": "Hi", "best_of": 3, "echo": True, "suffix": "s", "logprobs": 2},
+    "OpenAI responses": {
+        "input": "Hi", "background": True, "context_management": [{"type": "compaction"}], "conversation": "conv_1",
+        "include": ["reasoning.encrypted_content"], "instructions": "Be brief.", "max_output_tokens": 5,
+        "max_tool_calls": 3, "previous_response_id": "resp_1", "prompt": {"id": "pmpt_1"},
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"}, "truncation": "auto",
+    },
+    "vLLM": {
+        "use_beam_search": True, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "length_penalty": 0.5,
+        "early_stopping": True, "stop_token_ids": [5], "include_stop_str_in_output": True, "ignore_eos": True,
+        "min_tokens": 3, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "truncate_prompt_tokens": 5, "truncation_side": "left", "prompt_logprobs": 0, "prompt_embeds": "AAAA",
+        "allowed_token_ids": [5], "bad_words": ["no"], "add_generation_prompt": False, "continue_final_message": True,
+        "documents": [{"text": "x"}], "chat_template": "{{ x }}",
+        "chat_template_kwargs": {"enable_thinking": False}, "media_io_kwargs": {"a": 1},
+        "mm_processor_kwargs": {"a": 1},
+        "structured_outputs": {"regex": "a"}, "guided_json": {"type": "object"}, "guided_regex": "a",
+        "guided_choice": ["a"],
+        "guided_grammar": "root ::= \"a\"", "guided_decoding_backend": "auto", "guided_whitespace_pattern": "x",
+        "structural_tag": "x", "priority": 3, "request_id": "r", "return_tokens_as_token_ids": True,
+        "return_token_ids": True, "cache_salt": "s", "kv_transfer_params": {"a": 1}, "vllm_xargs": {"a": 1},
+        "logits_processors": ["x"], "logprob_token_ids": [5], "thinking_token_budget": 0, "include_reasoning": False,
+        "repetition_detection": {"a": 1},
+    },
+    "SGLang": {
+        "no_stop_trim": True, "regex": "a", "ebnf": "a", "stop_regex": "a", "min_new_tokens": 3,
+        "separate_reasoning": False, "stream_reasoning": False, "lora_path": "x", "session_params": {"a": 1},
+        "return_hidden_states": True, "return_routed_experts": True, "custom_logit_processor": "x",
+        "custom_params": {"a": 1}, "rid": "r", "extra_key": "k",
+    },
+    "llama.cpp": {
+        "dynatemp_range": 0.5, "dynatemp_exponent": 2, "n_predict": 5, "n_indent": 1, "n_keep": 5, "n_cmpl": 2,
+        "t_max_predict_ms": 5, "typical_p": 0.5, "repeat_penalty": 1.2, "repeat_last_n": 5, "dry_multiplier": 0.5,
+        "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 5, "dry_sequence_breakers": ["\n"],
+        "xtc_probability": 0.5, "xtc_threshold": 0.2, "mirostat": 2, "mirostat_tau": 4, "mirostat_eta": 0.2,
+        "grammar": "root ::= \"a\"", "grammar_lazy": True, "json_schema": {"type": "object"}, "n_probs": 3,
+        "min_keep": 2, "id_slot": 1, "cache_prompt": False, "return_tokens": True, "return_progress": True,
+        "samplers": ["top_k"], "timings_per_token": True, "post_sampling_probs": True, "response_fields": ["content"],
+        "reasoning_format": "none", "thinking_forced_open": True, "reasoning_budget_tokens": 5,
+        "image_data": [{"id": 1}],
+        "top_n_sigma": 1.5, "lora": [{"id": 0, "scale": 0.5}],
+    },
+    "Ollama, text-generation-inference": {
+        "format": "json", "system": "Be brief.", "template": "{{ .Prompt }}", "context": [5], "images": ["AAAA"],
+        "think": False, "options": {"num_ctx": 4096}, "keep_alive": "5m", "raw": True, "num_predict": 5, "num_ctx": 5,
+        "do_sample": False, "max_new_tokens": 5, "max_length": 5, "adapter_id": "a", "return_full_text": True,
+        "watermark": True,
+    },
+    "OpenRouter": {
+        "models": ["a"], "route": "fallback", "provider": {"order": ["x"]}, "plugins": [{"id": "web"}],
+        "transforms": ["middle-out"], "top_a": 0.5, "usage": {"include": True}, "trace": {"trace_id": "t"},
+    },
+    "Anthropic": {
+        "stop_sequences": ["x"], "mcp_servers": [{"name": "x"}], "container": "c", "inference_geo": "us",
+        "speed": "fast", "thinking": {"type": "disabled"}, "output_format": {"type": "json_schema", "schema": {}},
+        "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
+    },
+    "Workers AI": {"image": [1], "requests": [{"prompt": "a"}]},
+}  # fmt: skip
+ENDPOINTS: dict[str, tuple[type[PeerFields], dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatRequest, {"model": MODEL, "messages": MESSAGES}),
+    "/v1/completions": (CompletionRequest, {"model": MODEL, "prompt": "Hi"}),
+    "/v1/responses": (ResponsesRequest, {"model": MODEL, "input": "Hi", "store": False}),
+    "/v1/messages": (MessagesRequest, {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}),
+    "/v1/messages/count_tokens": (CountRequest, {"model": MODEL, "messages": MESSAGES}),
+    f"/client/v4/accounts/a/ai/run/{MODEL}": (RunRequest, {"messages": MESSAGES}),
+}
+
+
+def message_of(answer: httpx.Response) -> str:
+    found = answer.json()
+    return found["errors"][0]["message"] if "errors" in found else found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_no_field_is_ignored_by_accident(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
+    struct, whole = ENDPOINTS[path]
+    # Sampling has no effect on a count of tokens.
+    supported = supported_fields(MessagesRequest if struct is CountRequest else struct)
+    ignored = []
+    for peer, fields in PEERS.items():
+        for name, value in fields.items():
+            if name in supported or name in whole:
+                continue
+            answer = await client.post(path, json=whole | {name: value})
+            if answer.status_code == 200 and name not in IGNORED:
+                ignored.append(f"{peer}: {name}")
+            elif answer.status_code != 200:
+                assert answer.status_code == 400, answer.text
+                assert f"`{name}`" in message_of(answer), (name, answer.text)
+    assert not ignored, "\n".join(ignored)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClient, path: str) -> None:
+    """Clients with a form for every parameter send all of them."""
+    _, whole = ENDPOINTS[path]
+    neutral = {
+        "modalities": ["text"], "mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "repeat_penalty": 1.0,
+        "top_n_sigma": -1, "grammar": "", "skip_special_tokens": True, "use_beam_search": False, "documents": None,
+        "reasoning_format": "auto", "n_predict": -1, "dry_multiplier": 0.0, "add_generation_prompt": True,
+    }  # fmt: skip
+    answer = await client.post(path, json=whole | neutral)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(("path", "default"), [("/v1/chat/completions", False), ("/v1/completions", True)])
+async def test_special_tokens_are_added_as_by_default(client: httpx.AsyncClient, path: str, default: bool) -> None:
+    """vLLM's default differs between chats, whose template has them, and completions."""
+    for value in (default, not default):
+        answer = await client.post(path, json=ENDPOINTS[path][1] | {"add_special_tokens": value})
+        assert answer.status_code == (200 if value is default else 400), answer.text
+
+
+async def test_a_refusal_names_the_field_to_use_instead(client: httpx.AsyncClient) -> None:
+    for path, field, instead in (
+        ("/v1/chat/completions", "grammar", "guided_grammar"),
+        ("/v1/chat/completions", "stop_sequences", "stop"),
+        ("/v1/messages", "stop", "stop_sequences"),
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+    ):
+        answer = await client.post(path, json=ENDPOINTS[path][1] | {field: "x"})
+        assert message_of(answer) == f"`{field}` is not supported; use `{instead}`"
+
+
+def test_the_lists_are_disjoint() -> None:
+    refused = {field.name for field in msgspec.structs.fields(PeerFields)}
+    assert not refused & IGNORED.keys()
+    everything = {name for struct, _ in ENDPOINTS.values() for name in struct.__struct_fields__}
+    assert ALTERNATIVES.keys() <= everything
+    assert {name for names in ALTERNATIVES.values() for name in names} <= everything
