@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from emberline.balancer.balancer import Balancer, Outcome, Snapshot
@@ -13,6 +14,8 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineLoad, KVEvents
+
+KV_KEYS_AT_ONCE = 1024  # of KV events: a snapshot of a large cache must not hold up the event loop
 
 log = logging.getLogger("emberline.balancer")
 
@@ -26,6 +29,8 @@ class AdmissionController:
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[Route]] = {}  # by request id
         self._timer: asyncio.TimerHandle | None = None
+        self._kv_events: deque[tuple[str, bool, memoryview]] = deque()  # to be applied: worker, stored or removed, keys
+        self._kv_handle: asyncio.Handle | None = None
 
     def watch(self, connection: WorkerConnection) -> None:
         """Register a worker, and follow its connection. Before the connection is started."""
@@ -64,8 +69,9 @@ class AdmissionController:
         return self.balancer.snapshot(self._clock())
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for handle in (self._timer, self._kv_handle):
+            if handle is not None:
+                handle.cancel()
 
     def _dispatch(self) -> None:
         """Wake the requests that are decided, and set the timer for the others."""
@@ -79,7 +85,8 @@ class AdmissionController:
             else:
                 assert record.route is not None
                 waiting.set_result(record.route)
-        self.close()
+        if self._timer is not None:
+            self._timer.cancel()
         wake_s = self.balancer.wake_s(now_s)
         if wake_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, wake_s - now_s), self._dispatch)
@@ -115,13 +122,35 @@ class AdmissionController:
         now_s = self._clock()
         if len(events.stored) % DIGEST_BYTES or len(events.removed) % DIGEST_BYTES:
             self.balancer.protocol_error(name, now_s)
-        elif events.whole:
-            self.balancer.replaced(name, events.stored, now_s)
+            return
+        if events.whole:
+            self._forget_kv_events(name)
+            self.balancer.replaced(name, b"", now_s)
         else:
-            self.balancer.removed(name, events.removed, now_s)
-            self.balancer.stored(name, events.stored, now_s)
+            self._kv_events.append((name, False, memoryview(events.removed)))
+        self._kv_events.append((name, True, memoryview(events.stored)))
+        if self._kv_handle is None:
+            self._apply_kv_events()
+
+    def _apply_kv_events(self) -> None:
+        """Apply some, in order; the others in later iterations of the event loop."""
+        now_s, n_left = self._clock(), KV_KEYS_AT_ONCE * DIGEST_BYTES
+        while self._kv_events and n_left > 0:
+            name, stored, keys = self._kv_events.popleft()
+            part = bytes(keys[:n_left])
+            if len(part) < len(keys):
+                self._kv_events.appendleft((name, stored, keys[n_left:]))
+            n_left -= len(part)
+            if part:
+                (self.balancer.stored if stored else self.balancer.removed)(name, part, now_s)
+        self._kv_handle = asyncio.get_running_loop().call_soon(self._apply_kv_events) if self._kv_events else None
+
+    def _forget_kv_events(self, name: str) -> None:
+        if self._kv_events:
+            self._kv_events = deque(event for event in self._kv_events if event[0] != name)
 
     def left(self, name: str, why: str) -> None:
+        self._forget_kv_events(name)
         self.balancer.disconnected(name, self._clock(), why)
         self._dispatch()
         for tell in self.on_left:

@@ -364,6 +364,8 @@ class Balancer:
         record.uncached_tokens, record.total_tokens = need.tokens - cached, need.tokens
         record.reply_tokens = need.reply_tokens
         record.work_us = int(self._settings.cost.work_s(record.uncached_tokens, need.tokens) * 1e6)
+        if need.match:
+            self._index.used(keys, need.match[0][0])
         for worker in {decode, prefill}:
             prefill_s = prefill.wait_s(now_s) + record.work_us * 1e-6 * prefill.prefill_speed.scale
             new_keys = keys[need.depth(1 << worker.slot) * DIGEST_BYTES :]
@@ -468,6 +470,7 @@ class Balancer:
         if now_s - self._checked_s < HEALTH_CHECK_S:
             return
         self._checked_s = now_s
+        self._index.tidy()
         for worker in self._workers.values():
             if worker.check_health(now_s):
                 self._readiness_changed(worker)

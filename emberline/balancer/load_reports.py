@@ -1,8 +1,9 @@
 """Load reports of one worker: checked for plausibility, and used only for what the core cannot know itself.
 
-The ledger is exact and immediate, but does not see what other cores send, nor how far a worker has come with a prompt.
-A report corrects just these two: sequences and prompt tokens that are not ours, and progress on our first pending
-prompt. So nothing counts twice, and a report can take off no more than that one prompt.
+The ledger is exact and immediate, but does not see what other cores send, how far a worker has come, nor how much KV
+its sequences share. A report corrects just these: sequences and prompt tokens that are not ours, progress on our first
+pending prompt and on replies, and the KV in use. So nothing counts twice, and a report can take off no more than that
+one prompt.
 """
 
 import math

@@ -2,20 +2,32 @@
 
 A block is identified by the first half of its content key; a collision costs a wrong guess, never a wrong token. The
 set of workers that hold it is a bitset. A worker has a slot, one bit, and gets a new slot when its cache is cleared, so
-that clearing costs nothing; stale bits are swept later, many at once.
+that clearing costs nothing.
+
+Everything else that must be done to all entries is done by one clock hand, which visits them in the order in which they
+were added, a bounded number per call: it removes the bits of slots that were given up, and evicts entries beyond the
+byte limit, but for those that a prompt has used since its last visit. The index runs on the core's event loop: no call
+takes longer than the keys that it is given.
 """
 
 import sys
 from array import array
 from collections import deque
-from itertools import islice, repeat
+from itertools import repeat
 
 from emberline.protocol.block_hash import DIGEST_BYTES
 
 KEY_BYTES = 8  # of the 16 that a content key has
-ENTRY_BYTES = 108  # measured, of a dict of such keys with shared values, between two doublings
-MAX_STALE_SLOTS = 64  # before all entries are swept
+ENTRY_BYTES = 116  # measured, of a dict of such keys with shared values, between two doublings, and their order
+MAX_STALE_SLOTS = 64  # before the hand goes round to remove them
+VISITS = 512  # entries that the hand visits per call while it has something to do,
+VISITS_PER_KEY = 2  # and for each key that is added; then entries are evicted whether used or not
+MAX_EXPIRED = 1 << 14  # expected blocks that are dropped per call
 _MAX_SHARED = 1 << 16
+# The two lowest bits of an entry's bitset belong to the hand.
+_USED = 1  # a prompt has used the block since the hand's last visit
+_PHASE = 2  # flips with each visit: where it equals the hand's own, the key was visited or added in this round
+_FLAGS = _USED | _PHASE
 
 Match = list[tuple[int, int]]  # (number of leading blocks, slot bits of the workers that hold just so many)
 
@@ -28,11 +40,18 @@ class FleetPrefixIndex:
         self._expected: dict[int, int] = {}  # by routing decisions, not confirmed yet
         self._expirations: deque[tuple[float, int, list[int]]] = deque()  # of expected blocks, in order
         self._live = 0  # slot bits in use
-        self._stale = 0  # slot bits given up and not swept yet
+        self._stale = 0  # slot bits given up in this round of the hand, or in the one before it
+        self._sweeping = 0  # given up before this round: after it no entry has them
         self._free: list[int] = []
-        self._n_slots = 0
+        self._n_slots = _FLAGS.bit_length()
         self._shared: dict[int, int] = {}  # one int object per bitset
         self._max_keys = max(1024, max_bytes // ENTRY_BYTES)
+        # Keys of `_held` in the order in which they were added or last visited. A key that was removed stays until the
+        # hand comes; if it is added again meanwhile, it is here twice until then.
+        self._order: deque[array[int]] = deque()
+        self._n_order = 0
+        self._phase = 0  # of the hand: 0 or _PHASE
+        self._round_left = 0  # parts of `_order` to visit until the round is complete
 
     def __len__(self) -> int:
         return len(self._held) + len(self._expected)
@@ -46,26 +65,55 @@ class FleetPrefixIndex:
         return slot
 
     def drop_slot(self, slot: int) -> None:
-        """Forget all blocks of its worker. The slot is not used again before the sweep."""
+        """Forget all blocks of its worker. The slot is not used again before no entry has its bit."""
         self._live &= ~(1 << slot)
         self._stale |= 1 << slot
-        if self._stale.bit_count() > MAX_STALE_SLOTS:
-            self._sweep()
 
     def stored(self, slot: int, keys: bytes) -> None:
-        self._set(self._held, slot, _split(keys))
+        split = _split(keys)
+        held, bit = self._held, 1 << slot
+        masks = list(map(held.get, split, repeat(0)))
+        if any(masks):
+            self._append([key for key, mask in zip(split, masks) if not mask])
+            after = {mask: self._share(mask | bit if mask else bit | self._phase) for mask in set(masks)}
+            held.update(zip(split, map(after.__getitem__, masks)))
+        else:
+            self._append(split)
+            held.update(zip(split, repeat(self._share(bit | self._phase))))
+        self.tidy(len(split))
 
     def removed(self, slot: int, keys: bytes) -> None:
         split = _split(keys)
         self._unset(self._held, slot, split)
         if self._expected:
             self._unset(self._expected, slot, split)
+        self.tidy()
+
+    def used(self, keys: bytes, n_blocks: int) -> None:
+        """A prompt that begins with these blocks was dispatched: they are evicted later than others."""
+        held = self._held
+        if not n_blocks or len(held) < self._max_keys // 2:
+            return  # it does not evict soon
+        first, last = _key(keys, 0), _key(keys, n_blocks - 1)
+        if held.get(first, 0) & held.get(last, 0) & _USED:
+            return  # all of them are marked, but for those that the hand has visited since
+        split = _split(keys[: n_blocks * DIGEST_BYTES])
+        masks = list(map(held.get, split, repeat(0)))
+        after = {mask: self._share(mask | _USED) for mask in set(masks)}
+        if 0 in after:  # some are only expected
+            held.update((key, after[mask]) for key, mask in zip(split, masks) if mask)
+        else:
+            held.update(zip(split, map(after.__getitem__, masks)))
 
     def expect(self, slot: int, keys: bytes, until_s: float) -> None:
         """The worker is about to hold these blocks, in addition to those it is believed to hold."""
         if split := _split(keys):
-            self._set(self._expected, slot, split)
+            bit, expected = 1 << slot, self._expected
+            masks = list(map(expected.get, split, repeat(0)))
+            after = {mask: self._share(mask | bit) for mask in set(masks)}
+            expected.update(zip(split, map(after.__getitem__, masks)))
             self._expirations.append((until_s, slot, split))
+            self.tidy(len(split))
 
     def unexpect(self, slot: int, keys: bytes) -> None:
         if self._expected:
@@ -73,10 +121,17 @@ class FleetPrefixIndex:
 
     def expire(self, now_s: float) -> None:
         """Drop expected blocks that no KV event has confirmed in time."""
-        while self._expirations and self._expirations[0][0] <= now_s:
-            _, slot, split = self._expirations.popleft()
-            if self._live >> slot & 1:
-                self._unset(self._expected, slot, split)
+        n_left = MAX_EXPIRED
+        while self._expirations and self._expirations[0][0] <= now_s and n_left > 0:
+            n_left -= self._drop_expected()
+
+    def tidy(self, n_added: int = 0) -> None:
+        """Let the hand go on, as far as there is need and the call may take."""
+        n_most = VISITS + VISITS_PER_KEY * n_added
+        for spare_used in (True, False):
+            n_left = n_most
+            while n_left > 0 and self._has_work(spare_used):
+                n_left -= 1 + self._visit(spare_used)
 
     def match(self, keys: bytes) -> Match:
         """How many leading blocks each worker holds, deepest first. Workers in no entry hold none."""
@@ -100,30 +155,17 @@ class FleetPrefixIndex:
         return match
 
     def _mask(self, keys: bytes, block: int) -> int:
-        start = block * DIGEST_BYTES
-        key = int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
+        key = _key(keys, block)
         return self._held.get(key, 0) | self._expected.get(key, 0)
-
-    def _set(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
-        """Neighbouring blocks mostly have the same holders, or none yet: thousands of them cost a few calls."""
-        bit = 1 << slot
-        if known.keys().isdisjoint(keys):
-            known.update(zip(keys, repeat(self._share(bit))))
-        else:
-            masks = list(map(known.get, keys, repeat(0)))
-            after = {mask: self._share(mask | bit) for mask in set(masks)}
-            known.update(zip(keys, map(after.__getitem__, masks)))
-        if len(self) > self._max_keys:
-            self._shrink()
 
     def _unset(self, known: dict[int, int], slot: int, keys: list[int]) -> None:
         bit = 1 << slot
         if known.keys().isdisjoint(keys):
             return
         masks = list(map(known.pop, keys, repeat(0)))
-        if others := set(masks) - {0, bit}:
-            after = {mask: self._share(mask & ~bit) for mask in others}
-            known.update((key, after[mask]) for key, mask in zip(keys, masks) if mask in others)
+        after = {mask: self._share(mask & ~bit) for mask in set(masks) if mask & ~bit & ~_FLAGS}
+        if after:
+            known.update((key, after[mask]) for key, mask in zip(keys, masks) if mask in after)
 
     def _share(self, mask: int) -> int:
         """One int object for all blocks with the same holders."""
@@ -131,26 +173,74 @@ class FleetPrefixIndex:
             self._shared.clear()
         return self._shared.setdefault(mask, mask)
 
-    def _shrink(self) -> None:
-        """Drop what no live worker holds, then the oldest eighth."""
-        self._sweep()
-        for known in (self._expected, self._held):
-            n_over = len(self) - self._max_keys * 7 // 8
-            for key in list(islice(known, max(0, n_over))):
-                del known[key]
+    def _drop_expected(self) -> int:
+        _, slot, split = self._expirations.popleft()
+        self._unset(self._expected, slot, split)
+        return len(split)
 
-    def _sweep(self) -> None:
-        """Remove stale bits from all entries; only then can their slots be used again."""
-        self._shared.clear()
-        self._held, self._expected = self._live_entries(self._held), self._live_entries(self._expected)
-        self._expirations = deque(entry for entry in self._expirations if self._live >> entry[1] & 1)
-        while self._stale:
-            self._free.append((self._stale & -self._stale).bit_length() - 1)
-            self._stale &= self._stale - 1
+    # --- the clock hand ----------------------------------------------------------------------------------------------
 
-    def _live_entries(self, known: dict[int, int]) -> dict[int, int]:
-        live = self._live
-        return {key: self._share(mask & live) for key, mask in known.items() if mask & live}
+    def _append(self, keys: list[int]) -> None:
+        """Put keys behind all that the hand visits in this round."""
+        self._n_order += len(keys)
+        for start in range(0, len(keys), VISITS):
+            part = keys[start : start + VISITS]
+            if len(self._order) > self._round_left and len(self._order[-1]) + len(part) <= VISITS:
+                self._order[-1].extend(part)
+            else:
+                self._order.append(array("Q", part))
+
+    def _has_work(self, spare_used: bool) -> bool:
+        if len(self) > self._max_keys and self._held:
+            return True
+        return spare_used and (
+            (self._stale | self._sweeping).bit_count() > MAX_STALE_SLOTS
+            or self._n_order > 2 * len(self._held) + 4 * VISITS  # most of them were removed
+        )
+
+    def _visit(self, spare_used: bool) -> int:
+        """Visit the next part: how many keys that were."""
+        if not self._round_left:
+            self._begin_round()
+        if not self._order:
+            return 0
+        part = self._order.popleft()
+        self._round_left -= 1
+        self._n_order -= len(part)
+        held, live, phase = self._held, self._live, self._phase
+        n_over = len(self) - self._max_keys
+        kept = []
+        for key in part:
+            mask = held.get(key)
+            if mask is None or mask & _PHASE == phase:
+                continue  # it was removed; in the second case added again later
+            if not mask & live or (n_over > 0 and not (spare_used and mask & _USED)):
+                del held[key]
+                n_over -= 1
+                continue
+            flags = phase if n_over > 0 else phase | mask & _USED
+            held[key] = self._share(mask & live | flags)
+            kept.append(key)
+        self._append(kept)
+        return len(part)
+
+    def _begin_round(self) -> None:
+        """All entries were visited since the last time: none has the bits that were being swept."""
+        pending = 0
+        for _, slot, _ in self._expirations:
+            pending |= 1 << slot
+        swept = self._sweeping & ~pending
+        self._sweeping, self._stale = self._stale | self._sweeping & pending, 0
+        while swept:
+            self._free.append((swept & -swept).bit_length() - 1)
+            swept &= swept - 1
+        self._phase ^= _PHASE
+        self._round_left = len(self._order)
+
+
+def _key(keys: bytes, block: int) -> int:
+    start = block * DIGEST_BYTES
+    return int.from_bytes(keys[start : start + KEY_BYTES], sys.byteorder)
 
 
 def _split(keys: bytes) -> list[int]:

@@ -1,4 +1,6 @@
 import tracemalloc
+from collections.abc import Callable
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -60,6 +62,10 @@ class AgainstNaive(RuleBasedStateMachine):
         self.index.expect(self.slots[worker], chain[16 * n :], self.now_s + for_s)
         self.expected[worker].update(dict.fromkeys(self.cut(chain[16 * n :]), self.now_s + for_s))
 
+    @rule(chain=st.sampled_from(CHAINS), n=st.integers(1, 20))
+    def use(self, chain: bytes, n: int) -> None:
+        self.index.used(chain, min(n, len(chain) // 16))
+
     @rule(seconds=st.sampled_from([1.0, 3.0, 10.0]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -83,6 +89,13 @@ class AgainstNaive(RuleBasedStateMachine):
             for worker, slot in enumerate(self.slots):
                 if self.closed(worker):
                     assert depth(match, slot) == self.naive(worker, chain)
+
+    @invariant()
+    def every_entry_is_in_the_order(self) -> None:
+        if hasattr(self, "index"):
+            ordered = [key for part in self.index._order for key in part]
+            assert len(ordered) == self.index._n_order
+            assert self.index._held.keys() <= set(ordered)
 
     def closed(self, worker: int) -> bool:
         """Expired expected blocks may leave a hole: then the index may be wrong about this worker."""
@@ -134,7 +147,7 @@ def test_entry_bytes_is_the_measured_size() -> None:
     assert 0.5 * len(index) * ENTRY_BYTES < used < 1.3 * len(index) * ENTRY_BYTES
 
 
-def test_dropped_slots_are_swept_in_batches() -> None:
+def test_dropped_slots_are_swept_and_used_again() -> None:
     index = FleetPrefixIndex(1 << 20)
     chain = keys(("c", 100))
     for _ in range(index_module.MAX_STALE_SLOTS):
@@ -144,5 +157,122 @@ def test_dropped_slots_are_swept_in_batches() -> None:
     assert len(index) == 100  # still stored, without holders
     assert index.match(chain) == []
     index.drop_slot(index.take_slot())
+    index.tidy()
     assert len(index) == 0
-    assert index.take_slot() <= index_module.MAX_STALE_SLOTS
+    for _ in range(10 * index_module.MAX_STALE_SLOTS):
+        index.drop_slot(index.take_slot())
+        index.tidy()
+    assert index._n_slots < 3 * index_module.MAX_STALE_SLOTS
+
+
+def test_a_slot_is_not_used_again_while_blocks_are_expected_of_its_worker() -> None:
+    index = FleetPrefixIndex(1 << 20)
+    old, chain = index.take_slot(), keys(("c", 10))
+    index.expect(old, chain, until_s=10.0)
+    index.drop_slot(old)
+    taken = []
+    for _ in range(10 * index_module.MAX_STALE_SLOTS):
+        taken.append(index.take_slot())
+        index.drop_slot(taken[-1])
+        index.tidy()
+    assert old not in taken
+    index.expire(11.0)
+    assert len(index) == 0
+
+
+def test_prefixes_in_use_survive_a_flood_of_prompts() -> None:
+    """System prompts were stored first, and every prompt begins with them."""
+    index = FleetPrefixIndex(4000 * ENTRY_BYTES)
+    slot = index.take_slot()
+    system = keys(("system", 200))
+    index.stored(slot, system)
+    for i in range(400):
+        chain = keys(("system", 200), (f"c{i}", 50))
+        match = index.match(chain)
+        assert depth(match, slot) == 200
+        index.used(chain, match[0][0])
+        index.stored(slot, chain[200 * 16 :])
+        assert len(index) <= 4000
+    assert depth(index.match(keys(("system", 200), ("c0", 50))), slot) == 200  # its own blocks are evicted
+    assert depth(index.match(chain), slot) == 250
+
+
+def test_the_limit_holds_even_where_every_block_is_in_use() -> None:
+    index = FleetPrefixIndex(4000 * ENTRY_BYTES)
+    slot = index.take_slot()
+    for i in range(40):
+        chain = keys((f"c{i}", 500))
+        index.stored(slot, chain)
+        index.used(chain, 500)
+        assert len(index) <= 4000
+
+
+def test_no_call_visits_more_entries_than_its_own_keys_allow() -> None:
+    """At 400,000 entries: neither slots given up, nor a full index, nor removals make one call go through all."""
+    index = FleetPrefixIndex(400_000 * ENTRY_BYTES)
+    slots = [index.take_slot() for _ in range(8)]
+    rng = Random(1)
+
+    def chain(n: int) -> bytes:
+        return rng.randbytes(16 * n)
+
+    def visits(call: Callable[[], object]) -> int:
+        n_visits = 0
+        visit = index._visit
+
+        def counted(spare_used: bool) -> int:
+            nonlocal n_visits
+            n = visit(spare_used)
+            n_visits += 1 + n
+            return n
+
+        index._visit = counted  # type: ignore[method-assign]
+        try:
+            call()
+        finally:
+            del index._visit
+        return n_visits
+
+    chains = [chain(4000) for _ in range(100)]
+    for i, one in enumerate(chains):
+        index.stored(slots[i % 8], one)
+    assert len(index) == 400_000
+    for one in chains:
+        index.used(one, 4000)
+    most = 2 * (index_module.VISITS_PER_KEY * 500 + 2 * index_module.VISITS)
+    worst = max(visits(lambda: index.stored(slots[0], chain(500))) for _ in range(20))
+    assert 0 < worst <= most
+    assert len(index) <= 400_000
+    for _ in range(index_module.MAX_STALE_SLOTS + 1):
+        slots[0], old = index.take_slot(), slots[0]
+        assert visits(lambda old=old: index.drop_slot(old)) <= most  # type: ignore[misc]
+    assert 0 < visits(lambda: index.removed(slots[1], chains[1][: 16 * 500])) <= most
+    assert 0 < visits(index.tidy) <= most
+    n_calls = 0
+    while (index._stale | index._sweeping).bit_count() > index_module.MAX_STALE_SLOTS:
+        index.tidy()
+        n_calls += 1
+    assert n_calls > 100
+
+
+def test_many_expected_blocks_do_not_expire_in_one_call() -> None:
+    index = FleetPrefixIndex(1 << 30)
+    slot = index.take_slot()
+    n, block = 50, index_module.MAX_EXPIRED // 4
+    for i in range(n):
+        index.expect(slot, Random(i).randbytes(16 * block), until_s=1.0)
+    index.expire(2.0)
+    assert len(index) == (n - 4) * block
+    for _ in range(n):
+        index.expire(2.0)
+    assert len(index) == 0
+
+
+def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
+    index = FleetPrefixIndex(1 << 30)
+    slot = index.take_slot()
+    for i in range(200):
+        index.stored(slot, chain := keys((f"c{i % 7}", 300)))
+        index.removed(slot, chain)
+    assert len(index) == 0
+    assert index._n_order <= 6 * index_module.VISITS

@@ -1,0 +1,85 @@
+import asyncio
+from random import Random
+
+import pytest
+
+from emberline.balancer.admission_controller import KV_KEYS_AT_ONCE, AdmissionController
+from emberline.balancer.admission_queue import WORKER_WAIT_S
+from emberline.balancer.balancer import Balancer
+from emberline.balancer.endpoint import Capacity
+from emberline.protocol.errors import Unavailable
+from emberline.protocol.frames import EngineLoad, KVEvents
+from tests.balancer.balancing import endpoint, nothing_left, open_ids, request
+
+BLOCK = 16
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def admission(clock: Clock) -> AdmissionController:
+    admission = AdmissionController(Balancer(), clock)
+    admission.joined(endpoint("e0"), Capacity(max_running=1), EngineLoad())
+    return admission
+
+
+async def test_a_request_that_waits_when_the_last_worker_dies_is_refused_in_time(
+    admission: AdmissionController, clock: Clock
+) -> None:
+    running, waiting = request(tokens=10), request(tokens=10)
+    await admission.admit(running)
+    asked = asyncio.create_task(admission.admit(waiting))
+    while waiting.id not in open_ids(admission.balancer):
+        await asyncio.sleep(0)
+    admission.left("e0", "it was killed")
+    admission.ended(running.id, "engine_failed")
+    clock.now_s += WORKER_WAIT_S + 1
+    with pytest.raises(Unavailable, match="no engine of m is connected") as refused:
+        await asyncio.wait_for(asked, 30)
+    assert refused.value.retry_after_s
+    assert nothing_left(admission.balancer, clock.now_s)
+
+
+def n_matched(admission: AdmissionController, keys: bytes) -> int:
+    match = admission.balancer._index.match(keys)
+    return match[0][0] if match else 0
+
+
+async def test_a_large_snapshot_is_applied_over_several_iterations_of_the_event_loop(
+    admission: AdmissionController,
+) -> None:
+    keys, late = Random(1).randbytes(BLOCK * 10 * KV_KEYS_AT_ONCE), Random(2).randbytes(BLOCK * 3)
+    admission.kv_events("e0", KVEvents(stored=keys, whole=True))
+    assert len(admission.balancer._index) == KV_KEYS_AT_ONCE
+    admission.kv_events("e0", KVEvents(stored=late, removed=keys[-BLOCK:]))  # in order: after the snapshot
+    n_iterations = 0
+    while n_matched(admission, late) < 3:
+        await asyncio.sleep(0)
+        n_iterations += 1
+        assert n_iterations < 100
+    assert n_iterations >= 9
+    assert n_matched(admission, keys) == 10 * KV_KEYS_AT_ONCE - 1
+
+
+@pytest.mark.parametrize("what", ["leaves", "starts anew"])
+async def test_what_is_left_of_a_snapshot_is_dropped_with_its_worker(admission: AdmissionController, what: str) -> None:
+    keys = Random(1).randbytes(BLOCK * 3 * KV_KEYS_AT_ONCE)
+    admission.kv_events("e0", KVEvents(stored=keys, whole=True))
+    if what == "leaves":
+        admission.left("e0", "it was killed")
+    else:
+        admission.kv_events("e0", KVEvents(whole=True))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert n_matched(admission, keys) == 0
+    assert not admission._kv_events
