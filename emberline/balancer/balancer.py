@@ -399,6 +399,7 @@ class Balancer:
         if not record.is_job:
             took_s = (now_s - max(record.dispatched_s, worker.last_prefill_s)) * own_share
             worker.prefill_speed.add(took_s, predicted_s)
+            self._pool(record.request.model).measured(worker)
         worker.last_prefill_s = now_s
         reports.prefilled(record, record.n_on(in_flight))
         self._has_freed(worker)

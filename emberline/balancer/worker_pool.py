@@ -116,6 +116,12 @@ class WorkerPool:
         need.prefill_scale = prefill.prefill_speed.scale
         return prefill
 
+    def measured(self, worker: Worker) -> None:
+        """Workers that have computed no prompt yet are taken to be as fast as this one: they must get one, too."""
+        for other in self.workers:
+            if not other.prefill_speed.n:
+                other.prefill_speed.fade(worker.prefill_speed.scale)
+
     def fade_speeds(self, now_s: float) -> None:
         prefill = [worker.prefill_speed.scale for worker in self.workers if worker.prefill_speed.n]
         decode = [worker.decode_speed.scale for worker in self.workers if worker.decode_speed.n]

@@ -169,9 +169,6 @@ def test_measured_speed_is_the_prior_of_unmeasured_workers() -> None:
     home = serve(balancer, request(keys(("c", 1000))), 0.0, took_s=3 * cost.prefill_s(16_001, 16_001)).decode
     first, other = balancer._workers[home], next(w for w in balancer._workers.values() if w.name != home)
     assert first.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
-    assert other.prefill_speed.scale == 1.0
-    for look in range(60):
-        balancer.dispatch(20.0 + look)
     assert other.prefill_speed.scale == pytest.approx(3.0, rel=0.1)
 
 

@@ -303,3 +303,17 @@ def test_two_workers_with_one_name_are_refused() -> None:
     with pytest.raises(Exception, match="two endpoints are called e0: unix:/e0 and tcp:other:1"):
         balancer.join(endpoint("e0", address="tcp:other:1"), balancer._workers["e0"].capacity, 1.0)
     assert balancer._workers["e0"].endpoint.address == "unix:/e0"
+
+
+def test_a_worker_that_was_never_measured_gets_requests_of_a_fast_fleet() -> None:
+    """All within one moment: no health check passes."""
+    balancer = fleet("both", "both")
+    routes = []
+    for i in range(40):
+        wanted = request(keys((f"k{i}", 2)))
+        route = send(balancer, wanted, 0.1)
+        routes.append(route.decode)
+        if route.decode == "e0":
+            balancer.first_token(wanted.id, 0.101)
+        balancer.ended(wanted.id, 0.102, "finished" if route.decode == "e0" else "cancelled")
+    assert min(routes.count("e0"), routes.count("e1")) >= 8
