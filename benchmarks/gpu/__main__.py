@@ -15,7 +15,7 @@ from benchmarks.gpu.engine import Worker, compile_kernels, wait_until_prepared, 
 from benchmarks.gpu.workloads import Prompts
 
 SERVED = {"decode", "prefill", "throughput", "agentic", "mixed", "context"}  # measured in one worker process
-SECTIONS = ("kernels", "models", *sorted(SERVED), "start", "deterministic", "smollm2")
+SECTIONS = ("kernels", "models", *sorted(SERVED), "start", "bursts", "deterministic", "smollm2")
 PEER = Path(__file__).parents[1] / "peers" / "vllm_gpu.py"
 
 
@@ -43,6 +43,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "models": lambda: _models(),
         "served": lambda: _served(folder, args),
         "start": lambda: _starts(folder, args),
+        "bursts": lambda: _bursts(args),
         "deterministic": lambda: _deterministic(args),
         "smollm2": lambda: _smollm2(args),
     }
@@ -163,6 +164,29 @@ def _starts(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "beyond_disk_s": first_s - n_bytes / rate,
         }
     return {"start": found}
+
+
+def _bursts(args: argparse.Namespace) -> dict[str, Any]:
+    """First bursts of requests to a quantized model, right after its start, with and without compiled kernels."""
+    path = args.work / "smollm2-shape.gguf"
+    model_files.write_gguf(path)
+    found: dict[str, Any] = {}
+    for name in ("empty", "cached"):
+        env = {"TRITON_CACHE_DIR": str(args.work / "triton-of-bursts")}
+        with worker(path, args.work / "bursts.log", env=env) as engine:
+            prompts = Prompts(11, engine.client.info.vocab_size)
+            sizes = {n: workloads.first_burst(engine.client, prompts, n) for n in (64, 16, 200)}
+            again = workloads.first_burst(engine.client, prompts, 64)
+            prepared_s = wait_until_prepared(engine, args.work / "bursts.log")
+            prepared = workloads.first_burst(engine.client, prompts, 64)
+        found[name] = {
+            "ready_s": engine.ready_s,
+            **{f"first_{n}": burst for n, burst in sizes.items()},
+            "second_64": again,
+            "prepared_s": prepared_s,
+            "prepared_64": prepared,
+        }
+    return {"bursts": found}
 
 
 def _deterministic(args: argparse.Namespace) -> dict[str, Any]:

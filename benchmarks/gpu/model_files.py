@@ -1,9 +1,10 @@
-"""Models of random weights as Hugging Face folders (speed does not depend on the values), and the drive's bandwidth."""
+"""Models of random weights (speed does not depend on the values), and the drive's bandwidth."""
 
 import json
 import math
 import mmap
 import os
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,60 @@ def write(folder: Path, config: dict[str, Any], device: str = "cuda") -> int:
                 numbers.add_(1)
             file.write(memoryview(numbers.cpu().view(torch.int16).numpy()).cast("B"))
     return offset
+
+
+SMOLLM2_135M: dict[str, int] = {
+    "block_count": 30,
+    "context_length": 8192,
+    "embedding_length": 576,
+    "feed_forward_length": 1536,
+    "attention.head_count": 9,
+    "attention.head_count_kv": 3,
+}
+_U32, _F32, _TEXT, _ARRAY = 4, 6, 8, 9  # types of GGUF metadata
+_Q4_1, _Q4_1_BYTES = 3, 20  # type of a tensor, and its bytes per 32 weights
+
+
+def write_gguf(path: Path, shape: dict[str, int] = SMOLLM2_135M, vocab: int = 49152) -> None:
+    """Write a Llama of random weights as a GGUF file, unless present: matrices as Q4_1, as in the default model."""
+    import numpy as np
+
+    if path.exists():
+        return
+    hidden, mlp, heads = shape["embedding_length"], shape["feed_forward_length"], shape["attention.head_count"]
+    kv = hidden // heads * shape["attention.head_count_kv"]
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
+    for n in range(shape["block_count"]):
+        rows = {"attn_q": hidden, "attn_k": kv, "attn_v": kv, "attn_output": hidden, "ffn_gate": mlp, "ffn_up": mlp}
+        shapes |= {f"blk.{n}.{name}.weight": (size, hidden) for name, size in rows.items()}
+        shapes |= {f"blk.{n}.ffn_down.weight": (hidden, mlp)}
+        shapes |= {f"blk.{n}.{name}.weight": (hidden,) for name in ("attn_norm", "ffn_norm")}
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    pairs = [text("general.architecture") + struct.pack("<I", _TEXT) + text("llama")]
+    pairs += [text(f"llama.{key}") + struct.pack("<II", _U32, value) for key, value in shape.items()]
+    pairs += [text("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", _F32, 1e-5)]
+    pairs += [text("llama.rope.freq_base") + struct.pack("<If", _F32, 100_000.0)]
+    pairs += [text("tokenizer.ggml.eos_token_id") + struct.pack("<II", _U32, 2)]
+    tokens = b"".join(text(f"t{n}") for n in range(vocab))
+    pairs += [text("tokenizer.ggml.tokens") + struct.pack("<IIQ", _ARRAY, _TEXT, vocab) + tokens]
+    random = np.random.default_rng(0)
+    infos, data = b"", b""
+    for name, size in shapes.items():
+        kind = _Q4_1 if len(size) == 2 else 0
+        infos += text(name) + struct.pack(f"<I{len(size)}QIQ", len(size), *reversed(size), kind, len(data))
+        if kind:
+            blocks = random.integers(0, 256, (math.prod(size) // 32, _Q4_1_BYTES), np.uint8)
+            blocks[:, :4] = np.array([0.04 / 15, -0.02], np.float16).view(np.uint8)  # scale and offset
+            data += blocks.tobytes()
+        else:
+            data += np.ones(size, np.float32).tobytes()
+        data += bytes(-len(data) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(pairs)) + b"".join(pairs) + infos
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
 
 
 def drop_from_page_cache(folder: Path) -> None:

@@ -91,6 +91,17 @@ def mixed(client: Client, prompts: Prompts, every_s: float, length: int = 8192, 
     }
 
 
+def first_burst(client: Client, prompts: Prompts, n: int, length: int = 40, n_out: int = 32) -> dict[str, float]:
+    """So many requests at once: seconds for all, the longest TTFT, and the longest time without any token."""
+    seconds, replies = client.generate(prompts.many(n, length), n_out, temperature=0.7)
+    moments = sorted({replies[0].sent_s, *(moment for reply in replies for moment in reply.times_s)})
+    return {
+        "s": seconds,
+        "ttft_max_s": max(reply.ttft_s for reply in replies),
+        "longest_pause_s": max(after - before for before, after in itertools.pairwise(moments)),
+    }
+
+
 def cpu_per_step(worker: Worker, prompts: Prompts, batch: int = 64, n_out: int = 400) -> float:
     """CPU seconds of the engine process per decode step."""
     client = worker.client

@@ -199,6 +199,7 @@ def sampler_row(admission: Admission) -> SamplerRow:
         prompt_ids=np.frombuffer(request.prompt_ids, "<u4") if penalized else None,
         output_ids=np.frombuffer(admission.output_ids, "<u4") if penalized else None,
         logprobs=sampling.logprobs,
+        guided=bool(request.grammar),
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emberline import log
 from emberline.engine import process
@@ -26,6 +26,9 @@ from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
+
+if TYPE_CHECKING:
+    from emberline.engine.gpu.preparation import StepPreparation
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_STEPS_IN_FLIGHT = 2  # one is computed while the next is planned
@@ -78,10 +81,13 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     elif args.threads is not None:
         torch.set_num_threads(args.threads)
     fingerprint = checkpoint.fingerprint
-    loop, cache, limits = _step_loop(model, fingerprint, device, args)
+    loop, cache, limits, preparation = _step_loop(model, fingerprint, device, args)
+    if preparation is not None:
+        preparation.first()
     if weights is not None:
-        loop.run_idle_task()  # prepare the first request while weights are read; more would slow that down
         weights.finish()
+    if preparation is not None:
+        preparation.finish_essential()
     checkpoint.close()
 
     info = EngineInfo(
@@ -118,7 +124,9 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
         raise BadInput("--token-budget must be at least --max-running: each sequence takes one token per step")
 
 
-def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespace) -> tuple[StepLoop, KVCache, Limits]:
+def _step_loop(
+    model: Any, fingerprint: str, device: str, args: argparse.Namespace
+) -> tuple[StepLoop, KVCache, Limits, "StepPreparation | None"]:
     from emberline.engine.torch_runner import TorchRunner
 
     def caches(kv_bytes: int) -> tuple[list[int], KVCache, Limits]:
@@ -135,8 +143,9 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
             mooncake = process.mooncake_engine(runner.memory, args)
             transfers = host_transfers(fingerprint, model.kv_groups, runner.memory, mooncake)
         scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), prefill, transfers)
-        return StepLoop(scheduler, runner, transfers=transfers), cache, limits
+        return StepLoop(scheduler, runner, transfers=transfers), cache, limits, None
     from emberline.engine.gpu.engine import GpuEngine
+    from emberline.engine.gpu.preparation import StepPreparation
     from emberline.engine.gpu.transfer import device_transfers, exported_pools
 
     engine = GpuEngine.open(model, _limits(model.config, None, args), device, args.kv_bytes)
@@ -145,8 +154,9 @@ def _step_loop(model: Any, fingerprint: str, device: str, args: argparse.Namespa
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
     transfers = device_transfers(fingerprint, model.kv_groups, gpu_runner.pools, spans)
     scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), engine.prefill, transfers)
-    idle_task = engine.idle_task(gpu_runner)
-    return StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, idle_task, transfers), cache, limits
+    preparation = StepPreparation(model, gpu_runner, limits)
+    loop = StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, preparation.next, transfers)
+    return loop, cache, limits, preparation
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:

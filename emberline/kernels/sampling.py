@@ -18,6 +18,7 @@ from torch import Tensor
 from emberline.kernels.cpu.build import BuildError, load_library
 
 NEGLIGIBLE = 30.0  # with a filter on, tokens at most e^-30 times as likely as the best are dropped
+MIN_TEMPERATURE = 1e-5  # below, the most likely token is taken: logits divided by less leave float32's range
 INVALID = -1  # the token id of a row whose logits are NaN or infinite
 
 _log = logging.getLogger("emberline.kernels")
@@ -42,6 +43,11 @@ class SamplerRow:
     banned: tuple[int, ...] = ()
     allowed: NDArray[np.uint32] | None = None  # grammar mask: bit i % 32 of word i // 32 allows token i; None: all
     logprobs: int | None = None
+    guided: bool = False  # a grammar restricts it: there will be a mask for every token
+
+    def __post_init__(self) -> None:
+        if self.temperature < MIN_TEMPERATURE:
+            self.temperature = 0.0
 
     @property
     def has_penalties(self) -> bool:

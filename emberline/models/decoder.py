@@ -1,5 +1,7 @@
 """A decoder-only transformer. Architectures differ by their table of tensor names: `llama`, `qwen`, `gemma`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +79,21 @@ class Decoder:
     @property
     def attentions(self) -> list[Attention]:
         return [layer.attention for layer in self._layers]
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Inside, `forward` runs one layer of each kind only, which is enough to compile every kernel."""
+
+        def kind(layer: Layer) -> tuple[object, ...]:
+            matrices = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+            return layer.attention.window, *((type(m), m.shape, getattr(m, "bits", None)) for m in matrices)
+
+        layers = self._layers
+        self._layers = list({kind(layer): layer for layer in layers}.values())
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     @property
     def kernels(self) -> Any:

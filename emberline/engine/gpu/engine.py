@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,19 +59,6 @@ class GpuEngine:
         return GpuRunner(
             self.model, n_blocks, limits, self.device, _Kernels(), self.sampler, self.prefill, graphs, pools
         )
-
-    def idle_task(self, runner: GpuRunner) -> Callable[[], bool]:
-        """Prepares steps ahead of requests, one per call: CUDA graphs, attention plans. It returns False at the end."""
-        plans = self.model.kernels.warm_up(self.model.attentions, runner.pools)
-
-        def prepare_next() -> bool:
-            with torch.inference_mode():
-                more = runner.capture_next() or next(plans, False)
-            if not more:
-                _log.info("every common step is prepared", extra={"graphs": runner.n_graphs})
-            return more
-
-        return prepare_next
 
 
 class _Kernels:

@@ -1,12 +1,14 @@
-"""CUDA graphs: a step shape that has run once is captured, and from then on replayed as one launch."""
+"""CUDA graphs: a step shape that was captured ahead of requests is replayed as one launch."""
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
 
 
@@ -19,38 +21,35 @@ class _Captured:
 MAX_GRAPHS = 160  # further shapes run eagerly: a graph takes some device memory
 
 
-class CudaGraphs:
+class CudaGraphs(Generic[Key]):
     """Graphs by key. All share one memory pool: they run one after the other, and results are copied out at once."""
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._enabled = enabled and device.type == "cuda"
-        self._captured: dict[Hashable, _Captured | None] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
-        self.replayed = False  # whether the last run was a replay; the duration of another says little about the next
+        self.enabled = enabled and device.type == "cuda"
+        self._captured: dict[Key, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._captured
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._captured)
 
     @property
     def has_room(self) -> bool:
-        return self._enabled and len(self._captured) < MAX_GRAPHS
+        return self.enabled and len(self._captured) < MAX_GRAPHS
 
-    def run(self, key: Hashable, body: Callable[[], Tensor]) -> Tensor:
-        """Run body. The first time it runs eagerly, and is captured while the device is busy with it."""
-        captured = self._captured.get(key)
-        self.replayed = captured is not None
-        if captured is not None:
-            captured.graph.replay()
-            return captured.result
-        result = body()
-        if self.has_room and key not in self._captured:
-            self._captured[key] = self._capture(key, body)
-        return result
+    def replay(self, key: Key) -> Tensor:
+        captured = self._captured[key]
+        captured.graph.replay()
+        return captured.result
 
-    def _capture(self, key: Hashable, body: Callable[[], Tensor]) -> _Captured | None:
+    def capture(self, key: Key, body: Callable[[], Tensor]) -> None:
+        """Run body, which loads its kernels, and capture it. A step that cannot be captured runs eagerly."""
+        body()
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -58,7 +57,7 @@ class CudaGraphs:
                 result = body()
             finally:
                 graph.capture_end()
-        except RuntimeError as error:  # it has run, and will run eagerly
+        except RuntimeError as error:
             _log.warning("a step of shape %s could not be captured: %s", key, error)
-            return None
-        return _Captured(graph, result)
+            return
+        self._captured[key] = _Captured(graph, result)

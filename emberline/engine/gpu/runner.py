@@ -28,10 +28,10 @@ from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, all_decode
 from emberline.engine.gpu.slots import Slots, SlotSampler
 from emberline.engine.gpu.stream import SampledToken, StepOutputs, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
-from emberline.engine.scheduler.plan import DeviceLost, Masks, StepPlan
+from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
 from emberline.engine.torch_runner import Model, allocate_pool
-from emberline.kernels.decode_inputs import DecodeInputs, SlotState
+from emberline.kernels.decode_inputs import PADDING, DecodeInputs, SlotState
 from emberline.kv.block_pool import NULL_BLOCK
 from emberline.models.decoder import StepInputs
 
@@ -47,7 +47,9 @@ class Kernels(Protocol):
 
     def prepare(self, packet: Tensor, state: SlotState, to: DecodeInputs) -> None: ...
     def keep(self, tokens: Tensor, slots: Tensor, state: SlotState) -> None: ...
-    def sample(self, logits: Tensor, table: Any, slots: Tensor, positions: Tensor, out: Any) -> None: ...
+    def sample(
+        self, logits: Tensor, table: Any, slots: Tensor, positions: Tensor, out: Any, guided: bool = False
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -64,7 +66,22 @@ class StepKind(NamedTuple):
 
     shape: int | MixedShape  # int: rows of a step that only decodes
     cascade: bool = False  # cascade attention over a shared prefix
-    samples: bool = True  # else sampling waits for masks
+
+    def holds(self, other: "StepKind") -> bool:
+        """Whether a step of the other kind can be padded to this one. Cascade attention is never required."""
+        mine, theirs = self.shape, other.shape
+        if isinstance(mine, int) or isinstance(theirs, int):
+            fits = isinstance(mine, int) and isinstance(theirs, int) and mine >= theirs
+        else:
+            fits = all(size >= needed for size, needed in zip(mine, theirs))
+        return fits and self.cascade <= other.cascade
+
+    @property
+    def cost(self) -> tuple[int, int, bool]:
+        """Orders the kinds that hold a step."""
+        if isinstance(self.shape, int):
+            return self.shape, 0, not self.cascade
+        return self.shape.n_tokens, self.shape.n_decodes, not self.cascade
 
 
 class GpuStep:
@@ -121,9 +138,10 @@ class GpuRunner:
         self._sampled = sampled_tensors(rows + CHUNK_ROWS, self._device)
         self._outputs = [StepOutputs(rows + CHUNK_ROWS, self._device) for _ in range(MAX_IN_FLIGHT)]
         self._n_launched = 0
-        self._graphs = CudaGraphs(self._device, graphs)
+        self._graphs = CudaGraphs[StepKind](self._device, graphs)
+        self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
+        self._replayed = False  # the last step was; the duration of another says little about the next
         self._pads = graphs
-        self._to_capture = self._common_steps() if graphs and self._device.type == "cuda" else []
         self._sharing: tuple[list[int], int] | None = (
             None  # the rows that were last searched, and Slots.n_admitted then
         )
@@ -137,44 +155,64 @@ class GpuRunner:
     def n_graphs(self) -> int:
         return len(self._graphs)
 
-    # --- capture ahead of requests ----------------------------------------------------------------------------------
+    # --- preparation ahead of requests --------------------------------------------------------------------------------
 
-    def _common_steps(self) -> list[StepKind]:
-        """Steps worth capturing ahead of requests, the most common last."""
+    def step_kinds(self) -> list[StepKind]:
+        """Every kind of step that CUDA graphs are for, the most common first."""
         decodes, mixed = all_decode_rows(self._max_rows), MixedShape.all_padded(self._max_rows)
         sharing = [n for n in decodes if MIN_SHARING <= n <= 64] if self._block_bytes else []
         mixed_sharing = [shape for shape in mixed if 16 < shape.n_decodes <= 64] if self._block_bytes else []
         plain: list[int | MixedShape] = [*mixed[:1], *decodes, *mixed[1:]]  # a first prompt, decoding, all else
         shared: list[int | MixedShape] = [*sharing, *mixed_sharing]
-        return [*map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)][::-1]
-
-    def capture_next(self) -> bool:
-        """Run and capture one more step of padding rows, while the engine is idle. False: all done.
-
-        It reads weights and writes to the null block only, so it may be called before the weights are loaded.
-        """
-        while self._to_capture and self._graphs.has_room:
-            kind = self._to_capture.pop()
-            if kind in self._graphs:
-                continue
-            try:
-                self._run_padding(kind)
-            except Exception as error:  # then it is captured when it is needed, or not at all
-                if isinstance(lost := fatal(error), DeviceLost):
-                    raise lost from error
-                _log.warning("a step of shape %s could not be prepared: %s", kind, error)
-            return True
-        return False
+        return [*map(StepKind, plain), *(StepKind(shape, cascade=True) for shape in shared)]
 
     @torch.inference_mode()
-    def _run_padding(self, kind: StepKind) -> None:
+    def capture(self, kind: StepKind) -> None:
+        """Capture a step of padding rows. It reads weights, even before they are loaded, and writes the null block."""
+        if kind in self._graphs or not self._graphs.has_room:
+            return
+        try:
+            self._send_padding(kind)
+            self._graphs.capture(kind, lambda: self._body(kind))
+        except Exception as error:  # then steps are padded further, or run eagerly
+            if isinstance(lost := fatal(error), DeviceLost):
+                raise lost from error
+            _log.warning("a step of shape %s could not be prepared: %s", kind, error)
+        self._padded.clear()
+        for pool in self._kv:  # without weights the result may be NaN
+            pool[NULL_BLOCK].zero_()
+
+    @torch.inference_mode()
+    def run_padding(self, kind: StepKind) -> None:
+        """Run every kernel of such steps, those that sample behind a mask included, on padding rows."""
+        self._send_padding(kind)
+        logits = self._body(kind)
+        padding = torch.full((len(logits),), PADDING, dtype=torch.int32, device=self._device)
+        self._sample(logits, padding, padding, guided=True)
+
+    @torch.inference_mode()
+    def run_eager_padding(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Run a step that is too large for a CUDA graph, of chunks given by start and tokens."""
+        batch = StepBatch(chunks=[Row(0, self._slots.spare, at, bytes(4 * n), None, [0], False) for at, n in chunks])
+        shape = MixedShape.exact(batch)
+        longest = self._mixed.send(batch, shape, self._slots.spare)
+        inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
+        self._mixed_body(inputs, self._mixed.sampled_rows(shape, batch))
+
+    def _send_padding(self, kind: StepKind) -> None:
         if isinstance(kind.shape, int):
             self._decode.send([], kind.shape)
         else:
             self._mixed.send(StepBatch(), kind.shape, self._slots.spare)
-        self._run(kind)
-        for pool in self._kv:  # without weights the result may be NaN
-            pool[NULL_BLOCK].zero_()
+
+    def _prepared(self, kind: StepKind) -> StepKind:
+        """The kind itself, or the smallest captured one that holds it: nothing is captured while requests wait."""
+        if not self._graphs.enabled or kind in self._graphs:
+            return kind
+        if kind not in self._padded:
+            holding = (each for each in self._graphs if each.holds(kind))
+            self._padded[kind] = min(holding, key=lambda each: each.cost, default=kind)
+        return self._padded[kind]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +243,7 @@ class GpuRunner:
                 slots.ban(row, slot)
         slots.upload()
         n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
-        typical = self._graphs.replayed or (bool(batch.chunks) and batch.n_tokens > MAX_GRAPH_TOKENS)
+        typical = self._replayed or (bool(batch.chunks) and batch.n_tokens > MAX_GRAPH_TOKENS)
         return _Launched(
             batch, outputs, StepWork.of(len(batch.decodes), batch.chunks) if typical else None, n_decodes, sample
         )
@@ -236,33 +274,34 @@ class GpuRunner:
 
     def _launch_decode(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         n_rows = decode_rows(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
-        self._decode.send(batch.decodes, n_rows)
-        kind = StepKind(n_rows, self._find_shared(batch), not batch.masked)
+        kind = self._prepared(StepKind(n_rows, self._find_shared(batch)))
+        assert isinstance(kind.shape, int)
+        self._decode.send(batch.decodes, kind.shape)
         logits = self._run(kind)
-        return len(batch.decodes), None if kind.samples else lambda: self._sample_decode(logits)
+        return len(batch.decodes), (lambda: self._sample_decode(logits, guided=True)) if batch.masked else None
 
     def _run(self, kind: StepKind) -> Tensor:
-        """Run the step from the uploaded buffers: replayed, or captured."""
-        return self._graphs.run(kind, lambda: self._body(kind))
+        """Run the step from the uploaded buffers."""
+        self._replayed = kind in self._graphs
+        return self._graphs.replay(kind) if self._replayed else self._body(kind)
 
     def _body(self, kind: StepKind) -> Tensor:
-        shape, cascade, samples = kind
+        shape, cascade = kind
         if isinstance(shape, int):
-            return self._decode_body(shape, cascade, samples)
+            return self._decode_body(shape, cascade)
         shared = self._decode.shared(shape.n_decodes) if cascade else None
         inputs = self._mixed.inputs(shape, self._slots.state, None, 0, shared)
-        return self._mixed_body(inputs, self._mixed.sampled_rows(shape, None), samples)
+        return self._mixed_body(inputs, self._mixed.sampled_rows(shape, None))
 
-    def _decode_body(self, n_rows: int, cascade: bool, samples: bool) -> Tensor:
+    def _decode_body(self, n_rows: int, cascade: bool) -> Tensor:
         self._kernels.prepare(self._decode.packet(n_rows), self._slots.state, self._decode.inputs)
         logits = self._model.forward(self._decode.step(n_rows, cascade), self._kv)
-        if samples:
-            self._sample_decode(logits)
+        self._sample_decode(logits)
         return logits
 
-    def _sample_decode(self, logits: Tensor) -> None:
+    def _sample_decode(self, logits: Tensor, guided: bool = False) -> None:
         to, n_rows = self._decode.inputs, len(logits)
-        self._sample(logits, to.slots[:n_rows], to.context_lens[:n_rows])
+        self._sample(logits, to.slots[:n_rows], to.context_lens[:n_rows], guided)
 
     def _find_shared(self, batch: StepBatch) -> bool:
         """Whether decode rows share a prefix worth cascade attention; searched again only when other rows decode."""
@@ -285,27 +324,29 @@ class GpuRunner:
 
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
-        longest = self._mixed.send(batch, shape, self._slots.spare)
-
-        def rows() -> SampledRows:
-            return self._mixed.sampled_rows(shape, None if shape.padded else batch)
-
         if shape.padded:
-            logits = self._run(StepKind(shape, self._find_shared(batch), not batch.masked))
+            kind = self._prepared(StepKind(shape, self._find_shared(batch)))
+            assert isinstance(kind.shape, MixedShape)
+            shape = kind.shape
+            self._mixed.send(batch, shape, self._slots.spare)
+            logits, rows = self._run(kind), self._mixed.sampled_rows(shape, None)
         else:
+            longest = self._mixed.send(batch, shape, self._slots.spare)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
-            logits = self._mixed_body(inputs, rows(), bool(batch.n_samples) and not batch.masked)
-        return shape.n_decodes, (lambda: self._sample(logits, *rows())) if batch.masked else None
+            rows = self._mixed.sampled_rows(shape, batch)
+            logits, self._replayed = self._mixed_body(inputs, rows), False
+        return shape.n_decodes, (lambda: self._sample(logits, *rows, guided=True)) if batch.masked else None
 
-    def _mixed_body(self, inputs: StepInputs, rows: SampledRows, samples: bool) -> Tensor:
+    def _mixed_body(self, inputs: StepInputs, rows: SampledRows) -> Tensor:
         logits = self._model.forward(inputs, self._kv)
-        if samples:
+        if len(rows.slots):
             self._sample(logits, *rows)
         return logits
 
-    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, guided: bool = False) -> None:
+        """Slots with a grammar are sampled apart from the others, once their masks are there."""
         sampled = self._sampled.first(len(slots))
-        self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled)
+        self._kernels.sample(logits, self._slots.sampler, slots, positions, sampled, guided)
         self._kernels.keep(sampled.token_ids, slots, self._slots.state)
 
 

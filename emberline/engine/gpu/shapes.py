@@ -43,6 +43,18 @@ def all_mixed_decode_rows(max_rows: int) -> list[int]:
     return _all_sizes(_MIXED_ROWS, max_rows)
 
 
+def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int) -> bool:
+    """Whether a shape is captured before requests are accepted; n_tokens: None for a step that only decodes.
+
+    Any step that fits a CUDA graph can be padded to one of these, in most cases to one of at most four times its size.
+    """
+    if n_tokens is None:
+        return n_decodes in (1, 16, 64, max_rows)
+    smallest = n_decodes == min(_MIXED_ROWS[0], max_rows)
+    sizes = (TILE, 512, MAX_GRAPH_TOKENS) if smallest else (512, MAX_GRAPH_TOKENS)
+    return n_tokens in sizes and (smallest or n_decodes in (64, max_rows))
+
+
 def _round_up(n: int, sizes: tuple[int, ...]) -> int:
     index = bisect_left(sizes, n)
     return sizes[index] if index < len(sizes) else -(-n // TILE) * TILE

@@ -34,7 +34,7 @@ def supports(attn: Attention, n_tokens: int) -> bool:
     return not INTERPRETED and attn.window is None and attn.head_dim in HEAD_DIMS and n_tokens >= MIN_TOKENS
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "tokens"])
 def _gather_kv(
     pool, table, k_out, v_out, first, tokens, kv_heads, block_stride, token_stride, head_stride,
     DIM: tl.constexpr, PAD: tl.constexpr,
@@ -62,7 +62,9 @@ def gather_kv(pool: Tensor, table: Tensor, first: int, tokens: int, k_out: Tenso
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lse_token_stride", "lse_head_stride", "other_token_stride", "other_head_stride"]
+)  # some are the chunk's length
 def _merge_by_lse(
     out, other, lse, other_lse, heads, lse_token_stride, lse_head_stride, other_token_stride, other_head_stride,
     DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,

@@ -8,6 +8,9 @@ PDL is 0 (off), 1 (the next kernel may start as soon as this one has) or 2 (once
 """
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +25,23 @@ SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measur
 def supports_pdl() -> bool:
     """Whether this device supports programmatic dependent launch."""
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, kernels are not launched but compiled, on all cores. Waits for the compilers in the end."""
+    kernel_class = triton.JITFunction
+    run = kernel_class.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        kernel_class.run = compile_only
+        try:
+            yield
+        finally:
+            kernel_class.run = run
 
 
 def launch_options(pdl: bool, **more: Any) -> dict[str, Any]:

@@ -118,12 +118,12 @@ def _ranks_before(x, ids, pivot, pivot_id):
 def _scan(
     logits, slots, positions, states, edit_ids, edit_values, masks, counts, chunk_stats, chunk_tops, span_max, n_listed,
     vocab, words, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
-    if slot >= 0:
-        state = states + slot * FIELDS
+    state = states + tl.maximum(slot, 0) * FIELDS
+    if (slot >= 0) & ((tl.load(state + 13) != 0) == GUIDED):
         source = (logits, edit_ids, edit_values, masks, counts, words, vocab)
         ids, raw, x = _load_chunk(source, row, slot, state, chunk * CHUNK, CHUNK, MAX_EDITS)
         n_nan = tl.sum((x != x).to(tl.int32), 0)
@@ -193,12 +193,12 @@ def _list_candidates(
     logits, slots, states, edit_ids, edit_values, masks, counts, chunk_stats, span_max, n_listed, candidates,
     candidate_ids, vocab, words, chunks, FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_PER_PROGRAM: tl.constexpr, SPAN: tl.constexpr, CANDIDATES: tl.constexpr,
-    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    MAX_EDITS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0), tl.program_id(1) * CHUNKS_PER_PROGRAM
     slot = tl.load(slots + row)
-    if slot >= 0:
-        state = states + slot * FIELDS
+    state = states + tl.maximum(slot, 0) * FIELDS
+    if (slot >= 0) & ((tl.load(state + 13) != 0) == GUIDED):
         temperature = _float(state, 0)
         if (temperature > 0) & _has_filter(state) & (tl.load(state + 6) != 1):
             scale = tl.math.div_rn(1.0, temperature)
@@ -239,27 +239,34 @@ def _sample_ranked(
 ):  # fmt: skip
     """Sample from n unordered candidates that include the k best; each is ranked by comparison with all others.
 
-    top_p applies to the mass of the k best.
+    The list is then sorted in place: its order is that of the programs that filled it, and a sum must not depend on
+    it. top_p applies to the mass of the k best.
     """
     c = tl.arange(0, MAX_RANKED)
     mask = c < n
     values = tl.load(values_at + c, mask=mask, other=float("-inf"))
     ids = tl.load(ids_at + c, mask=mask, other=2147483647)
     rank = tl.zeros([MAX_RANKED], tl.int32)
-    mass_before = tl.zeros([MAX_RANKED], tl.float64)
     for start in range(0, n, 32):
         j = start + tl.arange(0, 32)
         other_values = tl.load(values_at + j, mask=j < n, other=float("-inf"))
         other_ids = tl.load(ids_at + j, mask=j < n, other=2147483647)
-        weights = tl.where((j < n) & (other_values >= best - 30.0), tl.exp(other_values - best), 0.0)
         ahead = _ranks_before(other_values[:, None], other_ids[:, None], values[None, :], ids[None, :])
         rank += tl.sum(ahead.to(tl.int32), 0)
-        mass_before += tl.sum(tl.where(ahead, weights[:, None], 0.0), 0).to(tl.float64)
-    likelihood = tl.exp(values - best)
-    keep = mask & (values >= best - 30.0) & (rank < top_k)
-    mass_limit = tl.sum(tl.where(keep, likelihood, 0.0).to(tl.float64), 0) * top_p.to(tl.float64)
+    tl.debug_barrier()  # all threads have read the list
+    tl.store(values_at + rank, values, mask=mask)
+    tl.store(ids_at + rank, ids, mask=mask)
+    tl.debug_barrier()
+    values = tl.load(values_at + c, mask=mask, other=float("-inf"))
+    ids = tl.load(ids_at + c, mask=mask, other=2147483647)
+    eligible = mask & (values >= best - 30.0)
+    likelihood = tl.where(eligible, tl.exp(values - best), 0.0)
+    mass = likelihood.to(tl.float64)
+    mass_before = tl.cumsum(mass, 0) - mass
+    keep = eligible & (c < top_k)
+    mass_limit = tl.sum(tl.where(keep, mass, 0.0), 0) * top_p.to(tl.float64)
     mass_limit = tl.where(top_p < 1, mass_limit, float("inf"))
-    keep = (keep & (mass_before < mass_limit) & (likelihood >= min_p)) | (mask & (rank == 0))
+    keep = (keep & (mass_before < mass_limit) & (likelihood >= min_p)) | (mask & (c == 0))
     _, chosen = _best(tl.where(keep, values + _noise(state, position, ids), float("-inf")), ids)
     return chosen
 
@@ -268,11 +275,15 @@ def _sample_ranked(
 def _sample_listed(
     values_at, ids_at, n, best, mass_limit, top_k, top_p, min_p, state, position, CANDIDATES: tl.constexpr
 ):  # fmt: skip
-    """Sample from n unordered candidates, all that rank before some token, until the filters keep the sample."""
+    """Sample from n unordered candidates, all that rank before some token, until the filters keep the sample.
+
+    Mass is summed in fixed point, which is exact: the result must not depend on the order of the list.
+    """
     c = tl.arange(0, CANDIDATES)
     values = tl.load(values_at + c, mask=c < n, other=float("-inf"))
     ids = tl.load(ids_at + c, mask=c < n, other=2147483647)
     likelihood = tl.exp(values - best)
+    fixed_mass = (likelihood.to(tl.float64) * 281474976710656.0).to(tl.int64)  # 2 ** 48; 8,192 of them fit
     eligible = (values >= best - 30.0) & (likelihood >= min_p)
     noisy = tl.where(eligible, values + _noise(state, position, ids), float("-inf"))
     _, chosen = _best(noisy, ids)
@@ -281,7 +292,7 @@ def _sample_listed(
         value = _value_at(values, ids, chosen)
         ahead = _ranks_before(values, ids, value, chosen)
         n_before = tl.sum(ahead.to(tl.int32), 0)
-        mass_before = tl.sum(tl.where(ahead, likelihood, 0.0).to(tl.float64), 0)
+        mass_before = tl.sum(tl.where(ahead, fixed_mass, 0), 0).to(tl.float64) / 281474976710656.0
         kept = (((top_k == 0) | (n_before < top_k)) & ((top_p >= 1) | (mass_before < mass_limit))) | (n_before == 0)
         _, following = _best(tl.where(ahead, noisy, float("-inf")), ids)
         chosen = tl.where(kept, chosen, following)
@@ -412,12 +423,12 @@ def _finish(
     candidates, candidate_ids, token_ids, logprob, top_ids, top_logprobs, vocab, words, chunks,
     FIELDS: tl.constexpr, CHUNK_STATS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr, MAX_RANKED: tl.constexpr, MAX_EDITS: tl.constexpr, MAX_TOP: tl.constexpr,
-    TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr,
+    TOPS: tl.constexpr, MAX_LISTED_K: tl.constexpr, GUIDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row)
-    if slot >= 0:
-        state = states + slot * FIELDS
+    state = states + tl.maximum(slot, 0) * FIELDS
+    if (slot >= 0) & ((tl.load(state + 13) != 0) == GUIDED):
         c = tl.arange(0, CHUNKS)
         stat_ptrs = chunk_stats + (row * chunks + c) * CHUNK_STATS
         chunk_best = tl.load(stat_ptrs, mask=c < chunks, other=float("-inf"))
@@ -466,10 +477,13 @@ def _finish(
                 values = tl.where(value_ids == value_id, float("-inf"), values)
 
 
-def sample_batch(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch) -> None:
+def sample_batch(
+    logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch, guided: bool = False
+) -> None:
     """Sample one token per row with the parameters of its slot. logits: [rows, vocab], any float dtype, not modified.
 
-    slots: int32 [rows], -1 for padding; positions: [rows], index of the sampled token in its sequence.
+    slots: int32 [rows], -1 for padding; positions: [rows], index of the sampled token in its sequence. guided: for the
+    slots that have a grammar, whose masks come later than the logits, instead of the slots that have none.
     """
     rows, vocab = logits.shape
     assert vocab == table.vocab
@@ -482,7 +496,7 @@ def sample_batch(logits: Tensor, table: SamplerTable, slots: Tensor, positions: 
     lists = (table.n_listed, table.candidates, table.candidate_ids)
     fixed = dict(
         FIELDS=table.state.shape[1], CHUNK_STATS=CHUNK_STATS, CHUNK=CHUNK, MAX_EDITS=MAX_EDITS,
-        MAX_LISTED_K=MAX_LISTED_K,
+        MAX_LISTED_K=MAX_LISTED_K, GUIDED=guided,
     )  # fmt: skip
     _scan[(rows, chunks)](
         logits, slots, positions, *state, table.chunk_stats, table.chunk_tops, table.span_max, table.n_listed, vocab,

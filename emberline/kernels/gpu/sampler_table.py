@@ -18,6 +18,7 @@ from emberline.kernels.sampling import SamplerRow, sample
 FIELDS = 16  # of a slot's state
 (TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(6)  # floats
 (TOP_K, LOGPROBS, HAS_PENALTIES, N_EDITS, MASK, SEED) = range(6, 12)  # integers; the seed takes two fields
+GUIDED = 13  # whether the slot has a grammar
 MAX_TOP = 20  # log-probabilities in addition to the sampled token's
 MAX_EDITS = 2048  # biased and banned tokens per slot
 IN_PROMPT = 1 << 14  # flag in a slot's token counts; the bits below count how often the token was sampled
@@ -104,6 +105,7 @@ class SamplerTable:
         host[LOGPROBS] = -1 if row.logprobs is None else row.logprobs
         host[HAS_PENALTIES] = row.has_penalties
         host[MASK] = 0
+        host[GUIDED] = row.guided
         host[SEED : SEED + 2] = np.array([row.seed], np.uint64).view(np.int32)
         if row.has_penalties:
             self._send(self.counts[slot], _token_counts(row, self.vocab))
@@ -165,7 +167,7 @@ class SamplerTable:
             prompt_ids=np.nonzero(counts & IN_PROMPT)[0].astype(np.uint32),
             output_ids=np.repeat(np.arange(self.vocab), sampled).astype(np.uint32),
             banned=self._bans[slot], logprobs=row.logprobs,
-            allowed=self.masks[mask - 1].cpu().numpy().view(np.uint32) if mask else None,
+            allowed=self.masks[mask - 1].cpu().numpy().view(np.uint32) if mask else None, guided=bool(state[GUIDED]),
         )  # fmt: skip
 
 
@@ -179,12 +181,16 @@ def _token_counts(row: SamplerRow, vocab: int) -> NDArray[np.int16]:
     return counts
 
 
-def sample_reference(logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch) -> None:
+def sample_reference(
+    logits: Tensor, table: SamplerTable, slots: Tensor, positions: Tensor, out: SampledBatch, guided: bool = False
+) -> None:
     """The reference of `sampler.sample_batch`: the CPU sampler, row by row."""
     for r, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
         row = table.row(slot, position)
+        if row.guided != guided:
+            continue
         sampled = sample(logits[r : r + 1].float().clone(), [row])[0]
         out.token_ids[r] = sampled.token_id
         out.logprob[r] = sampled.logprob or 0.0

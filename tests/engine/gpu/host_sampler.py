@@ -41,11 +41,12 @@ class HostKernels:
     def __init__(self):
         self.sampled_rows = []
 
-    def sample(self, logits, table, slots, positions, out):
+    def sample(self, logits, table, slots, positions, out, guided=False):
         assert not table.set_now, "sampled before it was uploaded"
-        out.token_ids.fill_(-7)
+        if not guided:
+            out.token_ids.fill_(-7)
         for r, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
-            if slot < 0:
+            if slot < 0 or table.rows[slot].guided != guided:
                 continue
             history = table.outputs[slot]
             row = replace(
@@ -64,7 +65,8 @@ class HostKernels:
                 out.logprob[r] = sampled.logprob
                 for n, (token_id, logprob) in enumerate(sampled.top):
                     out.top_ids[r, n], out.top_logprobs[r, n] = token_id, logprob
-        table.allowed = {}
+        if guided:
+            table.allowed = {}
 
 
 def as_int32(values):

@@ -9,8 +9,9 @@ import torch
 from emberline.engine.gpu import runner as gpu_runner
 from emberline.engine.gpu.batch import MixedShape, StepBatch
 from emberline.engine.gpu.graphs import CudaGraphs
-from emberline.engine.gpu.runner import GpuRunner
+from emberline.engine.gpu.runner import GpuRunner, StepKind
 from emberline.engine.gpu.shapes import decode_rows as bucket
+from emberline.engine.gpu.shapes import is_essential
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Admission, DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
@@ -294,14 +295,19 @@ def test_a_shared_prefix_is_uploaded(with_prefill, monkeypatch):
 
 
 class Captured(CudaGraphs):
-    """Runs steps instead of capturing them, and records their keys."""
+    """Runs steps instead of replaying them."""
 
-    def __init__(self):
+    def __init__(self, kinds=()):
         super().__init__(torch.device("cpu"))
-        self._enabled = True
+        self.enabled, self._captured, self.replayed = True, dict.fromkeys(kinds), []
 
-    def _capture(self, key, body):
-        return None
+    def capture(self, key, body):
+        body()
+        self._captured[key] = body
+
+    def replay(self, key):
+        self.replayed.append(key)
+        return self._captured[key]()
 
 
 def test_common_steps_are_captured_ahead_without_side_effects(monkeypatch):
@@ -314,14 +320,18 @@ def test_common_steps_are_captured_ahead_without_side_effects(monkeypatch):
             return super().forward(step, kv)
 
     runner = runner_of(Counting(), max_running=80)
-    runner._graphs, runner._to_capture = Captured(), runner._common_steps()
-    wanted = len(runner._to_capture)
-    while runner.capture_next():
-        pass
-    assert runner.n_graphs == wanted == len(seen)
-    assert not runner.capture_next()
+    runner._graphs = Captured()
+    kinds = runner.step_kinds()
+    for kind in kinds:
+        runner.capture(kind)
+    assert runner.n_graphs == len(kinds) == len(seen)
     assert not any(pool.any() for pool in runner._kv)
-    n_graphs = runner.n_graphs
+    for kind in kinds:
+        runner.run_padding(kind)
+    runner.run_eager_padding([(3, 9)])
+    assert not runner._kernels.sampled_rows
+    for pool in runner._kv:
+        assert not pool[1:].any()
     plan = StepPlan()
     for slot in range(6):
         plan.admissions.append(admitted(slot, [1, 2, slot]))
@@ -331,7 +341,36 @@ def test_common_steps_are_captured_ahead_without_side_effects(monkeypatch):
     assert drawn(runner.launch(plan)) == answers
     decodes = [Row(slot, slot, 3, b"", None, [0], True, follows=True) for slot in range(6)]
     drawn(runner.launch(StepPlan([], decodes)))
-    assert runner.n_graphs == n_graphs, "such steps were captured already"
+    assert [kind.shape for kind in runner._graphs.replayed] == [MixedShape(16, 128, 32, True), 8]
+
+
+def test_a_step_that_is_not_captured_yet_is_padded_to_one_that_is():
+    runner = runner_of(max_running=80)
+    runner._graphs = graphs = Captured()
+    for kind in runner.step_kinds():
+        shape = kind.shape
+        essential = (shape, None) if isinstance(shape, int) else (shape.n_decodes, shape.n_tokens)
+        if not kind.cascade and is_essential(*essential, 80):
+            runner.capture(kind)
+    n_graphs = runner.n_graphs
+    assert n_graphs < 12
+    assert all(runner._prepared(kind) in graphs for kind in runner.step_kinds())
+    plan, later = StepPlan(), StepPlan()
+    for slot in range(20):
+        plan.admissions.append(admitted(slot, [1, 2, slot % 7]))
+        plan.rows.append(Row(slot, slot, 0, pack([1, 2, slot % 7]), [[slot + 1]], [0], True))
+        later.rows.append(Row(slot, slot, 3, b"", None, [0], True, follows=True))
+    replies = zip(drawn(runner.launch(plan)), drawn(runner.launch(later)))
+    two = request("x", [1], max_tokens=2).sampling
+    assert [list(reply) for reply in replies] == [
+        expected([1, 2, slot % 7], two, (FULL,), 200)[0] for slot in range(20)
+    ]
+    assert [kind.shape for kind in graphs.replayed] == [MixedShape(16, 128, 32, True), 64]
+    assert runner.n_graphs == n_graphs, "nothing is captured while requests wait"
+    runner.capture(StepKind(32))
+    later = StepPlan(rows=[Row(n, n, 4, b"", None, [0], True, follows=True) for n in range(20)])
+    drawn(runner.launch(later))
+    assert graphs.replayed[-1] == StepKind(32)
 
 
 def test_padded_shapes_are_among_the_common_steps():

@@ -6,7 +6,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.gpu.sampler import sample_batch
+import triton
+import triton.language as tl
+
+from emberline.kernels.gpu.sampler import _sample_ranked, sample_batch
 from emberline.kernels.gpu.sampler_table import SampledBatch, SamplerTable, sample_reference
 from emberline.kernels.sampling import INVALID, SamplerRow
 from tests.kernels.gpu.batches import DEVICE, everyday
@@ -34,7 +37,8 @@ def both(values: torch.Tensor, rows: list[SamplerRow], steps: int = 1, masks: di
                 table.allow([slots.tolist()[r] for r in masks], np.stack(list(masks.values())))
             table.upload()
             positions = torch.tensor([r.position + step for r in rows], dtype=torch.int32, device=DEVICE)
-            sampler(values, table, slots, positions, sampled)
+            for guided in {row.guided for row in rows}:
+                sampler(values, table, slots, positions, sampled, guided)
         out.append(sampled)
     return out
 
@@ -145,3 +149,61 @@ def test_padding_is_not_written_and_a_mask_lasts_one_launch() -> None:
     table.upload()
     sample_batch(values, table, slots, positions, out)
     assert out.token_ids.tolist() == [77, values[1].argmax().item()]
+
+
+def test_slots_with_a_grammar_are_sampled_in_a_launch_of_their_own() -> None:
+    table = SamplerTable(2, VOCAB, DEVICE)
+    table.set(0, SamplerRow(temperature=0.0, presence_penalty=100.0, prompt_ids=np.empty(0, np.uint32)))
+    table.set(1, SamplerRow(temperature=0.0, guided=True))
+    values, out = logits(2, 6), SampledBatch.empty(2, DEVICE)
+    slots, positions = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32, device=DEVICE)
+    out.token_ids.fill_(77)
+    table.upload()
+    sample_batch(values, table, slots, positions, out)
+    best = values.argmax(1).tolist()
+    assert out.token_ids.tolist() == [best[0], 77]
+    table.allow([1], np.full((1, 1), 1 << 9, np.uint32))
+    table.upload()
+    sample_batch(values, table, slots, positions, out, guided=True)
+    assert out.token_ids.tolist() == [best[0], 9], "the first slot is not sampled again, nor its token counted twice"
+    assert table.counts[0].sum().item() == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    values = logits(3, 8, 30.0)
+    rows = [SamplerRow(temperature, **filters) for filters in (dict(), dict(top_k=5, top_p=0.9), dict(top_p=0.5))]
+    for sampled in both(values, rows):
+        assert sampled.token_ids.tolist() == values.argmax(1).tolist()
+
+
+@triton.jit
+def _ranked(values_at, ids_at, n, top_p, state, out, MAX_RANKED: tl.constexpr):
+    top_k = tl.load(state + 6)
+    chosen = _sample_ranked(values_at, ids_at, n, 0.0, top_k, tl.load(top_p), 0.0, state, tl.load(out), MAX_RANKED)
+    tl.store(out, chosen)
+
+
+def test_a_sample_does_not_depend_on_the_order_of_the_candidates() -> None:
+    """Programs list candidates in the order in which they run, and a sum of floats depends on its order."""
+    random = np.random.default_rng(3)
+    n, top_k = 250, 200
+    likelihood = np.sort(random.random(n).astype(np.float32))[::-1].copy()
+    likelihood[0] = 1.0
+    values, ids = np.log(likelihood), random.permutation(VOCAB)[:n].astype(np.int32)
+    mass = np.exp(values).astype(np.float64)
+    table, out = SamplerTable(1, VOCAB, DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    def choose(top_p: float, order: np.ndarray) -> int:
+        listed = (torch.from_numpy(part[order]).to(DEVICE) for part in (values, ids))
+        limit = torch.tensor([top_p], device=DEVICE)
+        out.fill_(7)  # the position of the token
+        _ranked[(1,)](*listed, n, limit, table.state, out, MAX_RANKED=256)
+        return out.item()
+
+    for seed in range(8):
+        table.set(0, SamplerRow(seed=seed, top_k=top_k))
+        table.upload()
+        rank = ids.tolist().index(choose(1.0, np.arange(n)))
+        borderline = float(np.float32(mass[:rank].sum() / mass[:top_k].sum()))  # it is kept or not by a hair
+        assert len({choose(borderline, random.permutation(n)) for _ in range(6)}) == 1

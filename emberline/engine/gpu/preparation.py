@@ -1,0 +1,85 @@
+"""Preparation of steps ahead of requests: compiled kernels, CUDA graphs, plans of attention."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from emberline.engine.gpu.runner import GpuRunner, StepKind, fatal
+from emberline.engine.gpu.shapes import is_essential
+from emberline.engine.scheduler.latency_target import EAGER_TOKENS
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.gpu.launch import compiling_only
+from emberline.models.decoder import Decoder
+
+LONG_CHUNK = (4096, 2048)  # start and tokens of one whose attention is that of long prompts
+_log = logging.getLogger(__name__)
+
+
+class StepPreparation:
+    """Every step shape that the limits allow, so that no request ever waits for a compiler or for a capture.
+
+    Before requests are accepted all kernels are compiled, and the essential shapes captured, to which all others can be
+    padded. The others are captured while the engine is idle, the most common first.
+    """
+
+    def __init__(self, model: Decoder, runner: GpuRunner, limits: Limits) -> None:
+        self._model = model
+        self._runner = runner
+        self._limits = limits
+        kinds = runner.step_kinds()
+        essential = [kind for kind in kinds if self._is_essential(kind)]
+        self._essential = deque(essential)
+        self._others = deque(kind for kind in kinds if kind not in essential)
+        self._plans: Iterator[bool] = model.kernels.warm_up(model.attentions, runner.pools)
+
+    def _is_essential(self, kind: StepKind) -> bool:
+        shape, most = kind.shape, self._limits.max_running
+        if isinstance(shape, int):
+            return not kind.cascade and is_essential(shape, None, most)
+        return not kind.cascade and is_essential(shape.n_decodes, shape.n_tokens, most)
+
+    def first(self) -> None:
+        """While weights are read: the step of a first prompt. More would slow that down."""
+        self._compile([self._essential[0]])
+        self._runner.capture(self._essential.popleft())
+
+    def finish_essential(self) -> None:
+        """Once weights are there, before requests are accepted."""
+        self._compile([*self._essential, *self._others], self._eager_steps())
+        while self._essential:
+            self._runner.capture(self._essential.popleft())
+
+    def next(self) -> bool:
+        """While idle: one thing more. False: everything is prepared."""
+        if self._others:
+            self._runner.capture(self._others.popleft())
+            return True
+        with torch.inference_mode():
+            more = next(self._plans, False)
+        if not more:
+            _log.info("every common step is prepared", extra={"graphs": self._runner.n_graphs})
+        return more
+
+    def _compile(self, kinds: list[StepKind], eager: list[list[tuple[int, int]]] | None = None) -> None:
+        """Compile all kernels of these kinds of steps, and of eager steps with these chunks."""
+        try:
+            with self._model.distinct_layers(), compiling_only():
+                for kind in kinds:
+                    self._runner.run_padding(kind)
+                for chunks in eager or []:
+                    self._runner.run_eager_padding(chunks)
+        except Exception as error:  # it will fail again, and be reported, where the kernel is launched
+            if isinstance(lost := fatal(error), DeviceLost):
+                raise lost from error
+            _log.warning("kernels could not be compiled ahead of requests: %s", error)
+
+    def _eager_steps(self) -> list[list[tuple[int, int]]]:
+        """Steps that are too large for a CUDA graph, as chunks: many short prompts, and a long one."""
+        limits, n_chunks = self._limits, min(64, self._limits.max_running)
+        steps = [[(0, EAGER_TOKENS // n_chunks)] * n_chunks] if limits.token_budget >= EAGER_TOKENS else []
+        if limits.token_budget >= LONG_CHUNK[1] and limits.context_len >= sum(LONG_CHUNK):
+            steps.append([LONG_CHUNK])
+        return steps
