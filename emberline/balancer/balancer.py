@@ -87,7 +87,7 @@ class Balancer:
             self._remove_from_pools(worker)
             self._add_to_pools(worker, endpoint)
         worker.endpoint, worker.capacity = endpoint, capacity
-        worker.connected, worker.draining, worker.problem = True, False, ""
+        worker.connected, worker.problem = True, ""
         self._readiness_changed(worker)
         self._route_unroutable(now_s)
 
@@ -119,16 +119,18 @@ class Balancer:
     def drain(self, name: str, now_s: float) -> None:
         """Send nothing new to the worker; requests that run there continue."""
         if (worker := self._workers.get(name)) is not None:
-            worker.draining = True
-            self._readiness_changed(worker)
-            self._reroute_queue(worker, now_s)
+            worker.drained = True
+            self._availability_changed(worker, now_s)
 
     def report(self, name: str, load: EngineLoad, now_s: float) -> None:
         """A load report, straight from the worker."""
         worker = self._workers.get(name)
         if worker is None:
             return
+        was_available = worker.available
         worker.reported(load, now_s)
+        if worker.available != was_available:
+            self._availability_changed(worker, now_s)
         reports = worker.reports
         before, before_s = reports.load, reports.at_s
         if reports.accept(load, worker.in_flight, now_s):
@@ -491,6 +493,14 @@ class Balancer:
                 if worker.old_slot is not None:
                     self._index.drop_slot(worker.old_slot)
                 worker.set_slots(self._index.take_slot(), worker.slot)
+
+    def _availability_changed(self, worker: Worker, now_s: float) -> None:
+        """It drains, or no longer does: requests in its queue go elsewhere, those in no queue may go there."""
+        self._readiness_changed(worker)
+        if worker.available:
+            self._route_unroutable(now_s)
+        else:
+            self._reroute_queue(worker, now_s)
 
     def _readiness_changed(self, worker: Worker) -> None:
         for model in worker.endpoint.models:

@@ -38,10 +38,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = DEFAULT_MAX_RUNNING
     kv_tokens: int = 0  # 0: unknown
     events: bool = True  # it publishes KV events
+    heartbeats: bool = False  # its connection notices when it hangs
 
     @classmethod
     def of(cls, info: EngineInfo, events: bool = True) -> "Capacity":
-        return cls(max_running=info.max_running or DEFAULT_MAX_RUNNING, kv_tokens=info.kv_tokens, events=events)
+        return cls(
+            max_running=info.max_running or DEFAULT_MAX_RUNNING,
+            kv_tokens=info.kv_tokens,
+            events=events,
+            heartbeats=info.heartbeat_s > 0,
+        )
 
 
 class WorkerListener(Protocol):

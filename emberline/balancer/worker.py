@@ -50,7 +50,7 @@ class Worker:
     slot: int  # in the prefix index
     old_slot: int | None = None  # of a worker without KV events: what it was given some minutes ago
     connected: bool = True
-    draining: bool = False
+    drained: bool = False  # an operator has asked for it; stays so over reconnects
     stalled: bool = False  # as of the last health check
     ejected: bool = False  # it fails requests, and enough others do not; decided by its pool
     problem: str = ""  # why it is not connected
@@ -82,6 +82,11 @@ class Worker:
     # --- health ------------------------------------------------------------------------------------------------------
 
     @property
+    def draining(self) -> bool:
+        """It finishes what it has: an operator wants it, or it says so itself, because it shuts down."""
+        return self.drained or self.load.draining
+
+    @property
     def available(self) -> bool:
         """Whether it takes requests, well or badly."""
         return self.connected and not self.draining and not self.stalled
@@ -91,8 +96,9 @@ class Worker:
         return self.available and not self.ejected
 
     def is_stalled(self, now_s: float) -> bool:
-        """Work is in flight there, and no token has moved for too long. Never of a worker that does not report."""
-        if self.progress_s is None or not (self.in_flight.active or self.in_flight.pending):
+        """Work is in flight there, and no token has moved for too long. Never of a worker that does not report, nor of
+        one that sends heartbeats: its connection is dropped when it hangs."""
+        if self.progress_s is None or self.capacity.heartbeats or not (self.in_flight.active or self.in_flight.pending):
             return False
         return now_s - max(self.busy_since_s, self.last_prefill_s, self.progress_s) > STALLED_S
 

@@ -171,6 +171,7 @@ async def serve(
             queue_share=config.queue.capacity_share,
             store=store,
             upstreams=await discover(upstream_configs(config.endpoints)),
+            on_stall=workers.kill,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):

@@ -1,9 +1,14 @@
-"""The engine's socket server: frames in and out, one thread. It polls between steps and sleeps without work."""
+"""The engine's socket server: frames in and out, one thread. It polls between steps and sleeps without work.
 
+A second thread sends heartbeats, nothing else.
+"""
+
+import contextlib
 import hmac
 import logging
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from math import inf
@@ -16,11 +21,11 @@ from emberline.kv.cache import KVEventFeed
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Hello
+from emberline.protocol.frames import EngineInfo, EngineLoad, FrameBuffer, Heartbeat, Hello
 from emberline.protocol.request import EngineRequest
 
 HELLO_TIMEOUT_S = 5.0
-HEARTBEAT_S = 1.0  # after which a client with open requests gets a frame that shows that steps are made
+HEARTBEAT_S = 1.0  # between two heartbeats; after which a client with open requests gets a changed load, too
 REPORT_S = 0.2  # after which a subscriber of KV events gets a changed load, too
 IDLE_S = 0.5  # without work; then idle tasks run, for which a request may have to wait a little
 COMPILE_POLL_S = 0.001  # between looks at a grammar that is being compiled
@@ -37,7 +42,10 @@ class ClientLost(Exception):
 
 
 class ClientConnection:
-    """Bytes in and out of a non-blocking socket, in bounded amounts. The server decides what frames mean."""
+    """Bytes in and out of a non-blocking socket, in bounded amounts. The server decides what frames mean.
+
+    One thread uses it, except for `send_heartbeat`.
+    """
 
     def __init__(self, sock: socket.socket, opened_s: float) -> None:
         sock.setblocking(False)
@@ -46,12 +54,15 @@ class ClientConnection:
         self.greeted = False
         self.closing = False  # once the backlog is sent
         self.subscribed = False  # to KV events
+        self.heartbeats = False  # the client wants them
+        self.waits_to_write = False  # the selector reports when the socket takes more
         self.request_ids: set[str] = set()
         self.deltas: list[TokenDelta] = []  # for the next Step frame
         self.reported_s = opened_s  # when the last Step frame was sent, and the load in it
         self.reported_load: EngineLoad | None = None
         self._frames = FrameBuffer(frames.MAX_HELLO_BYTES)
         self._backlog = bytearray()
+        self._sending = threading.Lock()
 
     @property
     def has_backlog(self) -> bool:
@@ -89,15 +100,27 @@ class ClientConnection:
 
     def send(self, frame: bytes = b"") -> None:
         """Send what the socket takes and keep the rest; without a frame, continue with what was kept."""
-        self._backlog += frame
-        try:
-            del self._backlog[: self.sock.send(self._backlog)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise ClientLost(str(error)) from None
+        with self._sending:
+            self._backlog += frame
+            try:
+                del self._backlog[: self.sock.send(self._backlog)]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise ClientLost(str(error)) from None
         if len(self._backlog) > MAX_BACKLOG_BYTES:
             raise ClientLost("the client reads too slowly")
+
+    def send_heartbeat(self, frame: bytes) -> None:
+        """From the thread of heartbeats. A client that does not read gets none; a lost one is noticed elsewhere."""
+        with self._sending, contextlib.suppress(OSError):
+            if self.heartbeats and not self._backlog:
+                self._backlog += frame[self.sock.send(frame) :]
+
+    def close(self) -> None:
+        with self._sending:
+            self.heartbeats = False
+            self.sock.close()
 
 
 class Server:
@@ -107,7 +130,7 @@ class Server:
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop
-        self._info = info
+        self._info = msgspec.structs.replace(info, heartbeat_s=HEARTBEAT_S)
         self._token = token
         self._kv_events = KVEventFeed(loop.scheduler.cache)
         self._selector = selectors.DefaultSelector()
@@ -133,11 +156,12 @@ class Server:
 
     def run(self) -> None:
         """Serve until drained."""
-        while not self._drained():
-            self.run_once()
+        with self._heartbeats():
+            while not self._drained():
+                self.run_once()
         self._selector.close()
         for connection in self._connections:
-            connection.sock.close()
+            connection.close()
         self._listener.close()
         if self._loop.transfers is not None:
             self._loop.transfers.close()
@@ -156,6 +180,25 @@ class Server:
         """Close the connection that submitted this request. (Faults of the stand-in engine.)"""
         if (connection := self._owners.get(request_id)) is not None:
             self._close(connection, "disconnected by the stand-in script")
+
+    @contextlib.contextmanager
+    def _heartbeats(self) -> Iterator[None]:
+        """A thread that sends heartbeats, also while a step or the preparation of one occupies this thread."""
+        stopped, loop = threading.Event(), self._loop
+
+        def beat() -> None:
+            while not stopped.wait(HEARTBEAT_S):
+                frame = frames.encode(Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.step_s))
+                for connection in [c for c in tuple(self._connections) if c.heartbeats]:
+                    connection.send_heartbeat(frame)
+
+        thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +224,7 @@ class Server:
         if self._drain_until_s is not None:
             limits.append(self._drain_until_s)
         if subscribers := self._subscribers():
-            load = self._loop.load
+            load = self._load
             limits += [c.reported_s + REPORT_S for c in subscribers if c.reported_load != load]
         next_s = min(limits, default=inf)
         return None if next_s == inf else max(0.0, next_s - time.monotonic())
@@ -204,8 +247,7 @@ class Server:
         except OSError as error:  # the client left again, or no descriptor is free
             _log.warning("accept failed: %s", error)
             return
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        frames.detect_dead_peer(sock)
         connection = ClientConnection(sock, time.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -265,7 +307,8 @@ class Server:
             refusal = BadInput("this engine receives no KV from others")
         if refusal is None:
             connection.greet()
-            self._send(connection, frames.encode(frames.Welcome(self._info, self._loop.load)))
+            self._send(connection, frames.encode(frames.Welcome(self._info, self._load)))
+            connection.heartbeats = hello.heartbeats and not hello.peer
             if hello.peer:
                 self._hand_over(connection, hello.peer)
         else:
@@ -306,7 +349,7 @@ class Server:
             return
         self._connections.remove(connection)
         self._selector.unregister(connection.sock)
-        connection.sock.close()
+        connection.close()
         for request_id in connection.request_ids:
             del self._owners[request_id]
             self._loop.scheduler.abort(request_id)
@@ -328,6 +371,12 @@ class Server:
                 connection.request_ids.remove(delta.id)
                 self._ended.append(delta)
 
+    @property
+    def _load(self) -> EngineLoad:
+        load = self._loop.load
+        load.draining = self._drain_until_s is not None
+        return load
+
     def _subscribers(self) -> list[ClientConnection]:
         return [c for c in self._connections if c.subscribed]
 
@@ -344,7 +393,7 @@ class Server:
         self._send_kv_events()
         now_s = time.monotonic()
         due = [c for c in self._connections if c.deltas or c.is_due(now_s)]
-        load = self._loop.load if due else None
+        load = self._load if due else None
         for connection in due:
             assert load is not None
             before = connection.reported_load
@@ -354,20 +403,22 @@ class Server:
             frame = frames.encode(frames.Step(connection.deltas, load))
             connection.deltas, connection.reported_s, connection.reported_load = [], now_s, load
             self._send_or_close(connection, frame)
+        for connection in [c for c in self._connections if c.has_backlog and not c.waits_to_write]:
+            self._send_or_close(connection)  # the rest of a heartbeat
         ended, self._ended = self._ended, []
         for delta in ended:
             _log_end(delta)
 
-    def _send_or_close(self, connection: ClientConnection, frame: bytes) -> None:
+    def _send_or_close(self, connection: ClientConnection, frame: bytes = b"") -> None:
         try:
             self._send(connection, frame)
         except ClientLost as error:
             self._close(connection, str(error))
 
     def _send(self, connection: ClientConnection, frame: bytes = b"") -> None:
-        had_backlog = connection.has_backlog
         connection.send(frame)
-        if connection.has_backlog != had_backlog:
+        if connection.has_backlog != connection.waits_to_write:
+            connection.waits_to_write = connection.has_backlog
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
             self._selector.modify(connection.sock, events, connection)
         if connection.closing and not connection.has_backlog:

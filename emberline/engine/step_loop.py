@@ -19,11 +19,12 @@ _RATE_GAIN = 0.2
 _log = logging.getLogger(__name__)
 
 
-class PrefillRate:
-    """Prompt tokens per second, a moving average over steps; part of the load report."""
+class StepTimes:
+    """How long steps take, as moving averages: the prefill rate, which is part of the load report, and small steps."""
 
     def __init__(self) -> None:
-        self.tokens_per_s = 0.0  # 0: not known yet
+        self.tokens_per_s = 0.0  # of prompts; 0: not known yet
+        self._small_s = 0.0  # duration of a step that computes few prompt tokens, or none; 0: not known yet
         self._launched_s: dict[int, float] = {}  # by plan in flight
         self._done_s = 0.0
 
@@ -35,13 +36,30 @@ class PrefillRate:
         now_s = time.perf_counter()
         began_s = max(self._launched_s.pop(id(plan), now_s), self._done_s)
         self._done_s = now_s
-        if plan.n_tokens == len(plan.rows) or now_s <= began_s:
-            return  # it only decodes
-        n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
+        took_s = now_s - began_s
+        if took_s <= 0:
+            return
+        n_tokens = 0
+        if plan.n_tokens > len(plan.rows):  # it does not only decode
+            n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
         if n_tokens >= MIN_RATED_TOKENS:
-            measured = n_tokens / (now_s - began_s)
-            known = self.tokens_per_s or measured
-            self.tokens_per_s = known + _RATE_GAIN * (measured - known)
+            self.tokens_per_s = _smoothed(self.tokens_per_s, n_tokens / took_s)
+        else:
+            self._small_s = _smoothed(self._small_s, took_s)
+
+    def predicted_s(self, plan: StepPlan) -> float:
+        """Of a step that is about to be launched; 0: nothing was measured yet. Before a prompt was, each of its tokens
+        counts as much as a small step, which is too much."""
+        n_prompt = plan.n_tokens - len(plan.rows)
+        if not self.tokens_per_s:
+            return self._small_s * (plan.n_tokens if n_prompt else 1)
+        if not n_prompt and self._small_s:
+            return self._small_s
+        return self._small_s + plan.n_tokens / self.tokens_per_s
+
+
+def _smoothed(known: float, measured: float) -> float:
+    return known + _RATE_GAIN * (measured - known) if known else measured
 
 
 class StepLoop:
@@ -64,7 +82,12 @@ class StepLoop:
         self._steps_in_flight = steps_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._idle_task = idle_task  # something to do while there is no work; returns False when all is done
-        self._prefill_rate = PrefillRate()
+        self._times = StepTimes()
+        # What heartbeats say, read by their thread while a step runs:
+        self.computed_tokens = 0
+        self.in_step = False
+        self.preparing = False
+        self.step_s = 0.0  # predicted, of the last launched step; 0: unknown
         self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
 
     @property
@@ -93,13 +116,16 @@ class StepLoop:
 
     def run_idle_task(self) -> None:
         """A part of what can be prepared ahead of requests."""
+        self.preparing = True
         if self._idle_task is not None and not self._idle_task():
             self._idle_task = None
+        self.preparing = False
 
     @property
     def load(self) -> EngineLoad:
         load = self.scheduler.load()
-        load.prefill_rate = self._prefill_rate.tokens_per_s
+        load.prefill_rate = self._times.tokens_per_s
+        load.computed_tokens = self.computed_tokens
         return load
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
@@ -113,12 +139,16 @@ class StepLoop:
             deltas += self._launch(plan)
         if len(self._in_flight) == self._steps_in_flight or (self._in_flight and not plan.rows):
             deltas += self._absorb_oldest()
+        self.in_step = bool(self._in_flight)
         self._stuck_at = -1 if plan.rows or self._in_flight else self.scheduler.n_submitted
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
-        self._prefill_rate.launched(plan)
+        self._times.launched(plan)
+        # Until every common step is prepared, any may have to be compiled first.
+        self.step_s = 0.0 if self.has_idle_task else self._times.predicted_s(plan)
+        self.in_step = True
         handle = self._runner.launch(plan)
         masks = None
         if self.scheduler.needs_masks(plan):  # what a grammar allows depends on the tokens of previous steps
@@ -134,7 +164,8 @@ class StepLoop:
         plan, handle = self._in_flight.popleft()
         try:
             sampled = handle.result()
-            self._prefill_rate.done(plan)
+            self._times.done(plan)
+            self.computed_tokens += plan.n_tokens
         except DeviceLost:
             raise  # only a new process can go on
         except Exception:

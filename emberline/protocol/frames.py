@@ -8,6 +8,7 @@ sends KVEvents. A Hello with `peer` set comes from another worker and starts a K
 """
 
 import hmac
+import socket
 import struct
 from collections.abc import Iterator
 from typing import Literal, TypeVar
@@ -43,6 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     role: WorkerRole = "both"
     transfers: tuple[str, ...] = ()  # KV transports it can receive over, best first
+    heartbeat_s: float = 0.0  # between two heartbeats to clients that ask for them; 0: it sends none
 
 
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -68,12 +70,15 @@ class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     blocks_pushed: int = 0  # total blocks sent
     blocks_received: int = 0  # total
     quarantined: int = 0  # blocks that an aborted transfer may still write to
+    computed_tokens: int = 0  # total, of prompts and output: advances with every step, prefill chunks included
+    draining: bool = False  # it finishes what it has, and refuses new requests
 
 
 class Hello(msgspec.Struct, tag="hello"):
     token: str  # the join token, or a sender's ticket
     version: int = VERSION
     peer: str = ""  # name of the sending engine, when the connection is for KV transfer
+    heartbeats: bool = False  # the client wants them
 
 
 def transfer_ticket(join_token: str, sender: str) -> str:
@@ -131,8 +136,18 @@ class KVEvents(msgspec.Struct, tag="kv_events", omit_defaults=True):
     whole: bool = False  # a snapshot: `stored` replaces everything known before
 
 
+class Heartbeat(msgspec.Struct, tag="heartbeat", omit_defaults=True):
+    """Sent by a thread of its own, busy or not: without any, the process is stopped or the machine is cut off. A step
+    that runs for long is told from one that hangs by `step_s`."""
+
+    computed_tokens: int = 0  # as in EngineLoad
+    in_step: bool = False  # a step is being computed
+    preparing: bool = False  # kernels are compiled or captured ahead of requests
+    step_s: float = 0.0  # predicted duration of the step; 0: nothing like it was measured yet
+
+
 ToEngine = Hello | Vocabulary | Submit | Abort | Drain | WatchKV
-FromEngine = Welcome | Refused | Step | KVEvents
+FromEngine = Welcome | Refused | Step | KVEvents | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -159,6 +174,25 @@ def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes | bytearray) -> T
         return decoder.decode(payload)
     except Exception as error:  # a pure function of the bytes: whatever it raises is their fault
         raise FrameError(f"unreadable frame of {len(payload)} bytes: {error}") from None
+
+
+_TCP_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 4,  # seconds of silence before the first probe,
+    "TCP_KEEPINTVL": 2,  # and before each of the others
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 10_000,  # milliseconds until sent data must be acknowledged
+}
+
+
+def detect_dead_peer(sock: socket.socket) -> None:
+    """TCP keep-alive: a peer whose machine is cut off counts as gone after ten seconds, idle or not."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class FrameBuffer:

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.protocol.frames import FrameBuffer, FrameError, encode
+from emberline.protocol.frames import FrameBuffer, FrameError, detect_dead_peer, encode
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
@@ -42,8 +42,8 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # asyncio and uvloop both set TCP_NODELAY themselves; uvloop's transports are not asyncio.Transport by type.
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no asyncio.Transport by type
+        detect_dead_peer(transport.get_extra_info("socket"))
         self.on_open()
 
     def data_received(self, data: bytes) -> None:

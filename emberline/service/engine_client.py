@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -10,12 +11,14 @@ import msgspec
 
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.balancer.ledger import HUNG_S
+from emberline.balancer.stall_detector import CHECK_S, StallDetector
 from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
     Abort,
     EngineInfo,
     EngineLoad,
+    Heartbeat,
     Hello,
     KVEvents,
     Refused,
@@ -27,7 +30,8 @@ from emberline.protocol.frames import (
     decode,
     from_engine_decoder,
 )
-from emberline.protocol.request import EngineRequest
+from emberline.protocol.request import EngineRequest, Priority, SamplingParams
+from emberline.protocol.token_ids import pack
 from emberline.service.connection import Link, dial, retry_delays
 
 
@@ -102,7 +106,10 @@ class EngineStream:
             waiter.set_result(None)
 
 
+DIAL_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 10.0
+CANARY_TIMEOUT_S = 30.0
+_CANARY_TOKENS = 4  # of the canary's prompt
 
 log = logging.getLogger("emberline.balancer")
 
@@ -128,6 +135,9 @@ class EngineClient:
         self.closing = False
         self.vocabulary: Callable[[], Vocabulary] | None = None  # of the model; engines need it for grammars
         self.listener: WorkerListener | None = None
+        self.on_stall: Callable[[str], None] | None = None  # called with the engine's name when it hangs
+        self._stalls = StallDetector()
+        self._suspect = ""  # why it was given up; empty once a canary generation has succeeded
         self._link: _EngineLink | None = None
         self._streams: dict[str, Sink] = {}  # by sequence id
         self._ready = asyncio.Event()
@@ -198,7 +208,17 @@ class EngineClient:
     # --- for the link ------------------------------------------------------------------------------------------------
 
     def welcomed(self, link: "_EngineLink", welcome: Welcome) -> None:
-        self.info, self.load, self.problem = welcome.info, welcome.load, ""
+        """An engine that hung must generate a token first, before the core sends it requests again."""
+        self._stalls.connected(time.monotonic())
+        self.info, self.load = welcome.info, welcome.load
+        if self._suspect and self.listener is not None:
+            self.problem = f"{self._suspect}; a canary request is running"
+            link.send_canary(welcome)
+        else:
+            self.trusted(link, welcome)
+
+    def trusted(self, link: "_EngineLink", welcome: Welcome) -> None:
+        self.problem = self._suspect = ""
         self.progress_s = time.monotonic()
         self._link = link
         self._ready.set()
@@ -237,20 +257,36 @@ class EngineClient:
         for stream in streams:
             stream.fail(EngineLost(self.name))
 
+    def heard(self, heartbeat: Heartbeat | None = None) -> None:
+        self._stalls.heard()
+        if heartbeat is not None:
+            self._stalls.beat(heartbeat)
+
     async def _end_of(self, link: "_EngineLink") -> None:
-        """A working engine reports its steps; a connection to one that hangs is dropped, so that its requests move."""
-        while not link.closed.done():
-            await asyncio.wait([link.closed], timeout=HUNG_S / 10)
-            busy = self._streams and self.load.running
-            if link is self._link and busy and time.monotonic() - self.progress_s > HUNG_S:
-                link.drop(f"it has work but took no step in {HUNG_S:.0f} s")
+        """The connection to an engine that hangs is dropped, so that its requests move."""
+        while not (await asyncio.wait([link.closed], timeout=CHECK_S))[0]:
+            now_s = time.monotonic()
+            if why := self._stalled(now_s):
+                self._suspect = why
+                link.drop(why)
+                if self.on_stall is not None:
+                    self.on_stall(self.name)
+            elif link.canary and now_s > link.canary_until_s:
+                link.drop(f"{self._suspect}; its canary request did not end in {CANARY_TIMEOUT_S:.0f} s")
+
+    def _stalled(self, now_s: float) -> str:
+        if self.info is not None and self.info.heartbeat_s:
+            return self._stalls.check(self.load.computed_tokens, now_s)
+        busy = self._streams and self.load.running
+        return f"it has work but took no step in {HUNG_S:.0f} s" if busy and now_s - self.progress_s > HUNG_S else ""
 
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
             link = _EngineLink(self)
             try:
-                await dial(link, self.endpoint)
+                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                    await dial(link, self.endpoint)
                 await asyncio.wait(
                     [link.welcomed, link.closed], timeout=WELCOME_TIMEOUT_S, return_when="FIRST_COMPLETED"
                 )
@@ -259,8 +295,8 @@ class EngineClient:
                 else:
                     link.drop(f"no welcome within {WELCOME_TIMEOUT_S:.0f} s")
                 await self._end_of(link)
-            except OSError as error:
-                self.problem = error.strerror or str(error)
+            except OSError as error:  # TimeoutError is one, too
+                self.problem = error.strerror or str(error) or f"no connection within {DIAL_TIMEOUT_S:.0f} s"
             finally:
                 if link is not self._link:  # this task was cancelled half-way
                     link.drop("closed")
@@ -274,15 +310,41 @@ class _EngineLink(Link):
         super().__init__()
         self._client = client
         self.has_vocabulary = False  # it was sent on this connection
+        self.canary = ""  # id of the canary request while it runs
+        self.canary_until_s = 0.0
         self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_open(self) -> None:
-        self.send(Hello(self._client.endpoint.token))
+        self.send(Hello(self._client.endpoint.token, heartbeats=True))
+
+    def send_canary(self, welcome: Welcome) -> None:
+        """A tiny generation, at once and before all others."""
+        self._welcome = welcome
+        self.canary = f"canary-{secrets.token_hex(8)}"
+        self.canary_until_s = time.monotonic() + CANARY_TIMEOUT_S
+        prompt_ids = pack([token_id % welcome.info.vocab_size for token_id in range(1, 1 + _CANARY_TOKENS)])
+        sampling = SamplingParams(max_tokens=1)
+        canary = EngineRequest(id=self.canary, prompt_ids=prompt_ids, sampling=sampling, priority=Priority.PRIORITY)
+        self.send(Submit([canary]))
+
+    def _await_canary(self, step: Step) -> None:
+        for delta in step.deltas:
+            if delta.id == self.canary and delta.finish is not None:
+                self.canary = ""
+                if delta.finish in ("stop", "length"):
+                    self._client.trusted(self, self._welcome)
+                else:
+                    self.drop(f"its canary request failed: {delta.error.message if delta.error else delta.finish}")
 
     def on_frame(self, payload: bytes) -> None:
+        self._client.heard()
         message = decode(from_engine_decoder, payload)
         if type(message) is Step:
+            if self.canary:
+                return self._await_canary(message)
             self._client.absorb(message)
+        elif isinstance(message, Heartbeat):
+            self._client.heard(message)
         elif isinstance(message, KVEvents):
             if self._client.listener is not None:
                 self._client.listener.kv_events(self._client.name, message)

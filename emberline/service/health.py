@@ -26,20 +26,26 @@ class Connection(Protocol):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`ok`: every model has a worker that makes progress. `detail` is plain data for people and `ps`."""
+    """`ok`: some model can be served; `detail` tells which, as plain data for people and `ps`."""
 
     ok: bool
     detail: dict[str, Any] = {}
 
 
 def check(connections: Sequence[Connection], snapshot: Snapshot) -> Health:
-    """An idle worker that is connected is healthy; one that has work but makes no progress is not."""
+    """An idle worker that is connected is healthy; one that hangs is not, and one that drains serves no model. A node
+    that has lost one of several models still serves the others: it is not ok only when it can serve none."""
     by_name = {connection.name: connection for connection in connections}
-    workers = snapshot.workers
-    up = {worker.models[0] for worker in workers if worker.healthy and worker.role != "prefill"}
-    down = sorted({worker.models[0] for worker in workers} - up)
-    engines = [_describe(worker, by_name[worker.name]) for worker in workers]
-    return Health(bool(up) and not down, {"engines": engines, "models_down": down})
+    models: dict[str, dict[str, Any]] = {}
+    for worker in snapshot.workers:
+        model = models.setdefault(worker.models[0], {"ready": False, "workers": 0, "workers_ready": 0})
+        takes_requests = worker.healthy and worker.state != "draining"
+        model["workers"] += 1
+        model["workers_ready"] += takes_requests
+        model["ready"] |= takes_requests and worker.role != "prefill"
+    engines = [_describe(worker, by_name[worker.name]) for worker in snapshot.workers]
+    down = sorted(name for name, model in models.items() if not model["ready"])
+    return Health(len(down) < len(models), {"engines": engines, "models": models, "models_down": down})
 
 
 def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:

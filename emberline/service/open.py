@@ -1,6 +1,6 @@
 """Builds a service: in the core process, and in the other HTTP workers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +38,16 @@ async def open_service(
     queue_share: float = SHARE,
     store: Database | None = None,
     upstreams: Sequence[UpstreamClient] = (),
+    on_stall: Callable[[str], None] | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
-    now (`discover`).
+    now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it.
     """
     engines = _engines(served)
+    for engine in engines.values():
+        engine.on_stall = on_stall
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None

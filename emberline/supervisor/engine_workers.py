@@ -110,6 +110,12 @@ class EngineWorkers(ProcessGroup):
             specs.append(make_spec(plan, config, socket, token))
         super().__init__(map(SupervisedProcess, specs))
 
+    def kill(self, name: str) -> None:
+        """Kill a worker that hangs, so that it is started anew. One on another machine is not ours to kill."""
+        for worker in self.processes:
+            if worker.name == name:
+                worker.kill("it hangs")
+
     async def stop(self, grace_s: float) -> None:
         await super().stop(grace_s)
         shutil.rmtree(self.folder, ignore_errors=True)

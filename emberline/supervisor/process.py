@@ -83,6 +83,11 @@ class SupervisedProcess:
     async def wait_ready(self) -> None:
         await asyncio.shield(self._ready)
 
+    def kill(self, why: str) -> None:
+        """SIGKILL its whole process group; it is restarted as after any death."""
+        log.error("killing %s: %s", self.name, why)
+        self._signal(signal.SIGKILL)
+
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, on which it drains; after `grace_s`, SIGKILL to its whole process group."""
         self._stopping = True

@@ -4,6 +4,7 @@ import pytest
 
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.circuit_breaker import FAILURES, OPEN_S, SUCCESSES
+from emberline.balancer.endpoint import Capacity
 from emberline.balancer.ledger import InFlightLoad
 from emberline.protocol.frames import EngineLoad
 from tests.balancer.balancing import endpoint, fleet, keys, nothing_left, request, send, serve
@@ -17,14 +18,14 @@ def end(balancer: Balancer, name: str, outcome: Any, times: int, now_s: float = 
     """Requests on one worker end with this outcome."""
     others = [worker for worker in balancer._workers.values() if worker.name != name and worker.connected]
     for other in others:
-        other.draining = True
+        other.drained = True
     balancer._pool("m").refresh()
     for _ in range(times):
         wanted = request(tokens=10)
         assert send(balancer, wanted, now_s).decode == name
         balancer.ended(wanted.id, now_s, outcome, 5)
     for other in others:
-        other.draining = False
+        other.drained = False
     balancer._pool("m").refresh()
 
 
@@ -122,6 +123,24 @@ def test_a_removed_worker_has_no_load_and_gets_no_requests() -> None:
     assert gone.in_flight == InFlightLoad()
     assert {serve(balancer, request(tokens=5), 4.0).decode for _ in range(9)} == {"e1"}
     assert nothing_left(balancer, 4.0)
+
+
+def test_a_worker_that_says_that_it_drains_gets_nothing_new() -> None:
+    balancer = fleet("both", "both", max_running=1)
+    there = {(wanted := request(tokens=10)).id: send(balancer, wanted).decode for _ in range(2)}
+    waiting = balancer.enqueue(request(tokens=10), 0.0)
+    queued_for = waiting.waits_for
+    balancer.report(queued_for, EngineLoad(running=1, draining=True), 1.0)
+    assert state(balancer, queued_for) == "draining"
+    for request_id in there:
+        balancer.ended(request_id, 2.0, "finished", 5)
+    assert waiting in balancer.dispatch(2.0)
+    assert waiting.route is not None
+    assert waiting.route.decode != queued_for
+    balancer.disconnected(queued_for, 3.0)
+    balancer.join(endpoint(queued_for), Capacity(max_running=1), 4.0)
+    balancer.report(queued_for, EngineLoad(), 4.0)
+    assert state(balancer, queued_for) == "ready"
 
 
 def test_a_draining_worker_finishes_its_requests() -> None:

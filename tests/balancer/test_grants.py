@@ -41,7 +41,7 @@ class Bench:
         e0 = self.workers[0]
         for worker in self.workers:
             worker.capacity = Capacity(max_running=1000)
-            worker.draining = worker is not e0
+            worker.drained = worker is not e0
         self.balancer._pool(MODEL).refresh()
         for _ in range(n):
             wanted = request(tokens=1)
@@ -51,7 +51,7 @@ class Bench:
             self.requests.append(wanted.id)
         for worker in self.workers:
             worker.capacity = self.capacity
-            worker.draining = False
+            worker.drained = False
         self.balancer._pool(MODEL).refresh()
         assert e0.in_flight.active == len(self.requests)
 

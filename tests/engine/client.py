@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 
 from emberline.protocol import frames
-from emberline.protocol.frames import Abort, FrameBuffer, Hello, Step, Submit
+from emberline.protocol.frames import Abort, FrameBuffer, Heartbeat, Hello, KVEvents, Step, Submit
 from emberline.protocol.token_ids import unpack
 
 
@@ -50,7 +50,8 @@ class Client:
         return self._messages.pop(0)
 
     def step(self):
-        message = self.receive()
+        while isinstance(message := self.receive(), Heartbeat | KVEvents):
+            pass
         assert isinstance(message, Step)
         self.steps.append(message)
         for delta in message.deltas:

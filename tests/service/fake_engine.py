@@ -12,6 +12,7 @@ from emberline.protocol.frames import (
     Abort,
     EngineInfo,
     EngineLoad,
+    Heartbeat,
     Hello,
     Refused,
     Step,
@@ -41,6 +42,8 @@ class FakeEngine:
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
         self.links: set[_Link] = set()
         self.steps = 0
+        self.heartbeat: Heartbeat | None = Heartbeat()  # None: it hangs
+        self._beating: asyncio.Task[None] | None = None
         self.info = EngineInfo(
             **{  # type: ignore[arg-type]
                 "model": "test",
@@ -64,8 +67,20 @@ class FakeEngine:
             self._server = await loop.create_server(lambda: _Link(self), host, port)
         return self
 
+    def beat_every(self, seconds: float) -> None:
+        async def beat() -> None:
+            while True:
+                if self.heartbeat is not None:
+                    for link in self.links:
+                        link.send(self.heartbeat)
+                await asyncio.sleep(seconds)
+
+        self._beating = asyncio.create_task(beat())
+
     async def die(self) -> None:
         """As a crash looks from outside: the socket is gone, connections are closed."""
+        if self._beating is not None:
+            self._beating.cancel()
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.errors import Unavailable
+from emberline.protocol.errors import ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, Step, Vocabulary
+from emberline.protocol.frames import EngineLoad, Heartbeat, KVEvents, Step, Vocabulary
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service.engine_client import EngineClient
 from tests.service.fake_engine import FakeEngine
@@ -148,7 +148,7 @@ async def test_a_protocol_violation_closes_the_connection(
     await until(lambda: client.connected)  # and reconnects
 
 
-async def test_tcp_nodelay() -> None:
+async def test_tcp_options() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     engine = FakeEngine(Path("unused"))
@@ -161,6 +161,8 @@ async def test_tcp_nodelay() -> None:
     assert client._link._transport is not None
     peer = client._link._transport.get_extra_info("socket")
     assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
     await client.close()
     await engine.die()
 
@@ -217,10 +219,92 @@ async def test_grammars_are_sent_without_a_vocabulary_where_there_is_none(
     assert not engine.vocabularies
 
 
-async def test_a_hung_engine_fails_its_streams(
+class Listener:
+    """What the balancer is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def joined(self, endpoint: Endpoint, capacity: Capacity, load: EngineLoad) -> None:
+        self.told.append("joined")
+
+    def reported(self, name: str, load: EngineLoad) -> None: ...
+
+    def kv_events(self, name: str, events: KVEvents) -> None: ...
+
+    def left(self, name: str, why: str) -> None:
+        self.told.append(f"left: {why}")
+
+
+@pytest.fixture
+async def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeEngine, EngineClient]]:
+    """An engine with heartbeats, the core's connection to it, and short limits."""
+    monkeypatch.setattr("emberline.service.engine_client.CHECK_S", 0.01)
+    monkeypatch.setattr("emberline.balancer.stall_detector.SILENT_S", 0.3)
+    monkeypatch.setattr("emberline.balancer.stall_detector.MIN_STALL_S", 0.3)
+    engine = await FakeEngine(tmp_path / "w.sock", heartbeat_s=0.05).start()
+    engine.beat_every(0.05)
+    client = EngineClient(engine.endpoint)
+    client.listener = Listener()
+    client.start()
+    assert await client.wait_connected(PATIENCE_S)
+    yield engine, client
+    await client.close()
+    await engine.die()
+
+
+async def test_an_engine_that_sends_nothing_is_given_up_idle_or_not(watched: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = watched
+    stalled: list[str] = []
+    client.on_stall = stalled.append
+    stream = client.stream([request()])
+    await asyncio.sleep(0.5)
+    assert client.connected, "its heartbeats come"
+    engine.heartbeat = None
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.next()
+    assert stalled == ["e0"]
+    assert "sent nothing" in client.problem
+
+
+async def test_an_engine_that_hangs_in_a_step_is_given_up(watched: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = watched
+    stream = client.stream([request()])
+    engine.heartbeat = Heartbeat(5, in_step=True, step_s=0.001)
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.next()
+    assert "no token" in client.problem
+
+
+async def test_a_suspect_is_trusted_after_a_canary_generation(watched: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = watched
+    listener = client.listener
+    assert isinstance(listener, Listener)
+    engine.heartbeat = None
+    await until(lambda: not client.connected)
+    engine.heartbeat = Heartbeat()
+    (canary,) = await engine.submission()
+    assert canary.sampling.max_tokens == 1
+    assert not client.connected
+    assert "canary" in client.problem
+    with pytest.raises(Unavailable, match="canary"):
+        client.stream([request()])
+    engine.step(TokenDelta(canary.id, finish="error", error=ErrorInfo("internal", "invalid numbers")))
+    _, second = await engine.submission(2)
+    assert listener.told == ["joined", "left: it has sent nothing for 0 s"]
+    engine.step(TokenDelta(second.id, tokens.pack([5]), "length"))
+    assert await client.wait_connected(PATIENCE_S)
+    assert listener.told[2:] == ["joined"]
+    client.stream([request()])
+
+
+async def test_a_hung_engine_without_heartbeats_fails_its_streams(
     engine: FakeEngine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberline.service.engine_client.HUNG_S", 0.1)
+    monkeypatch.setattr("emberline.service.engine_client.CHECK_S", 0.01)
     await engine.die()  # the new connection uses the patched timeout
     await engine.start()
     await until(lambda: client.connected and len(engine.links) == 1)

@@ -1,13 +1,19 @@
 import asyncio
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.protocol import token_ids as tokens
+from emberline.protocol.errors import Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.service import Service
-from tests.service.conftest import PATIENCE_S, Opener
-from tests.service.fake_engine import EOS, FakeEngine
+from emberline.protocol.frames import EngineLoad, Step
+from emberline.service import Service, open_service
+from emberline.text.text_model import TextModel
+from tests.service.conftest import MODEL, PATIENCE_S, Opener, offer
+from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of
 
 
@@ -46,6 +52,41 @@ async def test_a_model_without_engines_is_down(service: Service, engine: FakeEng
     health = await service.health()
     assert health.detail["models_down"] == ["@cf/test/bytes"]
     assert health.detail["engines"][0]["problem"]
+
+
+async def test_one_dead_model_of_two_leaves_the_node_serving(
+    tmp_path: Path, text_model: TextModel, say: Callable[..., Script]
+) -> None:
+    engines = [await FakeEngine(tmp_path / f"{name}.sock", say("Hello!"), name=name).start() for name in ("a", "b")]
+    served = [offer(text_model, engine) for engine in engines]
+    served[1] = dataclasses.replace(served[1], card=msgspec.structs.replace(served[1].card, id="b", aliases=()))
+    service = await open_service(served, data_dir=tmp_path / "data")
+    assert await service.ready(PATIENCE_S)
+    await engines[1].die()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await service.health()).detail["models_down"]:
+            await asyncio.sleep(0.001)
+    health = await service.health()
+    assert health.ok
+    assert health.detail["models_down"] == ["b"]
+    assert health.detail["models"]["b"] == {"ready": False, "workers": 1, "workers_ready": 0}
+    assert health.detail["models"][MODEL] == {"ready": True, "workers": 1, "workers_ready": 1}
+    await engines[0].die()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await service.health()).ok:
+            await asyncio.sleep(0.001)
+    await service.close()
+
+
+async def test_a_draining_engine_serves_no_model(service: Service, engine: FakeEngine) -> None:
+    for link in engine.links:
+        link.send(Step([], EngineLoad(steps=1, draining=True)))
+    async with asyncio.timeout(PATIENCE_S):
+        while (await service.health()).ok:
+            await asyncio.sleep(0.001)
+    assert (await service.health()).detail["engines"][0]["state"] == "draining"
+    with pytest.raises(Unavailable):
+        await events_of(service, ask())
 
 
 async def test_one_of_two_engines_is_enough(tmp_path: Path, open_one: Opener) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -24,8 +25,8 @@ TOKEN = "a-token-to-join"
 
 
 class Standin:
-    def __init__(self, path: Path) -> None:
-        self.endpoint = Endpoint(name="e0", address=f"unix:{path}", token=TOKEN)
+    def __init__(self, path: Path, name: str = "e0") -> None:
+        self.endpoint = Endpoint(name=name, address=f"unix:{path}", token=TOKEN)
         self.start()
 
     def start(self) -> None:
@@ -40,6 +41,12 @@ class Standin:
         )
         assert self._process.stdout is not None
         assert b'"ready": true' in self._process.stdout.readline()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         self._process.kill()
@@ -137,10 +144,39 @@ async def test_an_engine_that_hangs_is_not_healthy(
         while not in_flight(service):
             await asyncio.sleep(0.005)
         assert (await service.health()).ok
-        monkeypatch.setattr("emberline.balancer.worker.STALLED_S", 0.2)
+        monkeypatch.setattr("emberline.balancer.stall_detector.MIN_STALL_S", 0.2)  # of a step; heartbeats tell
         while (await service.health()).ok:
             await asyncio.sleep(0.005)
+        (described,) = (await service.health()).detail["engines"]
+        assert described["problem"]
+        with pytest.raises(Unavailable):
+            await task
     standin.stop()
-    with pytest.raises(Unavailable):
-        await task
     await asyncio.to_thread(standin.start)
+
+
+async def test_streams_of_a_stopped_engine_move_and_it_is_trusted_again_after_a_canary(
+    standin: Standin, text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.balancer.stall_detector.SILENT_S", 2.5)
+    other = await asyncio.to_thread(Standin, tmp_path / "e1.sock", "e1")
+    served = Served(offer(text_model).card, text_model, (standin.endpoint, other.endpoint))
+    service = await open_service([served], data_dir=tmp_path / "data")
+    assert await service.ready(PATIENCE_S)
+    script = {"session": "standin:say=count,itl_ms=20", "sampling": {"max_tokens": 70, "ignore_eos": True}}
+    expected = text_of(await events_of(service, ask("alone", **script)))
+    streams = [asyncio.create_task(events_of(service, ask(f"{n} {'x' * 40}", **script))) for n in range(6)]
+    async with asyncio.timeout(12):
+        while not all(engine["in_flight"] for engine in (await service.health()).detail["engines"]):
+            await asyncio.sleep(0.005)
+        other.pause()
+        assert [text_of(events) for events in await asyncio.gather(*streams)] == [expected] * 6
+    e1 = (await service.health()).detail["engines"][1]
+    assert (e1["ok"], e1["in_flight"]) == (False, 0)
+    assert (await service.health()).ok, "the other engine serves the model"
+    other.resume()
+    async with asyncio.timeout(15):
+        while not all(engine["ok"] for engine in (await service.health()).detail["engines"]):
+            await asyncio.sleep(0.005)
+    await service.close()
+    other.stop()

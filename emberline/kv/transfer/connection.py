@@ -26,8 +26,7 @@ class PeerConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        if sock.family != socket.AF_UNIX:
-            _detect_dead_peer(sock)
+        frames.detect_dead_peer(sock)
         self._sock = sock
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
@@ -136,12 +135,3 @@ class PeerConnection:
         if len(self._descriptors) > MAX_DESCRIPTORS:
             raise PeerConnectionLost("too many file descriptors")
         return n
-
-
-def _detect_dead_peer(sock: socket.socket) -> None:
-    """TCP keep-alive: probe after five seconds of silence, give up after fifteen."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

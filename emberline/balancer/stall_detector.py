@@ -1,0 +1,67 @@
+"""Tells an engine that hangs from one that computes for long, by its heartbeats and the tokens that it has computed.
+
+An engine sends heartbeats from a thread of its own, so that none means that its process is stopped or its machine cut
+off; with heartbeats, a step that takes far longer than predicted hangs. A suspect's connection is dropped, its requests
+move, and it is trusted again once it has generated a token for a canary request.
+"""
+
+from emberline.protocol.frames import Heartbeat
+
+SILENT_S = 5.0  # without a frame
+MIN_STALL_S = 5.0  # of a step without a computed token,
+STALL_STEPS = 20  # or so many times as long as was predicted,
+FIRST_STEP_S = 60.0  # or so long where nothing was measured yet: kernels may be compiled, weights read from the disk
+PREPARE_S = 600.0  # to compile or capture a part of what is prepared ahead of requests
+CHECK_S = 0.5  # between two checks
+MAX_GAP_S = 1.0  # of time that one check counts: if it is we who were stopped, the engine's frames are still unread
+
+
+class StallDetector:
+    """Of one engine, over all its connections. Its owner calls `check` every CHECK_S."""
+
+    def __init__(self) -> None:
+        self._patience = 1  # doubles each time that a step was given up, until one computes something: no endless loop
+        self.connected(0.0)
+
+    def connected(self, now_s: float) -> None:
+        """A new connection: nothing that was seen on the last one counts."""
+        self._checked_s = now_s
+        self._heard = True
+        self._silent_s = 0.0
+        self._stuck_s = 0.0
+        self._computed_tokens = -1
+        self._last = Heartbeat()
+
+    def heard(self) -> None:
+        """A frame has arrived."""
+        self._heard = True
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        self._last = heartbeat
+
+    def check(self, computed_tokens: int, now_s: float) -> str:
+        """Why the engine hangs; empty while it does not. `computed_tokens`: by its last load report."""
+        elapsed_s = min(now_s - self._checked_s, MAX_GAP_S)
+        self._checked_s = now_s
+        self._silent_s = 0.0 if self._heard else self._silent_s + elapsed_s
+        self._heard = False
+        if self._silent_s > SILENT_S:
+            return f"it has sent nothing for {SILENT_S:.0f} s"
+        last, computed_tokens = self._last, max(computed_tokens, self._last.computed_tokens)
+        if computed_tokens != self._computed_tokens:
+            if self._computed_tokens >= 0:
+                self._patience = 1
+            self._computed_tokens, self._stuck_s = computed_tokens, 0.0
+        elif last.in_step or last.preparing:
+            self._stuck_s += elapsed_s
+        else:
+            self._stuck_s = 0.0
+        if self._stuck_s <= self._limit_s(last):
+            return ""
+        self._patience *= 2
+        return f"it has computed no token for {self._stuck_s:.0f} s of a step"
+
+    def _limit_s(self, last: Heartbeat) -> float:
+        if last.preparing:
+            return PREPARE_S * self._patience
+        return max(MIN_STALL_S, STALL_STEPS * last.step_s) if last.step_s else FIRST_STEP_S * self._patience
