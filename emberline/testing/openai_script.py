@@ -13,6 +13,7 @@ import msgspec
 
 CHUNK_CHARS = 64  # one block of the prefix cache: 16 tokens of 4 characters
 TOKENS_PER_BLOCK = 16
+FIRST_WORD_ID = 1 << 21  # of a reply; characters of a prompt have lower token ids
 
 encode = msgspec.json.Encoder().encode
 
@@ -29,10 +30,12 @@ class StandinPrompt:
                 messages = messages[:-1]
             self.text = "\n".join(f"{message.get('role')}: {_message_text(message)}" for message in messages)
         else:
-            self.text = str(body.get("prompt"))
+            prompt = body.get("prompt")
+            self.text = _decoded(prompt) if isinstance(prompt, list) else str(prompt)
             self.text, mark, rest = self.text.partition(" w0-")
             partial = mark + rest
         self.n_replied = partial.count(" w")
+        self.token_ids = [ord(char) for char in self.text] + [FIRST_WORD_ID + n for n in range(self.n_replied)]
         self.salt = str(body.get("cache_salt", ""))
 
     @property
@@ -48,9 +51,18 @@ class StandinPrompt:
         return found
 
     def words(self, n: int) -> Iterator[str]:
-        mark = blake2b(self.text.encode(), digest_size=2).hexdigest()
+        """The reply behind what the prompt contains of it; word number N has the token id FIRST_WORD_ID + N."""
         for number in range(self.n_replied, n):
-            yield f" w{number}-{mark}"
+            yield _word(self.text, number)
+
+
+def _word(text: str, number: int) -> str:
+    return f" w{number}-{blake2b(text.encode(), digest_size=2).hexdigest()}"
+
+
+def _decoded(ids: list[int]) -> str:
+    text = "".join(chr(number) for number in ids if number < FIRST_WORD_ID)
+    return text + "".join(_word(text, number - FIRST_WORD_ID) for number in ids if number >= FIRST_WORD_ID)
 
 
 def _message_text(message: dict[str, Any]) -> str:
@@ -132,6 +144,7 @@ class ServerScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     canned: bool = False  # the same precomputed bytes for every request: for load tests
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
+    event_tokens: int = 1  # tokens in one event of a stream
     split: int = 0  # send the stream in pieces of so many bytes
     reports_cached: str = ""  # cached tokens that a decode server reports: "all" (but one), else none
     status: int = 0  # reply with this HTTP status

@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from emberline.testing.openai_script import (
+    FIRST_WORD_ID,
     KVHandoffs,
     ServerScript,
     StandinPrefixCache,
@@ -487,19 +488,51 @@ class StandinCompletion:
         opening = b"data: " + encode(head)[:-1] + b',"choices":['
         events: list[bytes] = []
         if self._chat:
-            events.append(opening + b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n')
-        before, after = (b'{"index":0,"delta":{"content":', b"}") if self._chat else (b'{"index":0,"text":', b"")
-        events += [opening + before + encode(word) + after + b',"finish_reason":null}]}\n\n' for word in words]
+            role = b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]'
+            prompt_ids = b',"prompt_token_ids":' + encode(self._prompt.token_ids) if self._gives_ids else b""
+            events.append(opening + role + self._running_usage(0) + prompt_ids + b"}\n\n")
+        for start in range(0, len(words), self._script.event_tokens):
+            events.append(opening + self._text_choice(words, start) + b"}\n\n")
         if self._failing and self._script.bad_json:
             events.insert(2, b"data: {never ends\n\n")
         last = b'"delta":{}' if self._chat else b'"text":""'
         finish = self._finish_reason(words).encode()
-        events.append(opening + b'{"index":0,' + last + b',"finish_reason":"' + finish + b'"}]}\n\n')
+        events.append(
+            opening
+            + (b'{"index":0,' + last + b',"finish_reason":"' + finish + b'"}]' + self._running_usage(len(words)))
+            + b"}\n\n"
+        )
         if (self._body.get("stream_options") or {}).get("include_usage"):
             events.append(opening + b'],"usage":' + encode(self._usage(len(words))) + b"}\n\n")
         if not (self._failing and self._script.no_done):
             events.append(b"data: [DONE]\n\n")
         return events
+
+    def _text_choice(self, words: list[str], start: int) -> bytes:
+        """The choices of the event with the words from `start` on, and its running usage."""
+        end = min(len(words), start + self._script.event_tokens)
+        before, after = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
+        ids = b""
+        if self._gives_ids:
+            first = FIRST_WORD_ID + self._prompt.n_replied
+            ids = b',"token_ids":' + encode(list(range(first + start, first + end)))
+            if not self._chat and not start:
+                ids += b',"prompt_token_ids":' + encode(self._prompt.token_ids)
+        text = encode("".join(words[start:end]))
+        return (
+            b'{"index":0,' + before + text + after + b',"finish_reason":null' + ids + b"}]" + self._running_usage(end)
+        )
+
+    @property
+    def _gives_ids(self) -> bool:
+        return self._server.kind == "vllm" and bool(self._body.get("return_token_ids"))
+
+    def _running_usage(self, n_words: int) -> bytes:
+        """Where it is asked for in every chunk."""
+        asked = (self._body.get("stream_options") or {}).get("continuous_usage_stats")
+        if not asked or self._server.kind == "openai":
+            return b""
+        return b',"usage":' + encode(self._usage(n_words))
 
 
 def _first(value: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Resuming a stream whose server was lost: another server continues the prompt and the text delivered so far.
+"""Resuming a stream whose server was lost: another server continues the prompt and what was delivered so far.
 
 Only plain text of one choice can be resumed: what a server has parsed (tool calls, reasoning) or constrained cannot be
-put back into a prompt. Under greedy sampling the text is what it would have been; otherwise it is a fair continuation.
+put back into a prompt. A vLLM server gives token ids with the text: then the next server gets just these ids, and under
+greedy sampling the text is what it would have been. Otherwise it gets the text, which it tokenizes again: the
+continuation is a fair one, but may differ from an unbroken stream.
 """
 
+import re
 from typing import Any
 
 import msgspec
 
-from emberline.upstream.request import CHAT, UpstreamRequest
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
 from emberline.upstream.sse import data_of, encode
 
 MAX_TRANSCRIPT_BYTES = 4 << 20
@@ -17,12 +20,44 @@ _NOT_WITH = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "stop"),
 )
 _CAN_CONTINUE = ("vllm", "sglang")
+_CHAT_ONLY = frozenset(  # not known to text completions
+    {
+        *("messages", "chat_template_kwargs", "reasoning_effort", "thinking_token_budget", "max_completion_tokens"),
+        *("tool_choice", "parallel_tool_calls", "top_logprobs"),
+    }
+)
+_MEDIA = re.compile(rb'"(?:\w+_url|(?:input|image|video|audio)_\w+|file)"')  # names in parts of a message
+_TOKEN_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[0-9,\s]*\]|null)')
+
+
+def can_resume(request: UpstreamRequest, kind: str) -> bool:
+    """Whether a stream of the request on a server of this kind could be resumed, as far as that is known before."""
+    return (
+        request.stream
+        and kind in _CAN_CONTINUE
+        and request.route.n == 1
+        and (request.path == CHAT or "max_tokens" in request.fields)  # else it has 16 tokens at most
+        and not any(name in request.fields for name in _NOT_WITH)
+    )
+
+
+def gives_token_ids(request: UpstreamRequest, kind: str) -> bool:
+    """Whether the server is asked for token ids: with media in the prompt, it could not be put together from them."""
+    messages = request.fields.get("messages", b"")
+    raw = messages if isinstance(messages, msgspec.Raw) else encode(messages)
+    return kind == "vllm" and _MEDIA.search(raw) is None
+
+
+def without_token_ids(lines: bytes) -> bytes:
+    """The lines as a client gets them, who has not asked for token ids."""
+    return _TOKEN_IDS.sub(b"", lines)
 
 
 class Transcript:
     """The lines that the client has seen; parsed only when the stream breaks. Counted only, if not to be kept."""
 
     def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
         self.n_events = 0
         self.n_events_of_attempt = 0  # reset by the transport
         self._blocks: list[bytes] = []
@@ -50,14 +85,22 @@ class Transcript:
             return None
         return found if all(isinstance(chunk, dict) for chunk in found) else None
 
+    def replace(self, chunks: list[dict[str, Any]]) -> None:
+        self._blocks = [b"data: " + encode(chunk) + b"\n\n" for chunk in chunks]
+        self._n_bytes = sum(map(len, self._blocks))
+
 
 class Continuation:
-    """The body that resumes a stream, and what makes its chunks look like the first stream's."""
+    """The request that resumes a stream, and what makes its chunks look like the first stream's."""
 
-    def __init__(self, fields: dict[str, Any], first: dict[str, Any], n_tokens: int) -> None:
+    def __init__(
+        self, path: str, fields: dict[str, Any], first: dict[str, Any], n_tokens: int, prompt_tokens: int | None
+    ) -> None:
+        self.path = path
         self.fields = fields
         self.n_tokens = n_tokens  # of the reply, delivered before
-        self._head = {name: first[name] for name in ("id", "created") if name in first}
+        self.prompt_tokens = prompt_tokens  # of the first request; None: unknown
+        self._head = {name: first[name] for name in ("id", "object", "created") if name in first}
 
     def edit(self, lines: bytes) -> bytes:
         return b"".join(self._line(line) for line in lines.splitlines(keepends=True))
@@ -66,8 +109,10 @@ class Continuation:
         """What was delivered before is part of this server's prompt."""
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if isinstance(prompt, int) and isinstance(output, int):
-            moved = min(prompt, self.n_tokens)
-            usage["prompt_tokens"], usage["completion_tokens"] = prompt - moved, output + moved
+            known = self.prompt_tokens
+            usage["prompt_tokens"] = max(0, prompt - self.n_tokens) if known is None else known
+            usage["completion_tokens"] = output + self.n_tokens
+            usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
 
     def _line(self, line: bytes) -> bytes:
         try:
@@ -76,30 +121,51 @@ class Continuation:
             return line
         if not isinstance(chunk, dict):
             return line
+        chunk.pop("prompt_token_ids", None)
         for choice in chunk.get("choices") or ():
-            if isinstance(choice, dict) and isinstance(delta := choice.get("delta"), dict):
-                delta.pop("role", None)
+            if isinstance(choice, dict):
+                self._edit_choice(choice)
         return b"data: " + encode({**chunk, **self._head}) + b"\n"
 
+    def _edit_choice(self, choice: dict[str, Any]) -> None:
+        choice.pop("prompt_token_ids", None)
+        if self._head.get("object") == "chat.completion.chunk" and "text" in choice:
+            choice["delta"] = {"content": choice.pop("text")}
+        if isinstance(delta := choice.get("delta"), dict):
+            delta.pop("role", None)
 
-def continuation(request: UpstreamRequest, kind: str, transcript: Transcript) -> Continuation | None:
-    """None where the stream cannot be resumed."""
-    if kind not in _CAN_CONTINUE or request.route.n != 1 or any(name in request.fields for name in _NOT_WITH):
-        return None
-    chunks = transcript.chunks()
+
+def continuation(
+    request: UpstreamRequest, kind: str, transcript: Transcript, n_tokens: int, prompt_tokens: int | None
+) -> Continuation | None:
+    """None where the stream cannot be resumed. `n_tokens` of the reply were delivered; `prompt_tokens` where known."""
+    chunks = transcript.chunks() if can_resume(request, kind) else None
     if chunks is None:
         return None
     pieces = [piece for chunk in chunks if (piece := _text(chunk)) is not None]
     if len(pieces) != len(chunks):
         return None
-    text, n_tokens = "".join(pieces), sum(bool(piece) for piece in pieces)
-    fields = _continued(request, kind, text) if text else dict(request.fields)
-    if fields is None:
-        return None
+    first = chunks[0] if chunks else {}
+    # Tokens behind the last text are the beginning of a character that was never delivered: they are computed again.
+    delivered = chunks[: max((at + 1 for at, piece in enumerate(pieces) if piece), default=0)]
+    path, fields = request.path, dict(request.fields)
+    if (ids := _token_ids(delivered)) is not None:
+        prompt_ids, output_ids = ids
+        n_tokens = len(output_ids)
+        path, fields = COMPLETIONS, _completion_fields(request, prompt_ids + output_ids)
+        transcript.replace(delivered)
+    elif delivered:
+        continued = _continued(request, kind, "".join(pieces))
+        if continued is None:
+            return None
+        fields = continued
+    else:
+        n_tokens = 0
+        transcript.replace([])
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if isinstance(most := fields.get(name), int):
             fields[name] = max(0 if name == "min_tokens" else 1, most - n_tokens)
-    return Continuation(fields, chunks[0] if chunks else {}, n_tokens)
+    return Continuation(path, fields, first, n_tokens, prompt_tokens)
 
 
 def _text(chunk: dict[str, Any]) -> str | None:
@@ -116,6 +182,29 @@ def _text(chunk: dict[str, Any]) -> str | None:
             return None
         text += delta.get("content") or choice.get("text") or ""
     return text
+
+
+def _token_ids(chunks: list[dict[str, Any]]) -> tuple[list[int], list[int]] | None:
+    """Of the prompt and of the text in the chunks; None unless all are known."""
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] = []
+    for chunk in chunks:
+        for part in (chunk, *chunk["choices"]):
+            prompt_ids = prompt_ids or part.get("prompt_token_ids")
+        ids = [number for choice in chunk["choices"] for number in choice.get("token_ids") or ()]
+        if _text(chunk) and not ids:
+            return None
+        output_ids += ids
+    return (prompt_ids, output_ids) if prompt_ids and output_ids else None
+
+
+def _completion_fields(request: UpstreamRequest, prompt_ids: list[int]) -> dict[str, Any]:
+    """A text completion of these ids, whatever the request was."""
+    fields = {name: value for name, value in request.fields.items() if name not in _CHAT_ONLY}
+    limits = [request.fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    if request.path == CHAT:  # without a limit it may fill the context; a text completion only if it says so
+        fields["max_tokens"] = next((limit for limit in limits if limit is not None), None)
+    return {**fields, "prompt": prompt_ids}
 
 
 def _continued(request: UpstreamRequest, kind: str, text: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ Most of a stream is searched once, as bytes, and passed on as it came. Only line
 marker are decoded.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ _MAX_TOKENS = 1 << 31
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _ERROR = b'"error"'  # never inside a text, where its quotes are escaped
 _DONE = b"[DONE]"
+# The usage so far, in a chunk with choices: behind their list, as vLLM and SGLang write it.
+_RUNNING_USAGE = re.compile(rb'(?<=\}\]),"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 encode = msgspec.json.Encoder().encode
@@ -122,22 +125,36 @@ class MalformedLine(Exception):
 class StreamEditor:
     """Cuts one attempt's stream into whole lines and rewrites them for the client."""
 
-    def __init__(self, *, hides_usage: bool = False) -> None:
+    def __init__(self, *, hides_usage: bool = False, running_usage: bool = False) -> None:
         self.cached: int | None = None  # tokens, as the prefill server counted; None: leave the decode server's count
         self.adjust: Callable[[dict[str, Any]], None] | None = None  # a further change to each usage object
-        self.usage: Usage | None = None  # the last one seen, rewritten
         self.ended = False  # the end marker was seen
         self.finished = False  # a finish reason was seen
         self._tail: list[bytes] = []  # the pieces of a line that has not ended yet
         self._n_tail_bytes = 0
+        self._usage: Usage | None = None  # the last one seen, rewritten
+        self._running = b""  # a newer one, as the server wrote it,
+        self._next_running = b""  # and that of lines which are not edited yet
+        self._running_usage = running_usage  # we have asked for the usage so far in every chunk
         self._hides_usage = hides_usage  # the client has not asked for the usage that we need
         self._drops_blank = False  # the blank line behind an event that was dropped
 
+    @property
+    def usage(self) -> Usage | None:
+        """As the server said last; decoded only when it is needed."""
+        if self._running:
+            with contextlib.suppress(msgspec.DecodeError):
+                usage = msgspec.json.decode(self._running)
+                self._rewrite(usage)
+                self._usage = read_usage(usage)
+            self._running = b""
+        return self._usage
+
     def whole(self, data: bytes) -> bytes:
-        """The lines that are complete now; the beginning of the next is kept."""
+        """The lines that are complete now, without the usage so far; the beginning of the next is kept."""
         cut = data.rfind(b"\n") + 1
         if cut == len(data) and not self._tail:
-            return data
+            return self._take_running(data) if self._running_usage else data
         lines = b""
         if cut:
             lines = b"".join((*self._tail, data[:cut]))
@@ -147,7 +164,7 @@ class StreamEditor:
             self._n_tail_bytes += len(data) - cut
             if self._n_tail_bytes > MAX_LINE_BYTES:
                 raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
-        return lines
+        return self._take_running(lines) if self._running_usage else lines
 
     @property
     def tail(self) -> bytes:
@@ -159,16 +176,18 @@ class StreamEditor:
         return b'"usage"' in lines and _USAGE.search(lines) is not None
 
     def edit(self, lines: bytes) -> bytes:
-        """Whole lines as the client gets them. StreamError where the server reports one."""
+        """Whole lines as the client gets them. StreamError where the server reports one: then none of them count."""
         if not _all_closed(lines):
             _check_data(lines)
         if not self.finished and _FINISHED.search(lines) is not None:
             self.finished = True
         start = 0 if self._drops_blank else _first_to_decode(lines)
-        if start < 0:
-            return lines
-        edited = [self._line(line) for line in lines[start:].splitlines(keepends=True)]
-        return b"".join((lines[:start], *edited))
+        if start >= 0:
+            edited = [self._line(line) for line in lines[start:].splitlines(keepends=True)]
+            lines = b"".join((lines[:start], *edited))
+        if self._next_running:
+            self._running, self._next_running = self._next_running, b""
+        return lines
 
     def flush(self) -> bytes:
         """The last line of a stream that ended without a line end."""
@@ -201,20 +220,30 @@ class StreamEditor:
         if not usages:
             return line
         for usage in usages:
-            if self.cached is not None:
-                write_cached(usage, self.cached)
-            if self.adjust is not None:
-                self.adjust(usage)
-        self.usage = read_usage(usages[-1])
+            self._rewrite(usage)
+        self._usage, self._running, self._next_running = read_usage(usages[-1]), b"", b""
         if self._hides_usage and event.get("choices") == []:
             self._drops_blank = True
             return b""
-        if self._hides_usage:
+        if self._hides_usage or (self._running_usage and event.get("choices")):
             event.pop("usage", None)
         elif self.cached is None and self.adjust is None:
             return line
         end = b"\r\n" if line.endswith(b"\r\n") else b"\n" if line.endswith(b"\n") else b""
         return b"data: " + encode(event) + end
+
+    def _take_running(self, lines: bytes) -> bytes:
+        found = _RUNNING_USAGE.findall(lines)
+        if not found:
+            return lines
+        self._next_running = found[-1]
+        return _RUNNING_USAGE.sub(b"", lines)
+
+    def _rewrite(self, usage: dict[str, Any]) -> None:
+        if self.cached is not None:
+            write_cached(usage, self.cached)
+        if self.adjust is not None:
+            self.adjust(usage)
 
 
 def _first_to_decode(lines: bytes) -> int:

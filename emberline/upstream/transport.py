@@ -10,7 +10,14 @@ from emberline.upstream.attempt import Attempt, UpstreamBusy
 from emberline.upstream.chunks import UnreadableChunk
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.request import UpstreamRequest
-from emberline.upstream.resume import Continuation, Transcript, continuation
+from emberline.upstream.resume import (
+    Continuation,
+    Transcript,
+    can_resume,
+    continuation,
+    gives_token_ids,
+    without_token_ids,
+)
 from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
@@ -46,37 +53,51 @@ class UpstreamTransport(Generic[T]):
         self._decoder = make_decoder()
         self._attempt: Attempt | None = None
         self._editor = StreamEditor(hides_usage=request.hides_usage)
-        self._transcript = Transcript(keep=request.stream)
+        self._transcript = Transcript(keep=False)
         self._continuation: Continuation | None = None
+        self._has_token_ids = False  # the server gives them with the text
         self._unreadable = False  # the decoder failed; what it had decoded of these lines is lost, so none can resume
         self._tried: set[str] = set()  # servers that failed this request or had no room for it
 
     @property
     def usage(self) -> Usage:
-        """As the server said; until it has, an estimate; nothing before its first event."""
-        if self._editor.usage is not None:
-            return self._editor.usage
+        """As the server said last: vLLM and SGLang do in every chunk. Else by events; nothing before the first."""
+        if (usage := self._editor.usage) is not None:
+            return usage
         if not self._transcript.n_events:
             return Usage()
-        n_before = 0 if self._continuation is None else self._continuation.n_tokens
-        n_tokens = n_before + max(0, self._transcript.n_events_of_attempt - 1)  # the first event is the role
-        return Usage(prompt_tokens=self._request.route.input_tokens, completion_tokens=n_tokens)
+        n_tokens, n_prompt = max(0, self._transcript.n_events_of_attempt - 1), None  # the first event is the role
+        if self._continuation is not None:
+            n_tokens, n_prompt = n_tokens + self._continuation.n_tokens, self._continuation.prompt_tokens
+        return Usage(
+            prompt_tokens=self._request.route.input_tokens if n_prompt is None else n_prompt,
+            completion_tokens=n_tokens,
+        )
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         request = self._request
         self.began = False
         self.cached_tokens = route.cached_tokens
-        self._editor = StreamEditor(hides_usage=request.hides_usage)
-        if not request.stream:
-            self._decoder, self._transcript = self._make_decoder(), Transcript(keep=False)
-        self._transcript.n_events_of_attempt = 0
-        fields = request.fields
-        if self._continuation is not None:
-            fields, self._editor.adjust = self._continuation.fields, self._continuation.adjust_usage
         decode = self._clients[route.decode]
+        kind, resumed = decode.config.kind, self._continuation
+        if not request.stream:
+            self._decoder = self._make_decoder()
+        if not request.stream or not self._transcript.n_events:
+            self._transcript = Transcript(keep=can_resume(request, kind))
+        self._transcript.n_events_of_attempt = 0
+        self._has_token_ids = self._transcript.keep and gives_token_ids(request, kind)
+        running_usage = kind in ("vllm", "sglang") and request.route.n == 1  # of several choices it is each one's own
+        self._editor = StreamEditor(hides_usage=request.hides_usage, running_usage=running_usage)
+        path, fields = request.path, request.fields
+        if resumed is not None:
+            path, fields, self._editor.adjust = resumed.path, resumed.fields, resumed.adjust_usage
+        if running_usage:
+            fields = {**fields, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        if self._has_token_ids:
+            fields = {**fields, "return_token_ids": True}
         prefill = self._prefill_for(decode, self._clients.get(route.prefill))
         suffix = f"-m{attempt}" if attempt else ""
-        self._attempt = Attempt(request.path, f"{request.route.id}{suffix}", decode, prefill)
+        self._attempt = Attempt(path, f"{request.route.id}{suffix}", decode, prefill)
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
@@ -91,6 +112,8 @@ class UpstreamTransport(Generic[T]):
             if self._continuation is not None and lines:
                 lines = self._continuation.edit(lines)
             self._transcript.add(lines)
+            if self._has_token_ids:
+                lines = without_token_ids(lines)
             return self._decoder(lines, self.done)
         except StreamError as error:
             if 400 <= error.code < 500:
@@ -112,10 +135,14 @@ class UpstreamTransport(Generic[T]):
         self._tried.add(error.engine)
         retryable = not attempt.decode.closing and not (self._request.stream and self._unreadable)
         if retryable and self._request.stream and self._transcript.n_events:
-            resumed = continuation(self._request, attempt.decode.config.kind, self._transcript)
+            known, said = self.usage, self._editor.usage is not None
+            prompt_tokens = known.prompt_tokens if said else None
+            kind = attempt.decode.config.kind
+            resumed = continuation(self._request, kind, self._transcript, known.completion_tokens, prompt_tokens)
             retryable = resumed is not None
             if resumed is not None:  # it counts the tokens of this attempt too
                 self._continuation, self._transcript.n_events_of_attempt = resumed, 0
+                self._editor = StreamEditor()
         return Fault(retryable, (error.engine,), (error.engine,))
 
     def close(self) -> None:

@@ -232,6 +232,9 @@ async def test_a_resumed_stream_looks_like_one_stream(api: ApiClient) -> None:
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     assert sum("role" in choice["delta"] for chunk in chunks for choice in chunk["choices"]) == 1
     assert answer.text.endswith("data: [DONE]\n\n")
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert "token_ids" not in answer.text
+    assert "usage" not in answer.text
 
 
 async def test_a_completion_is_forwarded(api: ApiClient) -> None:

@@ -11,10 +11,10 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
-from emberline.protocol.request import GenerateRequest, Priority
+from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
 from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
-from emberline.testing.openai_script import ServerScript, StandinPrompt
+from emberline.testing.openai_script import FIRST_WORD_ID, ServerScript, StandinPrompt
 from emberline.upstream.request import CHAT, UpstreamRequest
 from tests.upstream.conftest import LONG, MODEL, PATIENCE_S, PRINCIPAL, Bench, Opener, request
 
@@ -379,14 +379,43 @@ async def test_a_job_is_not_retried_here_when_its_server_fails(bench: Opener) ->
     assert await made.idle()
 
 
-async def test_the_tokens_before_a_failure_are_counted_once(bench: Opener) -> None:
-    made = await bench(("a", "vllm", "both"), a=ServerScript(cut_after=20))
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_the_tokens_before_a_failure_are_counted_not_the_events(bench: Opener, kind: str) -> None:
+    made = await bench(("a", kind, "both"), a=ServerScript(cut_after=4, event_tokens=5, itl_ms=1))
     booked: list[UsageRow] = []
     with pytest.raises(EngineLost):
         await collect_answer(
             made.service.generate(request(priority=Priority.BATCH), PRINCIPAL, JobContext("a", booked.append))
         )
-    assert [(row.status, row.output_tokens) for row in booked] == [("failed", 20)]
+    n_prompt = len(f"user: {LONG}") // 4 + 1
+    assert [(row.status, row.input_tokens, row.output_tokens) for row in booked] == [("failed", n_prompt, 20)]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_the_tokens_of_a_cancelled_stream_are_counted(bench: Opener, kind: str) -> None:
+    made = await bench(("a", kind, "both"), a=ServerScript(event_tokens=5, itl_ms=50))
+    async with aclosing(made.service.generate(request(), PRINCIPAL)) as events:
+        async for event in events:
+            if isinstance(event, TextDelta) and " w9-" in event.text:
+                break
+    assert await made.idle()
+    ((_, status, n_input, n_output, _),) = await made.rows()
+    assert (status, n_input, n_output) == ("cancelled", len(f"user: {LONG}") // 4 + 1, 10)
+
+
+async def test_a_stream_is_resumed_by_token_ids_where_the_server_gives_them(bench: Opener) -> None:
+    script = ServerScript(cut_after=4, event_tokens=5, itl_ms=1, times=1)
+    made = await bench(("a", "vllm", "both"), ("b", "vllm", "both"), a=script, b=script)
+    sampling = SamplingParams(temperature=0, max_tokens=40)
+    found = await answer(made, request(sampling=sampling))
+    assert found.choices[0].text == expected(n=40)
+    assert found.choices[0].finish == "length"
+    (resumed,) = (body for standin in made.standins.values() for body in standin.requests if "prompt" in body)
+    text_ids, reply_ids = [ord(char) for char in f"user: {LONG}"], [FIRST_WORD_ID + number for number in range(20)]
+    assert resumed["prompt"] == text_ids + reply_ids
+    assert (resumed["max_tokens"], "messages" in resumed) == (20, False)
+    ((_, status, n_input, n_output, _),) = await made.rows()
+    assert (status, n_input, n_output) == ("finished", len(f"user: {LONG}") // 4 + 1, 40)
 
 
 async def test_a_deadline_ends_a_slow_reply(bench: Opener) -> None:

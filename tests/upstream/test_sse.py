@@ -31,9 +31,13 @@ def chunk(text: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 def run(
-    stream: bytes, sizes: list[int] | None = None, cached: int | None = None, hides: bool = False
+    stream: bytes,
+    sizes: list[int] | None = None,
+    cached: int | None = None,
+    hides: bool = False,
+    running: bool = False,
 ) -> tuple[bytes, StreamEditor]:
-    editor = StreamEditor(hides_usage=hides)
+    editor = StreamEditor(hides_usage=hides, running_usage=running)
     editor.cached = cached
     out, rest = b"", stream
     for size in [*(sizes or []), len(stream) + 1]:
@@ -70,6 +74,37 @@ def test_prefills_cached_tokens_are_put_in_however_it_is_cut(sizes: list[int], c
     assert b": ping\n\n" in out
     assert editor.usage is not None
     assert editor.usage.cached_tokens == min(cached, 100)
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.booleans(), st.booleans())
+def test_the_usage_so_far_is_read_and_taken_out(sizes: list[int], hides: bool, compact: bool) -> None:
+    """As servers write it, and as any other JSON writer would."""
+    separators = (",", ":") if compact else None
+
+    def usage_so_far(text: str, n: int) -> bytes:
+        usage = {"prompt_tokens": 5, "completion_tokens": n, "prompt_tokens_details": {"cached_tokens": 2}}
+        return b"data: " + json.dumps({**chunk(text), "usage": usage}, separators=separators).encode() + b"\n\n"
+
+    begun = usage_so_far('],"usage":{', 3) + usage_so_far("b", 7)
+    out, editor = run(begun, sizes, hides=hides, running=True)
+    assert events(out) == [chunk('],"usage":{'), chunk("b")]
+    assert editor.usage is not None
+    assert (editor.usage.completion_tokens, editor.usage.cached_tokens) == (7, 2)
+    out, editor = run(begun + event(chunk(usage=USAGE)) + b"data: [DONE]\n\n", sizes, hides=hides, running=True)
+    assert [bool(found.get("usage")) for found in events(out)] == [False, False, *([] if hides else [True])]
+    assert editor.usage is not None
+    assert editor.usage.prompt_tokens == 100
+
+
+def test_the_usage_of_lines_with_an_error_does_not_count() -> None:
+    """The client does not get these lines either."""
+    first = b'data: {"choices":[{"index":0}],"usage":{"completion_tokens":1}}\n\n'
+    editor = StreamEditor(running_usage=True)
+    editor.edit(editor.whole(first))
+    with pytest.raises(StreamError):
+        editor.edit(editor.whole(first.replace(b":1}", b":2}") + b'data: {"error":{"message":"no"}}\n\n'))
+    assert editor.usage is not None
+    assert editor.usage.completion_tokens == 1
 
 
 def test_decodes_own_count_is_overwritten_and_its_other_details_kept() -> None:

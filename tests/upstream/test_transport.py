@@ -12,7 +12,7 @@ from emberline.protocol.events import TextEvent
 from emberline.upstream import resume, transport
 from emberline.upstream.chunks import ChunkReader
 from emberline.upstream.client import UpstreamClient, UpstreamConfig
-from emberline.upstream.request import CHAT, UpstreamRequest
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport
 
 
@@ -24,11 +24,15 @@ class FakeAttempt:
     """Replies with the pieces of the class, then breaks."""
 
     pieces: list[bytes]
+    path: str  # of the last attempt
+    fields: dict[str, Any]
 
     def __init__(self, path: str, request_id: str, decode: UpstreamClient, prefill: UpstreamClient | None) -> None:
         self.decode, self.prefill = decode, prefill
+        FakeAttempt.path = path
 
     async def open(self, fields: dict[str, Any]) -> FakeExchange:
+        FakeAttempt.fields = fields
         return FakeExchange()
 
     async def piece(self) -> bytes:
@@ -90,6 +94,49 @@ async def test_a_stream_with_a_chunk_that_cannot_be_read_is_not_resumed(
     """The events of the text before that chunk, in the same piece, were never delivered."""
     error = await broken(opened, "vllm", 0, *seen, event("b") + event("c", index=7))
     assert not opened.fault(error).retryable
+
+
+def with_ids(text: str, *ids: int) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None, "token_ids": ids}
+    first = {"prompt_token_ids": [1, 2]} if not ids else {}
+    return b"data: " + json.dumps({"id": "c", "choices": [choice], **first}).encode() + b"\n\n"
+
+
+async def test_tokens_whose_text_was_not_delivered_are_computed_again(
+    opened: UpstreamTransport[list[TextEvent]],
+) -> None:
+    """They are the first bytes of a character."""
+    error = await broken(opened, "vllm", 0, with_ids(""), with_ids("a", 7), with_ids("", 8))
+    assert opened.fault(error).retryable
+    error = await broken(opened, "vllm", 1, with_ids("", 8), with_ids("é", 9), with_ids("b", 10, 11))
+    assert opened.usage.completion_tokens == 3  # by events: these chunks have no usage
+    assert opened.fault(error).retryable
+    assert opened.usage.completion_tokens == 5
+    FakeAttempt.pieces = []
+    await opened.open(Route(decode="vllm"), 2, None)
+    assert (FakeAttempt.path, FakeAttempt.fields["prompt"]) == (COMPLETIONS, [1, 2, 7, 8, 9, 10, 11])
+
+
+@pytest.mark.parametrize(
+    ("server", "more", "kept"),
+    [("vllm", {}, True), ("openai", {}, False), ("vllm", {"tools": []}, False), ("vllm", {"stop": "x"}, False)],
+)
+async def test_text_is_kept_only_where_the_stream_can_be_resumed(
+    opened: UpstreamTransport[list[TextEvent]], server: str, more: dict[str, Any], kept: bool
+) -> None:
+    opened._request.fields |= more
+    await broken(opened, server, 0, event(""), event("a"))
+    assert bool(opened._transcript._blocks) is kept
+
+
+async def test_an_image_is_not_resumed_by_token_ids(opened: UpstreamTransport[list[TextEvent]]) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    opened._request.fields["messages"] = [{"role": "user", "content": [part]}]
+    await opened.open(Route(decode="vllm"), 0, None)
+    assert "return_token_ids" not in FakeAttempt.fields
+    opened._request.fields["messages"] = [{"role": "user", "content": "my file_url"}]
+    await opened.open(Route(decode="vllm"), 0, None)
+    assert FakeAttempt.fields["return_token_ids"]
 
 
 async def test_the_transcript_holds_no_more_than_a_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
