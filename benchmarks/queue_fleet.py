@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.virtual_time import RealTimeStore, VirtualLoop
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.cost_model import Cost
 from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.balancer.grants import SHARE, Grants

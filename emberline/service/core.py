@@ -11,7 +11,8 @@ from typing import Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
-from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
@@ -58,6 +59,9 @@ class Core(Protocol):
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         """The request has its first token; `cached_tokens` of its prompt were cached."""
 
+    def checkpoint(self, rows: Sequence[UsageRow]) -> None:
+        """What running requests have used by now: it is recorded if they never end."""
+
     async def finalize(self, end: RequestEnd) -> None:
         """Remove the request's record, update sessions and metrics; return once the usage row is durable."""
 
@@ -103,6 +107,9 @@ class LocalCore:
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
 
+    def checkpoint(self, rows: Sequence[UsageRow]) -> None:
+        self._usage.checkpoint(rows)
+
     async def finalize(self, end: RequestEnd) -> None:
         row = end.row
         self._observe_ttft(row)
@@ -118,11 +125,12 @@ class LocalCore:
             await self._usage.record(row)
 
     async def abandon(self, request_id: str) -> None:
-        """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed."""
+        """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed. It is billed
+        what it had used at its last checkpoint; before the first, nothing, or its prompt if that was computed."""
         record = self.admission.find(request_id)
         if record is None or not record.admitted:
             return
-        request = record.request
+        request, now_us = record.request, time.time_ns() // 1000
         row = UsageRow(
             id=request.id,
             account=request.account,
@@ -130,11 +138,13 @@ class LocalCore:
             model=request.model,
             model_version=request.model_version,
             priority=request.priority,
-            input_tokens=request.input_tokens,
+            input_tokens=0 if record.first_token_s is None else request.input_tokens,
             status="failed",
             created_us=request.created_us,
-            finished_us=time.time_ns() // 1000,
+            finished_us=now_us,
         )
+        if (used := self._usage.used_by(request_id)) is not None:
+            row = msgspec.structs.replace(used, finished_us=now_us)
         log.warning("the HTTP worker of a request died", extra={"request_id": request_id})
         await self.finalize(RequestEnd(row))
 

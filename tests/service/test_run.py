@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, EngineLost, Internal, Unavailable
 from emberline.protocol.events import Usage

@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.accounts import usage_ledger
+from emberline.accounts.usage_journal import UsageJournal
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.circuit_breaker import FAILURES
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
@@ -593,17 +596,76 @@ async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service,
             await task
 
 
-async def test_a_full_disk_fails_the_request_and_not_the_server(service: Service) -> None:
+async def test_a_full_disk_fails_the_request_and_not_the_server(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ledger_of(service)._store
+    monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(28, "No space left on device"))
     ((pages,),) = await store.write("PRAGMA page_count")
     await store.write(f"PRAGMA max_page_count = {pages}")
     rounds = asyncio.gather(*(events_of(service, ask("x" * 100)) for _ in range(50)))
-    with pytest.raises(Unavailable, match="disk is full"):
+    with pytest.raises(Unavailable, match="cannot record usage: No space left"):
         await rounds
     await settled(service)
     await store.write("PRAGMA max_page_count = 100000")
+    monkeypatch.undo()
     await events_of(service, ask())
     assert in_flight(service) == 0
+
+
+async def test_requests_are_served_while_the_store_is_away(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = ledger_of(service)
+    monkeypatch.setattr(usage_ledger, "FORWARD_S", 0.02)
+    write, transaction = ledger._store.write, ledger._store.transaction
+
+    async def away(*_: object) -> None:
+        raise Unavailable("the database is away")
+
+    monkeypatch.setattr(ledger._store, "write", away)
+    monkeypatch.setattr(ledger._store, "transaction", away)
+    requests = [ask() for _ in range(5)]
+    for request in requests:
+        assert text_of(await events_of(service, request)) == "Hello!"
+    assert await rows(service) == 0
+    monkeypatch.setattr(ledger._store, "write", write)
+    monkeypatch.setattr(ledger._store, "transaction", transaction)
+    for request in requests:
+        assert (await row_of(service, request)).output_tokens == 7
+    assert await rows(service) == 5
+
+
+async def test_a_request_that_is_cancelled_before_its_first_token_is_billed_nothing(
+    service: Service, engine: FakeEngine
+) -> None:
+    engine.script = None
+    n = engine.info.max_running
+    running = [asyncio.create_task(events_of(service, ask())) for _ in range(n)]
+    await engine.submission(n)
+    waiting = ask("waits for room")
+    task = asyncio.create_task(events_of(service, waiting))
+    assert isinstance(service.core, LocalCore)
+    while service.core.admission.find(waiting.id) is None:
+        await asyncio.sleep(0)
+    for leaving in (task, *running):
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    row = await row_of(service, waiting)
+    assert (row.status, row.input_tokens, row.output_tokens) == ("cancelled", 0, 0)
+    ((n_tokens,),) = await ledger_of(service)._store.read("SELECT SUM(input_tokens + output_tokens) FROM usage")
+    assert n_tokens == 0  # nor are those billed whose prompt may have been computed in part
+
+
+async def test_a_cancelled_request_is_billed_what_was_produced(service: Service, engine: FakeEngine) -> None:
+    engine.script = None
+    request = ask("hello")
+    events = service.generate(request, ALICE)
+    first = asyncio.ensure_future(anext(events))
+    (sent,) = await engine.submission()
+    engine.step(TokenDelta(sent.id, tokens.pack([70, 71, 72]), usage=Usage(prompt_tokens=9)))
+    await first
+    await events.aclose()
+    row = await row_of(service, request)
+    assert (row.status, row.input_tokens, row.output_tokens) == ("cancelled", len(sent.prompt_ids) // 4, 3)
 
 
 async def test_count_tokens(service: Service, engine: FakeEngine) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.accounts.usage_ledger import UsageLedger, UsageRow
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.endpoint import Endpoint

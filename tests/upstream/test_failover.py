@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable

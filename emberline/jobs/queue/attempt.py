@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.transcript import TranscriptWriter

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from emberline.accounts.usage_ledger import insert_usage
+from emberline.accounts.usage_row import insert_usage
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import add_stored_bytes
 from emberline.jobs.limits import QueueLimits

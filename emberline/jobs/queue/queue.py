@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.jobs.batches.batch import Batch, BatchStatus, NewBatch, batch_from_row
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.batches.files import FileStore, check_storage

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from emberline.accounts.usage_ledger import UsageRow, UsageStatus
+from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from emberline.accounts.usage_ledger import UsageRow
+from emberline.accounts.usage_row import UsageRow
 from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.batches.blobs import BlobStore
 from emberline.jobs.limits import QueueLimits
