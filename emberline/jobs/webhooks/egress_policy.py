@@ -63,6 +63,10 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 RESOLVE_S = 5.0
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# All IPv6 addresses that are routed on the Internet. Outside of it are also the forms that embed an IPv4 address:
+# mapped, translated, compatible and local-use NAT64.
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_ISATAP = (0x5EFE, 0x0200_5EFE)  # in front of an IPv4 address, in an interface identifier
 # Blocked in addition to what `ipaddress` calls private. Tunnel prefixes embed an IPv4 address.
 _BLOCKED = tuple(
     ipaddress.ip_network(text)
@@ -74,16 +78,9 @@ _BLOCKED = tuple(
         "192.88.99.0/24",  # 6to4 relays
         "198.18.0.0/15",
         "224.0.0.0/3",  # multicast, reserved, broadcast
-        "::/96",  # IPv4-compatible
-        "64:ff9b:1::/48",  # local-use NAT64
-        "100::/64",
         "2001::/23",  # Teredo and other protocol assignments
         "2002::/16",  # 6to4
         "3fff::/20",
-        "5f00::/16",
-        "fc00::/7",
-        "fe80::/9",  # link-local, and the deprecated site-local
-        "ff00::/8",
     )
 )
 
@@ -129,6 +126,9 @@ def is_public(address: Address) -> bool:
     address = _unmapped(address)
     if address in _NAT64:
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    if isinstance(address, ipaddress.IPv6Address):
+        if address not in _GLOBAL_UNICAST or int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
+            return False
     return address.is_global and not any(address in network for network in _BLOCKED)
 
 
