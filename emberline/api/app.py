@@ -13,6 +13,7 @@ from emberline.api.http.call import (
     BatchQueue,
     Call,
     ClientDisconnected,
+    LargeRequest,
     Receive,
     Reply,
     Scope,
@@ -21,6 +22,7 @@ from emberline.api.http.call import (
 )
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.guard import Guard, preflight, with_cors_headers
+from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.router import Policy, Router
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
@@ -46,7 +48,10 @@ class App:
         settings: ApiSettings,
         webhooks: WebhookService | None = None,
         batches: BatchQueue | None = None,
+        large_requests: LargeRequestRelay | None = None,
     ) -> None:
+        """Without `large_requests`, this process serves them itself."""
+        self._large_requests = large_requests
         self._service = service
         self._webhooks = webhooks
         self._batches = batches
@@ -60,7 +65,8 @@ class App:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         started = time.perf_counter()
-        call = Call(scope, receive, send, self._service, self._auth, self._webhooks, self._batches)
+        relays_large = self._large_requests is not None
+        call = Call(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large)
         context = logs.request_id.set(call.id)
         try:
             await self._serve(call)
@@ -105,7 +111,12 @@ class App:
         if route.policy is not Policy.OPEN:
             account = LOCAL_ACCOUNT if found.account is None else found.account
             call.principal = self._auth.authenticate(call.headers, account)
-        return await route.endpoint(call)
+        try:
+            return await route.endpoint(call)
+        except LargeRequest as large:
+            assert self._large_requests is not None
+            await self._large_requests.relay(call, large.max_bytes)
+            return None
 
 
 def _error_reply(call: Call, error: EmberlineError) -> Reply:

@@ -1,6 +1,7 @@
-"""Serves HTTP over a service: in the core process itself, or with `--http-workers N` in N processes of this module.
+"""Serves HTTP over a service: in the core process itself, and in processes of this module: those of `--http-workers N`,
+and one for large requests.
 
-python -m emberline.cli.http_worker --fd N --plan FILE --name NAME
+python -m emberline.cli.http_worker --fd N --name NAME, with its plan on standard input
 """
 
 import argparse
@@ -9,6 +10,7 @@ import contextlib
 import gc
 import os
 import socket
+import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
+from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.server import serve
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard
@@ -38,20 +41,20 @@ CONNECT_TIMEOUT_S = 30.0  # to the core and every engine; after that HTTP is ser
 
 
 class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The start parameters of an HTTP worker; the core writes them to a file that only this user can read."""
+    """The start parameters of an HTTP worker. They hold secrets: they travel through a pipe and are in no file."""
 
     config: Config
     core_socket: Path
     core_pid: int = 0  # 0: the parent, whichever process that is
+    large_socket: Path | None = None  # where large requests are relayed to; None: this is the worker for them
     models: list[tuple[ModelCard, Path, list[Endpoint]]]
 
-    def write(self, path: Path) -> None:
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self, enc_hook=str))
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str)
 
     @classmethod
-    def read(cls, path: Path) -> "HttpWorkerPlan":
-        return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
+    def decode(cls, encoded: bytes) -> "HttpWorkerPlan":
+        return msgspec.json.decode(encoded, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 def load_models(entries: Sequence[ModelEntry], endpoints: Mapping[str, Sequence[Endpoint]]) -> list[Served]:
@@ -78,16 +81,19 @@ async def serve_http(
     stop: asyncio.Event,
     webhooks: WebhookService,
     batches: BatchService,
+    large_socket: Path | None,
 ) -> None:
-    """Serve HTTP until `stop`, then drain running requests."""
+    """Serve HTTP until `stop`, then drain running requests. Large ones are relayed to `large_socket`, if given."""
     auth = Authenticator(Secret.open(config.home), config.auth.key)
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
-    warmup = asyncio.create_task(service.warm_up())
-    warmup.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request reports the same error
+    if large_socket is not None:
+        warmup = asyncio.create_task(service.warm_up())
+        warmup.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request reports the same error
     gc.freeze()  # modules and vocabularies are permanent: collections need not traverse them
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
-        app = App(service, settings, webhooks, batches)
+        large_requests = None if large_socket is None else LargeRequestRelay(large_socket)
+        app = App(service, settings, webhooks, batches, large_requests)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
         closing.cancel()
@@ -121,7 +127,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
-                await serve_http(service, plan.config, listener, stop, webhooks, batches)
+                await serve_http(service, plan.config, listener, stop, webhooks, batches, plan.large_socket)
 
 
 async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:
@@ -156,10 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m emberline.cli.http_worker", allow_abbrev=False)
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--name", default="http")
     args = parser.parse_args(argv)
-    plan = HttpWorkerPlan.read(args.plan)
+    plan = HttpWorkerPlan.decode(sys.stdin.buffer.read())
     logs.setup(args.name, plan.config.log.level)
     runner: Any = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with runner, socket.socket(fileno=args.fd) as listener:

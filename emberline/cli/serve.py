@@ -31,10 +31,11 @@ from emberline.cli.models import fetch
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, remote_workers
-from emberline.supervisor.http_workers import HttpWorkers
+from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 
 if TYPE_CHECKING:
     from emberline.api.batch_loader import BatchService
+    from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import Service
     from emberline.store import Database
 
@@ -149,7 +150,7 @@ async def serve(
         await workers.start()
 
         # The workers load weights in their processes while this one imports and reads tokenizers.
-        from emberline.cli.http_worker import load_models, open_webhooks, serve_http
+        from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_webhooks, serve_http
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service
         from emberline.service.core import LocalCore
@@ -184,7 +185,15 @@ async def serve(
         assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.register(DeliveryMetrics(webhooks.deliverer))
         batches = await _open_queue(stack, config, store, service, stop)
-        http_workers = await _open_http_workers(stack, config, entries, workers.folder, endpoints, service, listener)
+        large_socket = workers.folder / "large.sock"
+        plan = HttpWorkerPlan(
+            config=config,
+            core_socket=workers.folder / "core.sock",
+            core_pid=os.getpid(),
+            large_socket=large_socket,
+            models=[(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries],
+        )
+        http_workers = await _open_http_workers(stack, plan, service, listener)
 
         listen(listener, config.server)
         address = msgspec.structs.replace(ServerAddress.of(config), port=listener.getsockname()[1])
@@ -196,7 +205,7 @@ async def serve(
             await stop.wait()
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
-            await serve_http(service, config, listener, stop, webhooks, batches)
+            await serve_http(service, config, listener, stop, webhooks, batches, large_socket)
 
 
 async def _open_queue(
@@ -227,29 +236,24 @@ async def _open_queue(
 
 
 async def _open_http_workers(
-    stack: contextlib.AsyncExitStack,
-    config: Config,
-    entries: Sequence[ModelEntry],
-    folder: Path,
-    endpoints: Mapping[str, list[Endpoint]],
-    service: "Service",
-    listener: socket.socket,
+    stack: contextlib.AsyncExitStack, plan: "HttpWorkerPlan", service: "Service", listener: socket.socket
 ) -> HttpWorkers:
-    """The HTTP worker processes and the socket on which they ask the core; none if this process serves HTTP itself."""
-    from emberline.cli.http_worker import HttpWorkerPlan
+    """The HTTP workers and the socket on which they ask the core. There is always one for large requests, which starts
+    when the first comes; others only if this process does not serve HTTP itself."""
     from emberline.service import open_core_server
 
-    core_socket, plan_file = folder / "core.sock", folder / "http_workers.json"
-    n_workers = config.server.http_workers if config.server.http_workers > 1 else 0
-    http_workers = HttpWorkers(n_workers, listener, "emberline.cli.http_worker", ["--plan", str(plan_file)])
-    if n_workers:
-        models = [(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries]
-        HttpWorkerPlan(config=config, core_socket=core_socket, core_pid=os.getpid(), models=models).write(plan_file)
-        core_server = await open_core_server(service, core_socket)
-        stack.push_async_callback(core_server.close)
-        stack.push_async_callback(http_workers.stop, config.server.drain_timeout_s + WORKER_GRACE_S)
-        await http_workers.start()
-        await http_workers.wait_ready()
+    assert plan.large_socket is not None
+    server, module = plan.config.server, "emberline.cli.http_worker"
+    grace_s = server.drain_timeout_s + WORKER_GRACE_S
+    http_workers = HttpWorkers(server.http_workers if server.http_workers > 1 else 0, listener, module, plan.encode())
+    large = LargeRequestWorker(plan.large_socket, module, msgspec.structs.replace(plan, large_socket=None).encode())
+    core_server = await open_core_server(service, plan.core_socket)
+    stack.push_async_callback(core_server.close)
+    stack.push_async_callback(large.stop, grace_s)
+    large.start()
+    stack.push_async_callback(http_workers.stop, grace_s)
+    await http_workers.start()
+    await http_workers.wait_ready()
     return http_workers
 
 

@@ -44,6 +44,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = {}  # in addition to the inherited environment
     fds: tuple[int, ...] = ()  # open file descriptors to inherit
+    input: bytes = b""  # for its standard input, at every start: secrets, which are kept in no file
 
 
 class SupervisedProcess:
@@ -135,7 +136,7 @@ class SupervisedProcess:
         self._start_error = ""
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.spec.module, *self.spec.arguments),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE if self.spec.input else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=self._environment(),
@@ -143,6 +144,10 @@ class SupervisedProcess:
             pass_fds=self.spec.fds,
             start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which stops the child
         )
+        if self.spec.input:
+            assert self._process.stdin is not None
+            self._process.stdin.write(self.spec.input)
+            self._process.stdin.close()
         return self._process
 
     def _environment(self) -> dict[str, str]:

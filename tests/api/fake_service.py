@@ -11,6 +11,7 @@ from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Events
+from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.answer import StoredResponse
@@ -174,9 +175,11 @@ def app_of(
     key: str | None = None,
     webhooks: WebhookService | None = None,
     batches: BatchService | None = None,
+    large_requests: LargeRequestRelay | None = None,
     **settings: Any,
 ) -> ASGIApp:
-    return App(service, ApiSettings(auth=Authenticator(Secret("0" * 64), key), **settings), webhooks, batches)
+    auth = Authenticator(Secret("0" * 64), key)
+    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests)
 
 
 def client_of(

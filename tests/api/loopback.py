@@ -1,10 +1,11 @@
-"""Serves the app on a real port, in its own thread."""
+"""Serves the app on a real port or a Unix socket, in its own thread."""
 
 import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvloop
 
@@ -13,10 +14,15 @@ from emberline.api.http.server import serve
 
 
 class Loopback:
-    def __init__(self, app: ASGIApp, drain_s: float) -> None:
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.sock.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, app: ASGIApp, drain_s: float, path: Path | None) -> None:
+        if path is None:
+            self.sock = socket.create_server(("127.0.0.1", 0))
+            self.port: int = self.sock.getsockname()[1]
+            self.url = f"http://127.0.0.1:{self.port}"
+        else:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.bind(str(path))
+            self.sock.listen()
         self._started = threading.Event()
         self._thread = threading.Thread(target=uvloop.run, args=(self._serve(app, drain_s),), daemon=True)
         self._thread.start()
@@ -36,8 +42,8 @@ class Loopback:
 
 
 @contextmanager
-def on_loopback(app: ASGIApp, drain_s: float = 0.2) -> Iterator[Loopback]:
-    server = Loopback(app, drain_s)
+def on_loopback(app: ASGIApp, drain_s: float = 0.2, path: Path | None = None) -> Iterator[Loopback]:
+    server = Loopback(app, drain_s, path)
     try:
         yield server
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from emberline.catalog.model_card import DEFAULT_MODEL
@@ -137,6 +138,28 @@ async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatc
         assert [timing.output_tokens for timing in timings] == [3] * 8
         stop.set()
         await asyncio.wait_for(serving, 30)
+
+
+def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> None:
+    """The start parameters of HTTP workers hold the API key. Nothing can clean up after SIGKILL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.soak.server", "say=count", "", "--port", "0", "--json", "--http-workers", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "EMBERLINE_HOME": str(home), "EMBERLINE_AUTH_KEY": "top-secret", "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    url = json.loads(process.stdout.readline())["url"]
+    large = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "x": "y" * (1 << 21)}
+    headers = {"authorization": "Bearer top-secret"}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=large, headers=headers, timeout=60)
+    process.kill()
+    process.communicate()
+    assert answer.status_code == 200, answer.text
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_socket()]
+    assert not [path for path in files if b"top-secret" in path.read_bytes()]
 
 
 def test_broken_model_is_reported(tmp_path: Path, home: Path) -> None:

@@ -27,8 +27,8 @@ def run(script: str, standin_flags: str, flags: list[str]) -> int:
     return main(["serve", *flags])
 
 
-def _http_workers(n: int, listener: socket.socket, module: str, arguments: list[str]) -> HttpWorkers:
-    return HttpWorkers(n, listener, "tests.soak.http_worker", arguments)
+def _http_workers(n: int, listener: socket.socket, module: str, plan: bytes) -> HttpWorkers:
+    return HttpWorkers(n, listener, "tests.soak.http_worker", plan)
 
 
 if __name__ == "__main__":

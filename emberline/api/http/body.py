@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from emberline.api.http.call import Call, ClientDisconnected
+from emberline.api.http.call import Call, ClientDisconnected, LargeRequest
 from emberline.api.http.errors import NoBody
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
 
@@ -17,6 +17,8 @@ MAX_BODY_BYTES = 32 << 20
 MAX_VALUES = 1 << 18  # of one request's JSON: a prompt of as many token ids, or far more messages than any client sends
 NO_LIMIT = MAX_BODY_BYTES  # of values: for a body whose parts are decoded, and limited, one by one
 IDLE_S = 30.0  # the longest pause between two chunks of a body
+LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
+LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 _SCAN_BYTES = 256 << 10
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -34,7 +36,20 @@ async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
     if call.headers.get("content-encoding", "identity").lower() != "identity":
         raise BadInput("compressed request bodies are not accepted", param="content-encoding")
-    return b"".join([chunk async for chunk in body_chunks(call, max_bytes or MAX_BODY_BYTES)])
+    max_bytes = max_bytes or MAX_BODY_BYTES
+    if call.relays_large and announced_bytes(call, max_bytes) > LARGE_BYTES:
+        raise LargeRequest(max_bytes)
+    n_bytes = 0
+    async for chunk in body_chunks(call, max_bytes):
+        call.received.append(chunk)
+        n_bytes += len(chunk)
+        if call.relays_large and n_bytes > LARGE_BYTES:
+            raise LargeRequest(max_bytes)
+    body = b"".join(call.received)
+    call.received, call.body_complete = [body], True
+    if call.relays_large and has_more_values(body, LARGE_VALUES):
+        raise LargeRequest
+    return body
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
@@ -106,10 +121,7 @@ def _param(message: str) -> str | None:
 
 async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
     """The body as it arrives."""
-    too_large = TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")
-    announced = call.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise too_large
+    announced_bytes(call, max_bytes)
     n_bytes, more = 0, True
     while more:
         try:
@@ -123,5 +135,18 @@ async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
         n_bytes += len(chunk)
         if n_bytes > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         yield chunk
+
+
+def announced_bytes(call: Call, max_bytes: int) -> int:
+    """The body's size as the client announces it; 0 if it does not."""
+    announced = call.headers.get("content-length", "")
+    n_bytes = int(announced) if announced.isdecimal() else 0
+    if n_bytes > max_bytes:
+        raise _too_large(max_bytes)
+    return n_bytes
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than {max_bytes >> 20} MiB")

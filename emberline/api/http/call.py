@@ -105,6 +105,13 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response was complete."""
 
 
+class LargeRequest(Exception):
+    """Raised by an endpoint before it responds: the request is to be served by the HTTP worker for large ones."""
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        self.max_bytes = max_bytes  # that are still to be read of the body
+
+
 class Call:
     """The request. `id` is generated here; a client's X-Request-Id is logged and not used otherwise."""
 
@@ -117,6 +124,7 @@ class Call:
         auth: "Authenticator",
         webhooks: "WebhookService | None" = None,
         batches: BatchQueue | None = None,
+        relays_large: bool = False,
     ) -> None:
         self.scope = scope
         self.receive = receive
@@ -125,6 +133,9 @@ class Call:
         self._auth = auth
         self._webhooks = webhooks
         self._batches = batches
+        self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
+        self.received: list[bytes] = []  # of the body, as far as it has been read
+        self.body_complete = False
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]

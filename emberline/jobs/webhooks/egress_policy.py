@@ -126,9 +126,8 @@ def is_public(address: Address) -> bool:
     address = _unmapped(address)
     if address in _NAT64:
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    if isinstance(address, ipaddress.IPv6Address):
-        if address not in _GLOBAL_UNICAST or int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
-            return False
+    if address.version == 6 and (address not in _GLOBAL_UNICAST or int(address) >> 32 & 0xFFFFFFFF in _ISATAP):
+        return False
     return address.is_global and not any(address in network for network in _BLOCKED)
 
 

@@ -10,8 +10,8 @@ import msgspec
 
 from emberline.api.batches.submission import submit_once
 from emberline.api.common.unsupported_fields import refuse_unsupported
-from emberline.api.http.body import decode, read_body, read_json
-from emberline.api.http.call import Call, Events, Reply, encode, json_reply, list_reply, while_connected
+from emberline.api.http.body import LARGE_BYTES, decode, read_body, read_json
+from emberline.api.http.call import Call, Events, LargeRequest, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.sse import stream
 from emberline.api.openai.responses import background
@@ -226,6 +226,8 @@ async def _find(call: Call, own_id: str, with_history: bool = False) -> list[Sto
     if not _RESPONSE_ID.fullmatch(own_id):
         return []
     if records := await call.service.responses.get(call.principal.account, own_id, with_history):
+        if call.relays_large and sum(record.n_bytes for record in records) > LARGE_BYTES:
+            raise LargeRequest
         return records
     found = await _find_background(call, own_id)
     return [background.stored_response(found)] if found else []
