@@ -63,10 +63,23 @@ def _end_of_thinking(seq: Sequence, token_id: int) -> list[TokenLogprobs]:
 
 
 def banned(seq: Sequence) -> tuple[int, ...]:
-    """Stop tokens, until the output has its minimum length; the mask of a guide says that by itself."""
-    if seq.guide is not None or seq.n_output + seq.n_sampling >= seq.request.sampling.min_tokens:
+    """Stop tokens, until the output has its minimum length, and tokens that complete a bad word. The mask of a guide
+    says both by itself."""
+    sampling = seq.request.sampling
+    if seq.guide is not None:
         return ()
-    return tuple(seq.stop_ids)
+    stops = seq.stop_ids if seq.n_output + seq.n_sampling < sampling.min_tokens else ()
+    return (*stops, *_ends_of_bad_words(seq))
+
+
+def _ends_of_bad_words(seq: Sequence) -> list[int]:
+    """The last token of every bad word whose other tokens are the end of the output."""
+    n_bytes = 4 * seq.n_output
+    return [
+        int.from_bytes(word[-4:], "little")
+        for word in seq.request.sampling.bad_ids
+        if len(word) == 4 or (len(word) - 4 <= n_bytes and seq.ids.endswith(word[:-4]))
+    ]
 
 
 def allow(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> None:
@@ -81,6 +94,17 @@ def allow(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> 
         ends = seq.stop_ids
     for token_id in ends:
         bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    if seq.request.sampling.bad_ids:
+        _forbid(bits, _ends_of_bad_words(seq))
+
+
+def _forbid(bits: NDArray[np.uint32], token_ids: list[int]) -> None:
+    """Clear the bits of these tokens, unless the grammar allows no others."""
+    left = bits.copy()
+    for token_id in token_ids:
+        left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    if left.any():
+        bits[:] = left
 
 
 def bind(seq: Sequence, guide: Guide) -> None:

@@ -33,6 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     stop: tuple[str, ...] = ()  # stop strings, matched on the detokenized text
     stop_ids: tuple[int, ...] = ()  # matched by the engine, in addition to the model's EOS tokens
+    include_stop: bool = False  # the text includes what stopped it: the stop string, or the text of the stop token
+    bad_words: tuple[str, ...] = ()  # texts that must not be generated
+    bad_ids: tuple[bytes, ...] = ()  # the same as token ids, u32 little-endian each; filled in before an engine gets it
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; k: of the sampled token and the k most likely (0..20)
 
@@ -95,6 +98,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: Priority = Priority.DEFAULT
     deadline_s: float | None = None  # seconds from acceptance
     reject_if_busy: bool = False  # reject instead of queueing under load
+    continue_final: bool = False  # the reply continues the last message, which is the assistant's
     template_kwargs: dict[str, Any] = {}
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

@@ -44,12 +44,14 @@ class ChoiceDecoder:
         self._text = text
         self._detokenizer = text.detokenizer(prepared.prompt.ids)
         self._client_stops = sampling.stop
+        self._includes_stop = sampling.include_stop
         # A chat template may end turns with text that is no special token; clients are not told of such a stop.
         stops = sampling.stop if prepared.request.messages is None else (*sampling.stop, *text.chat_stops)
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = sampling.min_tokens
         # Tokens that end a sequence and are no part of its text.
-        self._end_ids = frozenset((*prepared.info.eos_ids, *sampling.stop_ids))
+        stop_ids = () if sampling.include_stop else sampling.stop_ids
+        self._end_ids = frozenset((*prepared.info.eos_ids, *stop_ids))
         self._inter_token = inter_token
         self._last_s = 0.0  # monotonic, of the last tokens
         self._logprobs: list[TextLogprob] = []  # of tokens whose text is still held back
@@ -89,12 +91,18 @@ class ChoiceDecoder:
         if self._stops is None:
             return self._events(self._detokenize(ids, finish), finish, None)
         exempt = self._detokenizer.push(ids[:n_exempt]) if n_exempt > 0 else ""
-        text, stop = self._stops.push(self._detokenize(ids[max(0, n_exempt) :], finish))
+        text, stop = self._search(self._detokenize(ids[max(0, n_exempt) :], finish))
         if stop is not None:
             return self._events(exempt + text, "stop", stop)
         if finish is not None:
             text += self._stops.finish()
         return self._events(exempt + text, finish, None)
+
+    def _search(self, text: str) -> tuple[str, str | None]:
+        """The text to send, and the stop string that ended it."""
+        assert self._stops is not None
+        text, stop = self._stops.push(text)
+        return (text + stop if self._includes_stop and stop in self._client_stops else text), stop
 
     def _detokenize(self, ids: list[int], finish: str | None) -> str:
         text = self._detokenizer.push(ids)
@@ -208,7 +216,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             if isinstance(piece, TextPiece):
                 text, stop = piece.text, None
                 if searched and self._stops is not None:
-                    text, stop = self._stops.push(text)
+                    text, stop = self._search(text)
                 events += self._events(text, None, None)
                 self._at_call_end = False
                 if stop is not None:

@@ -94,12 +94,15 @@ class Preparer:
         digests, rendered = await self._run(request, lambda: _read(served.text, request))
         _check_length(len(rendered.text) if rendered else 0, request, served.text, info.context_len)
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
-        thinking = reasoning_begun(served.text, rendered)
+        thinking = reasoning_begun(served.text, rendered, request.continue_final)
         spec = grammar_spec(served.text, request, thinking)
 
         def tokenize() -> tuple[Prompt, SamplingParams, bytes]:
             prompt = build_prompt(served.text, request, known, rendered)
             sampling = _fit(asked, prompt.n_ids, info.context_len, _prompt_field(request))
+            if sampling.bad_words:
+                spelled = served.text.spellings(sampling.bad_words)
+                sampling = msgspec.structs.replace(sampling, bad_words=(), bad_ids=spelled)
             return prompt, sampling, blockhash.chain(blockhash.root(info.fingerprint, principal.salt), prompt.ids)
 
         tokenizing = self._run(request, tokenize)

@@ -91,6 +91,7 @@ MAX_LOGIT_BIAS = 100  # in either direction
 MAX_TOKENS = (1 << 31) - 1  # also of top_k
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 128
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 _U64 = (1 << 64) - 1
@@ -124,7 +125,15 @@ def validate_prompt(request: GenerateRequest, vocab_size: int) -> None:
         ids = np.frombuffer(request.prompt_ids, "<u4")
         if len(ids) and int(ids.max()) >= vocab_size:
             raise BadInput(f"prompt token id {ids.max()} is beyond the vocabulary of {vocab_size}", param="prompt")
+    if request.continue_final and not _continuable(request.messages):
+        message = "to be continued, the last message must be the assistant's, without tool calls"
+        raise BadInput(message, param="messages")
     validate_tools(request)
+
+
+def _continuable(messages: tuple[Message, ...] | None) -> bool:
+    last = messages[-1] if messages else None
+    return last is not None and last.role == "assistant" and not last.tool_calls
 
 
 def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -141,6 +150,7 @@ def validate_sampling(sampling: SamplingParams, vocab_size: int) -> SamplingPara
     _check_lengths(sampling)
     _check_ids(sampling, vocab_size)
     _check_stops(sampling.stop)
+    _check_bad_words(sampling.bad_words)
     return _with_u64_seed(sampling)
 
 
@@ -186,6 +196,15 @@ def _check_stops(stops: tuple[str, ...]) -> None:
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise BadInput(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop")
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise BadInput(f"bad_words may have {MAX_BAD_WORDS} strings, not {len(words)}", param="bad_words")
+    for word in words:
+        if not word.strip() or len(word) > MAX_STOP_CHARS:
+            message = f"a bad word has 1 to {MAX_STOP_CHARS} characters, and not only white space"
+            raise BadInput(message, param="bad_words")
 
 
 def _with_u64_seed(sampling: SamplingParams) -> SamplingParams:

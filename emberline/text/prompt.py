@@ -133,19 +133,22 @@ def render_prompt(model: TextModel, request: GenerateRequest) -> Rendered | None
     """The text of a conversation; None for a request with a raw prompt."""
     if request.messages is None:
         return None
-    rendered = model.render_guarded(request.messages, prompt_kwargs(model, request), request.tools)
-    if model.reasoning_format is None:
+    rendered = model.render_guarded(
+        request.messages, prompt_kwargs(model, request), request.tools, continue_final=request.continue_final
+    )
+    if model.reasoning_format is None or request.continue_final:
         return rendered
     variables = model.template.variables
     more = reasoning.suffix(model.reasoning_format, rendered.text, request.reasoning, variables)
     return Rendered(rendered.text + more, rendered.mark)
 
 
-def reasoning_begun(model: TextModel, rendered: Rendered | None) -> bool | None:
-    """As `reasoning.begun`; False where the model does not reason."""
+def reasoning_begun(model: TextModel, rendered: Rendered | None, continue_final: bool = False) -> bool | None:
+    """As `reasoning.begun`; False where the model does not reason, or the reply continues an answer."""
     if model.reasoning_format is None or rendered is None:
         return False
-    return reasoning.begun(model.reasoning_format, rendered.text)
+    begun = reasoning.begun(model.reasoning_format, rendered.text)
+    return bool(begun) if continue_final else begun
 
 
 def build_prompt(
@@ -195,7 +198,7 @@ def reply_entry(
         ids.pop()
     if not (model.special_ids - model.marker_ids).isdisjoint(ids):
         return None
-    messages = (*request.messages, reply)
+    messages = _with_reply(request.messages, reply, request.continue_final)
     try:
         kwargs = prompt_kwargs(model, request)
         conversation = model.render_guarded(messages, kwargs, request.tools, add_generation_prompt=False)
@@ -223,9 +226,20 @@ def turn_entries(
     if not digests:
         return []
     entries = [(digests[-1], prompt_entry(model, prompt))]
-    if reply is not None:
-        entries.append((extend_digest(digests[-1], reply), reply_entry(model, request, prompt, reply, reply_ids)))
+    before = digests[:-1] if request.continue_final else digests  # of the messages before the reply
+    if reply is not None and before:
+        *_, last = _with_reply(request.messages or (), reply, request.continue_final)
+        entries.append((extend_digest(before[-1], last), reply_entry(model, request, prompt, reply, reply_ids)))
     return [(digest, entry) for digest, entry in entries if entry is not None]
+
+
+def _with_reply(messages: Sequence[Message], reply: Message, continue_final: bool) -> tuple[Message, ...]:
+    """The conversation with its reply: a message of its own, or the rest of the last one."""
+    if not continue_final:
+        return (*messages, reply)
+    begun = messages[-1]
+    merged = msgspec.structs.replace(begun, content=begun.content + reply.content, tool_calls=reply.tool_calls)
+    return (*messages[:-1], merged)
 
 
 def _entry(prompt: Prompt, ids: bytes, text: str, text_len: int) -> EncodedPrefix:
@@ -289,7 +303,7 @@ def _rewritten_end(
     """Where the rendered reply ends, if both the rendered text and the ids parse to the reply: at the first special
     token that is not part of it."""
     assert prompt.rendered is not None
-    begun = reasoning_begun(model, prompt.rendered)
+    begun = reasoning_begun(model, prompt.rendered, request.continue_final)
     parser = model.reply_parser(prompt.ids, request.tools, begun)
     if not Reply().add(parser.push(ids)).add(parser.finish()).says(reply):
         return None

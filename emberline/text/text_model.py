@@ -23,6 +23,9 @@ from emberline.weights.model_config import BadCheckpoint
 # Template variables and the GGUF keys of their tokens.
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
+# Where a message to be continued ends in the rendered text: a noncharacter, and none that `special_tokens` uses.
+_CONTINUED = "\U0001ffff"
+
 
 class Rendered(NamedTuple):
     """A conversation as text. `mark` hides special tokens in client text (`special_tokens`); empty: there are none."""
@@ -80,6 +83,11 @@ class TextModel:
         bos = self.bos_id.to_bytes(4, "little")
         return ids if ids[:4] == bos else bos + ids
 
+    def spellings(self, words: Iterable[str]) -> tuple[bytes, ...]:
+        """The ids of each word, as it stands at the beginning of a text and behind a space."""
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        return tuple(dict.fromkeys(self.encode(text, special=False) for text in texts))
+
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The conversation as readable text; prompts are rendered by `render_guarded`."""
         turns = self.template.turns(messages)
@@ -92,7 +100,9 @@ class TextModel:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
     ) -> Rendered:
+        """`continue_final`: the text ends inside the last message, which the reply continues."""
         turns = self._turns(messages, tools)
         given = formats.template_tools(tools) if tools and not self.tool_format.untemplated else None
         try:
@@ -100,7 +110,16 @@ class TextModel:
             turns, kwargs, given = (self.guard.mark(value, mark) for value in (turns, kwargs, given))
         except RecursionError:
             raise BadInput("the tool arguments in the messages are nested too deeply", param="messages") from None
-        text = self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt, tools=given)
+        if not continue_final:
+            text = self.template.render(turns, kwargs, add_generation_prompt=add_generation_prompt, tools=given)
+            return Rendered(text, mark)
+        turns[-1] = {**turns[-1], "content": turns[-1]["content"] + _CONTINUED}
+        text, found, _ = self.template.render(turns, kwargs, add_generation_prompt=False, tools=given).rpartition(
+            _CONTINUED
+        )
+        if not found:
+            message = "the model's chat template leaves the last message out: it cannot be continued"
+            raise BadInput(message, param="messages")
         return Rendered(text, mark)
 
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:

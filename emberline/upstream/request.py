@@ -57,6 +57,23 @@ _SAMPLING = ("max_tokens", "top_p", "frequency_penalty", "presence_penalty", "se
 _EXTRAS = ("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos")  # no part of OpenAI's API
 
 
+_VLLM_ONLY = ("bad_words", "include_stop_str_in_output")
+
+
+def continuation_fields(kind: str) -> dict[str, Any]:
+    """The fields with which a server continues the last message."""
+    if kind not in _ENGINES:
+        message = "the server of this model cannot continue a message"
+        raise Unsupported(message, param="continue_final_message")
+    return {"continue_final_message": True} | ({"add_generation_prompt": False} if kind == "vllm" else {})
+
+
+def check_known(name: str, kind: str) -> None:
+    """Refuse a field outside OpenAI's API that this kind of server does not know."""
+    if kind not in _ENGINES or (name in _VLLM_ONLY and kind != "vllm"):
+        raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
+
+
 def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
     """All fields but the model; `messages` are encoded already."""
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -66,6 +83,8 @@ def body_of(request: GenerateRequest, kind: str) -> dict[str, Any]:
         fields["prompt"] = request.prompt if request.prompt is not None else tokens.unpack(request.prompt_ids or b"")
     if request.n != 1:
         fields["n"] = request.n
+    if request.continue_final:
+        fields |= continuation_fields(kind)
     return fields | _sampling(request, kind) | _tools(request) | _output(request, kind) | _thinking(request, kind)
 
 
@@ -91,17 +110,22 @@ def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": sampling.temperature}
     for name in (*_SAMPLING, *_EXTRAS):
         if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
-            if name in _EXTRAS and kind not in _ENGINES:
-                raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
+            if name in _EXTRAS:
+                check_known(name, kind)
             fields[name] = value
     if sampling.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     if sampling.stop_ids:
-        if kind not in _ENGINES:
-            raise Unsupported("`stop_token_ids` is not known to the server of this model", param="stop_token_ids")
+        check_known("stop_token_ids", kind)
         fields["stop_token_ids"] = list(sampling.stop_ids)
+    if sampling.include_stop:
+        check_known("include_stop_str_in_output", kind)
+        fields["include_stop_str_in_output"] = True
+    if sampling.bad_words:
+        check_known("bad_words", kind)
+        fields["bad_words"] = list(sampling.bad_words)
     if sampling.logprobs is not None and request.messages is not None:
         fields |= {"logprobs": True, "top_logprobs": sampling.logprobs}
     elif sampling.logprobs is not None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, continuation_fields
 from emberline.upstream.sse import data_of, encode
 
 MAX_TRANSCRIPT_BYTES = 4 << 20
 _NOT_WITH = (
-    *("tools", "functions", "response_format", "structured_outputs", "logprobs", "echo", "suffix", "best_of"),
+    *("tools", "functions", "response_format", "structured_outputs", "logprobs", "echo", "suffix"),
+    *("best_of", "continue_final_message"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "stop"),
 )
 _CAN_CONTINUE = ("vllm", "sglang")
@@ -218,7 +219,4 @@ def _continued(request: UpstreamRequest, kind: str, text: str) -> dict[str, Any]
     messages = fields["messages"]
     listed = bytes(messages if isinstance(messages, msgspec.Raw) else encode(messages)).rstrip()
     fields["messages"] = msgspec.Raw(listed[:-1] + b"," + partial + b"]")
-    fields["continue_final_message"] = True
-    if kind == "vllm":
-        fields["add_generation_prompt"] = False
-    return fields
+    return fields | continuation_fields(kind)

@@ -198,6 +198,52 @@ async def test_a_stop_string_ends_the_text_and_the_work(
     assert events[-2] == ChoiceDone(0, "stop")
 
 
+async def test_the_text_can_include_what_stopped_it(
+    service: Service, engine: FakeEngine, say: Callable[..., Script], text_model: TextModel
+) -> None:
+    engine.script = say("one, two, three")
+    events = await events_of(service, ask(sampling={"stop": (", tw",), "include_stop": True}))
+    assert text_of(events) == "one, tw"
+    assert events[-2] == ChoiceDone(0, "stop", ", tw")
+    (comma,) = tokens.unpack(text_model.encode(",", special=False))
+    engine.script = None
+    for n, (included, text) in enumerate(((False, "one"), (True, "one,")), 2):
+        sampling = {"stop_ids": (comma,), "include_stop": included}
+        task = asyncio.create_task(events_of(service, ask(sampling=sampling)))
+        *_, sent = await engine.submission(n)
+        engine.step(TokenDelta(sent.id, text_model.encode("one,", special=False), "stop"))
+        assert text_of(await task) == text
+
+
+async def test_bad_words_reach_the_engine_as_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:
+    await events_of(service, ask(sampling={"bad_words": ("no", " yes")}))
+    (sent,) = engine.submitted
+    spelled = [text_model.decode(ids) for ids in sent.sampling.bad_ids]
+    assert spelled == ["no", " no", " yes"]
+    for bad, message in ((("",), "white space"), (("x",) * 200, "128"), (("x" * 300,), "256")):
+        with pytest.raises(BadInput, match=message) as refused:
+            await events_of(service, ask(sampling={"bad_words": bad}))
+        assert refused.value.param == "bad_words"
+
+
+async def test_a_reply_continues_the_last_message(
+    service: Service, engine: FakeEngine, say: Callable[..., Script], text_model: TextModel
+) -> None:
+    engine.script = say(" is Paris.")
+    begun = (Message("user", "Capital?"), Message("assistant", "It"))
+    assert text_of(await events_of(service, ask(messages=begun, continue_final=True))) == " is Paris."
+    prompt = "<|start|>user\nCapital?<|end|>\n<|start|>assistant\nIt"
+    assert text_model.decode(engine.submitted[0].prompt_ids, special=True) == prompt
+    whole = (begun[0], Message("assistant", "It is Paris."), Message("user", "Sure?"))
+    await events_of(service, ask(messages=whole))
+    reply = tokens.unpack(text_model.encode(" is Paris.", special=False))
+    known = tokens.unpack(engine.submitted[0].prompt_ids) + reply
+    assert tokens.unpack(engine.submitted[1].prompt_ids)[: len(known)] == known
+    for messages in ((Message("user", "x"),), (Message("user", "x"), Message("system", "y"))):
+        with pytest.raises(BadInput, match="must be the assistant's"):
+            await events_of(service, ask(messages=messages, continue_final=True))
+
+
 async def test_stop_strings_wait_for_min_tokens(
     service: Service, engine: FakeEngine, say: Callable[..., Script]
 ) -> None:

@@ -161,6 +161,19 @@ async def test_only_allowed_fields_are_forwarded(api: ApiClient) -> None:
     assert got["cache_salt"] != "another tenant's"
 
 
+async def test_a_message_to_be_continued_and_bad_words_are_forwarded(api: ApiClient) -> None:
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]
+    fields = {"continue_final_message": True, "bad_words": ["no"], "include_stop_str_in_output": True}
+    await api.post("/v1/chat/completions", {**CHAT, "messages": begun, **fields})
+    await api.post("/v1/messages", {"model": CHAT["model"], "messages": begun, "max_tokens": 5})
+    passed, translated = api.bench.standins["a"].requests
+    assert {name: passed[name] for name in fields} == fields
+    for got in (passed, translated):
+        assert got["continue_final_message"] is True
+        assert got["add_generation_prompt"] is False
+        assert got["messages"][-1] == begun[-1]
+
+
 @pytest.mark.parametrize(
     "part",
     [

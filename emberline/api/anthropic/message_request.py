@@ -108,12 +108,16 @@ class CountRequest(NoSamplingFields, kw_only=True):
         output, output_field = self._output()
         effort = self.output_config.effort if self.output_config else None
         messages = _canonical_messages(self.system, self.messages)
+        continue_final = self.messages[-1].role == "assistant"
+        if continue_final:
+            self._check_prefill(messages[-1][0])
         request = GenerateRequest(
             id=request_id,
             model=self.model,
             messages=tuple(message for message, _ in messages),
             sampling=self.sampling(),
             session=session,
+            continue_final=continue_final,
             tools=tools.tools,
             tool_choice=tools.choice,
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
@@ -124,6 +128,16 @@ class CountRequest(NoSamplingFields, kw_only=True):
         return request, FieldNames(
             output=output_field, tools=tools.fields, schema="input_schema", messages=message_fields
         )
+
+    def _check_prefill(self, message: Message) -> None:
+        """A last message of the assistant begins the reply. As in Anthropic's own API, which its clients know."""
+        field = f"messages[{len(self.messages) - 1}]"
+        if self.thinking is not None and self.thinking.type != "disabled":
+            text = f"`{field}` begins the reply, which is not possible with `thinking`: leave one of them out"
+            raise BadInput(text, param=field)
+        if message.content != message.content.rstrip():
+            text = f"`{field}` begins the reply and must not end with white space, which would come before every word"
+            raise BadInput(text, param=field)
 
     def sampling(self) -> SamplingParams:
         return SamplingParams()
@@ -157,8 +171,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def to_request(self, request_id: str, session: str | None = None) -> tuple[GenerateRequest, FieldNames]:
-        if self.messages[-1].role == "assistant":
-            raise Unsupported("continuing a last message of the assistant is not supported yet", param="messages")
         session = session_name(session, self.metadata.user_id if self.metadata else None)
         return super().to_request(request_id, session)
 

@@ -9,6 +9,7 @@ from emberline.api.common.sampling_fields import TokenCountOrZero
 from emberline.api.common.tools import DeclaredTools, ToolChoiceField, Toolset, toolset
 from emberline.api.common.unsupported_fields import refuse_unsupported
 from emberline.api.http.errors import FieldNames
+from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import OutputFormat, Reasoning
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -57,6 +58,8 @@ class ChatFields(GenerationFields, kw_only=True):
     reasoning: OpenRouterReasoning | None = None
     thinking: Thinking | bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def hides_reasoning(self) -> bool:
@@ -79,6 +82,7 @@ class ChatFields(GenerationFields, kw_only=True):
             "output": output,
             "reasoning": self._reasoning(),
             "template_kwargs": self._template_kwargs(),
+            "continue_final": continues_final(self.continue_final_message, self.add_generation_prompt),
         }
         return fields, FieldNames(output=field, tools=found.fields)
 
@@ -105,6 +109,17 @@ class ChatFields(GenerationFields, kw_only=True):
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def continues_final(continue_final_message: bool | None, add_generation_prompt: bool | None) -> bool:
+    """Whether the reply continues the last message. The two fields are vLLM's, where they exclude each other."""
+    if continue_final_message and add_generation_prompt:
+        message = "`continue_final_message` excludes `add_generation_prompt`: the reply begins inside the message"
+        raise BadInput(message, param="add_generation_prompt")
+    if add_generation_prompt is False and not continue_final_message:
+        message = "`add_generation_prompt: false` is supported only together with `continue_final_message`"
+        raise Unsupported(message, param="add_generation_prompt")
+    return bool(continue_final_message)
 
 
 def is_json(output: OutputFormat | None) -> bool:

@@ -11,6 +11,7 @@ from msgspec import Meta
 from emberline.api.common.unsupported_fields import PeerFields
 from emberline.protocol.request import Priority, SamplingParams
 from emberline.service.validation import (
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -40,6 +41,7 @@ NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+BadWords = Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)]
 LogitBias = Annotated[
     dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
     Meta(max_length=MAX_BIASES),
@@ -74,6 +76,8 @@ class SamplingFields(PeerFields, kw_only=True):
     seed: Seed | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: BadWords | None = None
     ignore_eos: bool | None = None
     n: NumChoices | None = None
     user: str | None = None
@@ -95,6 +99,8 @@ class SamplingFields(PeerFields, kw_only=True):
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_ids=tuple(self.stop_token_ids or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            bad_words=tuple(self.bad_words or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from emberline.api.common.chat_fields import Effort, TemplateKwargs
+from emberline.api.common.chat_fields import Effort, TemplateKwargs, continues_final
 from emberline.api.common.sampling_fields import (
     SamplingFields,
     TokenCountOrZero,
@@ -28,13 +28,18 @@ from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.openai.chat import ChatRequest, StreamOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import BadInput, EmberlineError, Unavailable, Unsupported
-from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest
+from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
+from emberline.upstream.request import CHAT, COMPLETIONS, UpstreamRequest, check_known, continuation_fields
 
 ABSENT = Raw()
 _TEXT_PARTS = frozenset({"text", "refusal"})
 _MAX_PROMPTS = 128
-_NOT_FORWARDED = frozenset({"stream", "stream_options", "service_tier", "user", "prompt_cache_key"})
+_NOT_FORWARDED = frozenset(
+    {
+        *("stream", "stream_options", "service_tier", "user", "prompt_cache_key"),
+        *("continue_final_message", "add_generation_prompt"),  # these in the form that the server takes
+    }
+)
 _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others are vLLM's and SGLang's
     {
         *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
@@ -80,8 +85,8 @@ class PassthroughBody(SamplingFields, kw_only=True):
             value = getattr(self, name)
             if value is None or value is ABSENT or name in _NOT_FORWARDED:
                 continue
-            if kind not in ("vllm", "sglang") and name not in _OPENAI_FIELDS:
-                raise Unsupported(f"`{name}` is not known to the server of this model", param=name)
+            if name not in _OPENAI_FIELDS:
+                check_known(name, kind)
             fields[name] = value
         return {**fields, "stream": True, "stream_options": {"include_usage": True}}
 
@@ -99,10 +104,16 @@ class PassthroughChat(PassthroughBody, kw_only=True):
     thinking_token_budget: TokenCountOrZero | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def prompt_bytes(self) -> tuple[bytes, ...]:
         return bytes(self.tools), bytes(self.messages).rstrip()[:-1]
+
+    def upstream_fields(self, kind: str) -> dict[str, Any]:
+        continues = continues_final(self.continue_final_message, self.add_generation_prompt)
+        return super().upstream_fields(kind) | (continuation_fields(kind) if continues else {})
 
     def check(self) -> None:
         """Media that would have to be fetched are refused: a server must not fetch what a client names."""

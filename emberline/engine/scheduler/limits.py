@@ -9,6 +9,8 @@ from emberline.protocol.block_hash import BLOCK_TOKENS, DIGEST_BYTES
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.request import EngineRequest, SamplingParams, ThinkingLimit
 
+MAX_BAD_WORDS = 512  # in all their spellings; with biases and stop tokens they fit into a GPU sampler's table
+
 
 @dataclass(slots=True, frozen=True)
 class Limits:
@@ -79,6 +81,12 @@ class Limits:
             if not 0 <= token_id < self.vocab_size:
                 param = "stop_ids" if token_id in sampling.stop_ids else "logit_bias"
                 raise BadInput(f"token id {token_id} is not in the vocabulary of {self.vocab_size}", param=param)
+        if not all(word and len(word) % 4 == 0 for word in sampling.bad_ids):
+            raise BadInput("a bad word needs at least one token id", param="bad_ids")
+        if sampling.bad_ids and int(np.frombuffer(b"".join(sampling.bad_ids), "<u4").max()) >= self.vocab_size:
+            raise BadInput("a bad word has token ids outside the vocabulary", param="bad_ids")
+        if len(sampling.bad_ids) > MAX_BAD_WORDS:
+            raise BadInput(f"there are {len(sampling.bad_ids)} bad words, and at most {MAX_BAD_WORDS}", param="bad_ids")
         if not all(map(math.isfinite, sampling.logit_bias.values())):
             raise BadInput("a logit bias must be a finite number", param="logit_bias")
 

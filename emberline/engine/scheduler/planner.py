@@ -171,7 +171,7 @@ class StepPlanner:
                 blocks=blocks or None,
                 passed=[held.n_passed for held in seq.table.groups] if self._cache.windowed else self._none_passed,
                 samples=samples,
-                banned=token_rules.banned(seq) if seq.request.sampling.min_tokens else (),
+                banned=token_rules.banned(seq) if seq.may_ban else (),
                 admission=seq.admission,
                 follows=follows,
             )
@@ -195,9 +195,12 @@ class StepPlanner:
 def _can_run_ahead(seq: Sequence) -> bool:
     """Whether its next token can be computed before the one in front of it was absorbed.
 
-    Not when the thinking limit is reached with that one, and may insert other tokens; nor when that one is the last
-    for sure. An end token shows one step late, and what was computed behind it is thrown away.
+    Not when that one decides whether the next would complete a bad word; not when the thinking limit is reached with
+    it, and may insert other tokens; nor when it is the last for sure. An end token shows one step late, and what was
+    computed behind it is thrown away.
     """
+    if seq.awaits_last:
+        return False
     limit = seq.request.thinking_limit if seq.limits_thinking else None
     if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
         return False

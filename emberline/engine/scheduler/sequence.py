@@ -49,6 +49,8 @@ class Sequence:
     admission: int = -1  # serial number of its stay in the slot
     cached_by_tier: dict[str, int] | None = None  # set at first admission
     guide: Guide | None = None
+    may_ban: bool = field(init=False)  # some tokens must not be sampled, at least for some time
+    awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
     can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
     failure: EmberlineError | None = None  # of its guide; ends it with the next step
@@ -62,6 +64,8 @@ class Sequence:
         self.n_prompt, self.n_resumed = len(request.prompt_ids) // 4, len(request.output_ids) // 4
         self.max_tokens = limits.max_output(request)
         self.stop_ids = frozenset(sampling.stop_ids + (() if sampling.ignore_eos else limits.eos_ids))
+        self.may_ban = sampling.min_tokens > 0 or bool(sampling.bad_ids)
+        self.awaits_last = any(len(word) > 4 for word in sampling.bad_ids)
         self.deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         self.ids = bytearray(request.prompt_ids + request.output_ids)
         if request.push is not None:

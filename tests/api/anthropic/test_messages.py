@@ -142,6 +142,20 @@ async def test_error_forms(client: httpx.AsyncClient) -> None:
     assert both.json()["errors"][0]["code"] == 5007
 
 
+PREFILLED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_last_assistant_message_begins_the_reply(
+    client: httpx.AsyncClient, service: FakeService, path: str
+) -> None:
+    answer = await client.post(path, json=BODY | {"messages": PREFILLED})
+    assert answer.status_code == 200, answer.text
+    assert service.requests[0].continue_final
+    await client.post(path, json=BODY)
+    assert not service.requests[1].continue_final
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -160,7 +174,8 @@ async def test_error_forms(client: httpx.AsyncClient) -> None:
         ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0]"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "assistant"),
+        ({"messages": [*PREFILLED[:-1], {"role": "assistant", "content": "It "}]}, "messages[1]` begins the reply"),
+        ({"messages": PREFILLED, "thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),

@@ -77,3 +77,24 @@ async def test_hidden_reasoning(
     assert hidden.status_code == 200
     assert "towns." not in hidden.text
     assert "look." in hidden.text
+
+
+BEGUN = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", RUN])
+async def test_continuing_the_last_message(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
+    for fields in ({}, {"add_generation_prompt": False}):
+        answer = await client.post(path, json=CHAT | BEGUN | fields | {"continue_final_message": True})
+        assert answer.status_code == 200, answer.text
+        assert service.requests[-1].continue_final
+    for fields in ({}, {"add_generation_prompt": True}, {"continue_final_message": False}):
+        await client.post(path, json=CHAT | BEGUN | fields)
+        assert not service.requests[-1].continue_final
+    for fields in (
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True, "continue_final_message": True},
+    ):
+        answer = await client.post(path, json=CHAT | BEGUN | fields)
+        assert answer.status_code == 400
+        assert "`add_generation_prompt" in answer.text

@@ -94,6 +94,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
             {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]},
             {"role": "tool", "content": "42", "tool_call_id": "c1"},
         ],
+        "bad_words": ["no"], "include_stop_str_in_output": True,
         "max_tokens": 5, "max_completion_tokens": 7, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1,
         "repetition_penalty": 1.1, "frequency_penalty": -1, "presence_penalty": 1, "logit_bias": {"17": -100},
         "seed": -5, "stop": "END", "n": 2, "logprobs": True, "top_logprobs": 4, "service_tier": "flex",
@@ -115,6 +116,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
             Message("tool", "42", tool_call_id="c1"),
         ),
         sampling=SamplingParams(
+            bad_words=("no",), include_stop=True,
             max_tokens=7, min_tokens=1, temperature=0.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1,
             frequency_penalty=-1.0, presence_penalty=1.0, logit_bias={17: -100.0}, seed=-5, stop=("END",),
             stop_ids=(2,), ignore_eos=True, logprobs=4,

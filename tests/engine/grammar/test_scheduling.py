@@ -17,6 +17,7 @@ from emberline.engine.grammar.vocabulary import Vocabulary
 from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.grammar import Free, Grammar, Repeat, Rule, Text, Token
 from emberline.protocol.request import Priority
+from emberline.protocol.token_ids import pack
 from tests.engine.grammar.bench import TASTES, VOCAB, Bench, Taste, text, valid
 from tests.engine.grammar.samples import ALL, END_ID, SPECIAL, WORDS, choice, frame, seq
 from tests.examples import n_examples
@@ -451,3 +452,13 @@ def test_masks_cost_little_beside_many_plain_rows(grammars):
     masks = bench.scheduler.masks(plan)
     assert time.perf_counter() - began < 0.1
     assert masks.bits.dtype == np.uint32
+
+
+def test_bad_words_apply_where_the_grammar_leaves_a_choice(grammars):
+    bench = Bench(grammars=grammars)
+    bad = tuple(pack([token_id]) for token_id in b"ab")
+    bench.submit("some", Grammar((choice(Text("a"), Text("b"), Text("c")),)), bad_ids=bad)
+    bench.submit("none", Grammar((Text("a"),)), bad_ids=bad)
+    bench.finish()
+    assert text(bench.tokens("some")).startswith("c")
+    assert text(bench.tokens("none")).startswith("a")

@@ -268,6 +268,30 @@ def test_min_tokens_bans_stop_tokens():
     assert [set(ids) for ids in banned] == [{EOS, 5}, {EOS, 5}, set(), set()]
 
 
+def test_bad_words_ban_their_last_token_behind_the_others():
+    words = (pack([5]), pack([3, 4]), pack([3, 4, 6]), pack([2, 1]))
+    _, banned = run_tokens([1, 3, 4, 3, 6], bad_ids=words, max_tokens=5)
+    # The prompt ends with 2, but [2, 1] would not lie in the output.
+    assert [set(ids) for ids in banned] == [{5}, {5}, {5, 4}, {5, 6}, {5, 4}]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_bad_words_are_never_generated(steps_in_flight):
+    bench = Bench()
+    bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
+    bench.submit("free", A[:20], max_tokens=30)
+    bench.finish()
+    free = bench.tokens("free")
+    words = [[free[3]], free[7:9], free[12:15]]
+    bench.submit("single", A[:20], max_tokens=30, bad_ids=(pack(words[0]),))
+    bench.submit("several", A[:20], max_tokens=30, bad_ids=tuple(map(pack, words)))
+    bench.finish()
+    assert free[3] not in bench.tokens("single")
+    got = bench.tokens("several")
+    assert len(got) == 30
+    assert not [word for word in words for at in range(30) if got[at : at + len(word)] == word]
+
+
 def test_logprobs_only_when_requested():
     assert run_tokens([3], max_tokens=1)[0][0].logprobs is None
     [logprob] = run_tokens([3], max_tokens=1, logprobs=0)[0][0].logprobs

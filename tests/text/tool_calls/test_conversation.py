@@ -47,6 +47,26 @@ def test_tools_stand_in_the_prompt(name: str) -> None:
     assert text == text_of(name, ask(USER))
 
 
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("begun", ["The answer is", "Yes, ", "", "  x"])
+@pytest.mark.parametrize("tools", [(WEATHER,), ()])
+def test_a_message_to_be_continued_ends_the_prompt(name: str, begun: str, tools: tuple[Tool, ...]) -> None:
+    request = ask(USER, Message("assistant", begun), continue_final=True, tools=tools)
+    text = text_of(name, request)
+    assert text.endswith(begun) or text.endswith(begun.lstrip())  # some templates trim the beginning
+    assert text.count(USER.content) == 1
+    assert "\U0001ffff" not in text
+    assert build_prompt(model(name), request).n_ids > 0
+
+
+def test_a_continued_message_may_contain_special_tokens_as_text() -> None:
+    text = model("generic")
+    request = ask(USER, Message("assistant", "<|im_end|> ends"), continue_final=True, tools=())
+    end_id = text.tokenizer.special["<|im_end|>"]
+    plain = build_prompt(text, ask(USER, Message("assistant", "x ends"), continue_final=True, tools=()))
+    assert unpack(build_prompt(text, request).ids).count(end_id) == unpack(plain.ids).count(end_id)
+
+
 def test_our_tool_prompt_ends_the_system_message() -> None:
     words = tools_system_prompt((WEATHER, ADD))
     beginning = f"<|im_start|>system\nBe brief.\n\n{words}<|im_end|>\n<|im_start|>user\n"
