@@ -31,6 +31,9 @@ class StepTimes:
     def launched(self, plan: StepPlan) -> None:
         self._launched_s[id(plan)] = time.perf_counter()
 
+    def forget(self, plan: StepPlan) -> None:
+        self._launched_s.pop(id(plan), None)
+
     def done(self, plan: StepPlan) -> None:
         """The device computes one plan after the other: a plan begins when the previous one is done."""
         now_s = time.perf_counter()
@@ -169,6 +172,7 @@ class StepLoop:
         except DeviceLost:
             raise  # only a new process can go on
         except Exception:
-            _log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
-            return self.scheduler.fail(plan, Internal("the engine could not compute this request"))
+            self._times.forget(plan)
+            _log.exception("a step failed and is retried", extra={"rows": len(plan.rows), "tokens": plan.n_tokens})
+            return self.scheduler.retry(plan, Internal("the engine could not compute this request"))
         return self.scheduler.absorb(plan, sampled)

@@ -90,6 +90,9 @@ class FakeRunner:
         self.last = {}
         self.vocab = vocab
         self.fail_next = None
+        self.poison_ids = set()  # requests with which a step fails
+        self.max_tokens = None  # of a step; more and it fails
+        self.broken = set()  # slots whose last step failed: what follows in them fails, too
         self.nan_ids = set()  # requests whose next token is not a number
         self.requests = {}
         self.plans = []
@@ -102,10 +105,21 @@ class FakeRunner:
         for admission in plan.admissions:
             self.tables[admission.slot] = [list(blocks) for blocks in admission.blocks]
             self.requests[admission.slot] = admission.request
-        if self.fail_next is not None:
-            error, self.fail_next = self.fail_next, None
+            self.broken.discard(admission.slot)
+        if (error := self._error(plan)) is not None:
+            self.broken |= {row.slot for row in plan.rows}
             return Handle(error)
         return Handle([drawn for row in plan.rows if (drawn := self._row(row)) is not None])
+
+    def _error(self, plan):
+        error, self.fail_next = self.fail_next, None
+        if any(self.requests[row.slot].id in self.poison_ids for row in plan.rows):
+            error = ValueError("a bad request")
+        if self.max_tokens is not None and plan.n_tokens > self.max_tokens:
+            error = MemoryError("out of memory")
+        if any(row.slot in self.broken for row in plan.rows):
+            error = RuntimeError("behind a failed step")
+        return error
 
     def _row(self, row):
         tables = self.tables[row.slot]

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from emberline.engine.gpu.memory_budget import DeviceMemoryBudget, device_memory_budget, runner_state_bytes
+from emberline.engine.gpu.memory_budget import (
+    DeviceMemoryBudget,
+    device_memory_budget,
+    reserve_bytes,
+    runner_state_bytes,
+)
 from emberline.engine.gpu.runner import GpuRunner
 from emberline.engine.gpu.shapes import CHUNK_ROWS, GPU_SHAPES, MAX_GRAPH_TOKENS
 from emberline.engine.gpu.slots import SlotSampler
@@ -46,10 +51,10 @@ class GpuEngine:
         before = torch.cuda.memory_allocated(device)
         sampler = SamplerTable(limits.max_running, limits.vocab_size, device, max_rows=n_rows)
         state = runner_state_bytes(limits, len(model.kv_groups)) + torch.cuda.memory_allocated(device) - before
+        reserve = reserve_bytes(limits, len(model.kv_groups), model.config.n_heads, model.config.head_dim)
         free, total = torch.cuda.mem_get_info(device)
-        memory = device_memory_budget(
-            total, free, weights, workspace, state, torch.cuda.memory_reserved(device), kv_bytes
-        )
+        allocated = torch.cuda.memory_reserved(device)
+        memory = device_memory_budget(total, free, weights, workspace, state, reserve, allocated, kv_bytes)
         _log.info("%s", memory.table())
         return cls(model, device, sampler, memory, LatencyTarget(GPU_SHAPES))
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, table_width
+from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, max_graphs, table_width
 from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 
-RESERVE_BYTES = 448 << 20  # CUDA graphs, workspaces of libraries, small temporary tensors
 GIB = 1 << 30
+_GRAPH_BYTES = 2 << 20  # of a captured step; measured
+_LIBRARY_BYTES = 160 << 20  # code of kernels and libraries, workspaces of cuBLAS, small tensors; measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class DeviceMemoryBudget:
     weights: int
     workspace: int
     state: int  # tables and buffers by slot, including the sampler
-    reserve: int
+    reserve: int  # what is allocated later: CUDA graphs, libraries, results of attention
     kv: int
 
     @property
@@ -40,17 +41,25 @@ def runner_state_bytes(limits: Limits, n_groups: int) -> int:
     return tables + tokens * 8 + n_rows * 1024 + (1 << 20)
 
 
+def reserve_bytes(limits: Limits, n_groups: int, n_heads: int, head_dim: int) -> int:
+    """What steps allocate beyond workspace and state: graphs, tables of mixed steps, results of cuDNN's attention."""
+    n_rows = limits.max_running + CHUNK_ROWS
+    tables = 2 * n_groups * n_rows * table_width(limits.context_len) * 4
+    result = limits.token_budget * n_heads * (2 * head_dim + 4)  # bf16, and a float32 log-sum-exp
+    return _LIBRARY_BYTES + max_graphs(limits.max_running) * _GRAPH_BYTES + tables + 2 * result
+
+
 def device_memory_budget(
-    total: int, free: int, weights: int, workspace: int, state: int, allocated: int, kv_bytes: int | None
+    total: int, free: int, weights: int, workspace: int, state: int, reserve: int, allocated: int, kv_bytes: int | None
 ) -> DeviceMemoryBudget:
     """`free` and `allocated` are current; `allocated` includes the weights and what else is already taken."""
     elsewhere = total - free - allocated
-    most = total - elsewhere - weights - workspace - state - RESERVE_BYTES
+    most = total - elsewhere - weights - workspace - state - reserve
     if most <= 0 or (kv_bytes is not None and kv_bytes > most):
         raise BadInput(
             f"{(total - elsewhere) / GIB:.1f} GiB of the device are available; weights take {weights / GIB:.1f},"
-            f" a step {(workspace + state + RESERVE_BYTES) / GIB:.1f}: that leaves {max(most, 0) / GIB:.1f} for KV"
+            f" a step {(workspace + state + reserve) / GIB:.1f}: that leaves {max(most, 0) / GIB:.1f} for KV"
             " (give less with --kv-bytes, or a smaller --token-budget)",
             param="kv_bytes",
         )
-    return DeviceMemoryBudget(total, elsewhere, weights, workspace, state, RESERVE_BYTES, kv_bytes or most)
+    return DeviceMemoryBudget(total, elsewhere, weights, workspace, state, reserve, kv_bytes or most)

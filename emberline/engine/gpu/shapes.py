@@ -43,6 +43,12 @@ def all_mixed_decode_rows(max_rows: int) -> list[int]:
     return _all_sizes(_MIXED_ROWS, max_rows)
 
 
+def max_graphs(max_rows: int) -> int:
+    """No fewer than the shapes of steps that are captured, with and without cascade attention."""
+    n_decodes, n_mixed = len(all_decode_rows(max_rows)), len(all_mixed_decode_rows(max_rows))
+    return 2 * n_decodes + (n_mixed + 1) * (MAX_GRAPH_TOKENS // TILE)
+
+
 def is_essential(n_decodes: int, n_tokens: int | None, max_rows: int) -> bool:
     """Whether a shape is captured before requests are accepted; n_tokens: None for a step that only decodes.
 

@@ -21,6 +21,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import Priority
 
+MAX_RETRY_TOKENS = 1024  # of a step that retries; on a GPU it fits a CUDA graph, which allocates nothing
 LONG_QUEUE = 16_384  # waiting tokens beyond which the latency target is relaxed in favor of throughput
 
 
@@ -48,6 +49,8 @@ class StepPlanner:
         self._decoding = DecodingSequences()
         self._burst = PrefillBurst()
         self._backlog = 0  # prompt tokens to compute, of running and waiting sequences
+        self._n_suspects = 0  # sequences in the step being planned that it may fail for
+        self._max_suspects = inf
         self._none_passed = [0] * len(cache.groups)
 
     def plan(self) -> StepPlan:
@@ -56,7 +59,7 @@ class StepPlanner:
         self._displace()
         paused = self._batch_class.pauses(queues)
         prefills = []
-        self._decoding = DecodingSequences()
+        self._decoding, self._n_suspects = DecodingSequences(), 0
         for seq in tuple(queues.running):
             if seq.slot == NO_SLOT or (paused and seq.effective_class == Priority.BATCH):
                 continue  # preempted for one before it, or yields
@@ -67,7 +70,7 @@ class StepPlanner:
                 prefills.append(seq)
                 continue
             self._decoding.add(seq)
-            if not seq.n_sampling or _can_run_ahead(seq):
+            if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
                 self._add_row(plan, seq, 1)
         self._plan_prefills(plan, prefills)
         if plan.rows:
@@ -93,12 +96,13 @@ class StepPlanner:
         self._burst.prompts(self._totals.steps)
         self._backlog = queues.waiting_tokens + sum(seq.n_prefill for seq in prefills if seq.slot != NO_SLOT)
         work = StepWork(self._decoding.n)
-        limit = self._prefill.step_limit(
-            plan.n_tokens, self._limits.token_budget, lambda: self._n_untargeted(plan, prefills)
-        )
+        budget = self._limits.token_budget
+        if any(seq.suspicion == 2 for seq in prefills):
+            budget = min(budget, max(MAX_RETRY_TOKENS, plan.n_tokens + BLOCK_TOKENS))
+        limit = self._prefill.step_limit(plan.n_tokens, budget, lambda: self._n_untargeted(plan, prefills))
         last_row = len(plan.rows) + limit.n_prompts
         for seq in prefills:
-            if full and seq.slot == NO_SLOT:
+            if (full and seq.slot == NO_SLOT) or self._holds_back(seq):
                 continue
             left = self._chunk(work, seq, limit.n_tokens - plan.n_tokens)
             if left <= 0 or len(plan.rows) >= last_row:
@@ -180,9 +184,38 @@ class StepPlanner:
         seq.n_computed = end
         seq.n_sampling += samples
         seq.planned_step = self._totals.steps
+        self._n_suspects += seq.suspicion > 0
         if start < seq.n_prompt:
             self._totals.prompt_tokens += min(end, seq.n_prompt) - start
         return True
+
+    def retry(self, failed: list[Sequence], only_these: bool) -> Sequence | None:
+        """The step with these running sequences failed: they are preempted and computed again, in smaller steps.
+
+        Each of them is suspect that no step has succeeded with yet, or all are. A step then has at most half as many
+        suspects as the last one that failed, and twice as many again after every one that succeeds. Returns the only
+        suspect of the step if it has been retried already: it is the reason, and is left to the caller. Not so unless
+        the step had `only_these` sequences: others of it have failed in a step before, which it was launched behind.
+        """
+        suspects = [seq for seq in failed if seq.suspicion] or failed
+        lone = suspects[0] if len(suspects) == 1 and only_these else None
+        offender = lone if lone is not None and lone.suspicion == 2 else None
+        for seq in suspects:
+            seq.suspicion = 2
+        for seq in failed:
+            if seq is not offender:
+                self._preempt(seq)
+        self._max_suspects = max(1, len(suspects) // 2)
+        return offender
+
+    def succeeded(self) -> None:
+        """A step was absorbed."""
+        if self._max_suspects < inf:
+            doubled = 2 * self._max_suspects
+            self._max_suspects = doubled if doubled < self._limits.max_running else inf
+
+    def _holds_back(self, seq: Sequence) -> bool:
+        return seq.suspicion > 0 and self._n_suspects >= self._max_suspects
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""

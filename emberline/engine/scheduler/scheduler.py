@@ -159,6 +159,7 @@ class Scheduler:
         """Take in the result of a step. Rows of sequences that ended meanwhile are ignored."""
         deltas = []
         self._admission.done(plan)
+        self._planner.succeeded()
         samples, by_number = iter(sampled), self._by_number
         for row in plan.rows:
             sample = next(samples) if row.samples else None
@@ -166,6 +167,7 @@ class Scheduler:
             if seq is None or seq.admission != row.admission:
                 continue
             seq.n_sampling -= row.samples
+            seq.suspicion = 0
             if seq.failure is not None:
                 deltas.append(self._fail(seq, seq.failure))
                 continue
@@ -182,11 +184,13 @@ class Scheduler:
                 deltas += self._send_kv(seq, row.end)
         return deltas
 
-    def fail(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
-        """The step could not be computed: its requests end with the error, all others go on."""
+    def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
+        """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
         self._admission.done(plan)
-        found = [seq for row in plan.rows if (seq := self._by_number.get(row.number)) is not None]
-        return [self._fail(seq, error) for seq in found]
+        found = [(self._by_number.get(row.number), row.admission) for row in plan.rows]
+        failed = [seq for seq, admission in found if seq is not None and seq.admission == admission]
+        offender = self._planner.retry(failed, only_these=len(failed) == len(found))
+        return [] if offender is None else [self._fail(offender, error)]
 
     # --- before a plan ----------------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class Sequence:
     can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
     failure: EmberlineError | None = None  # of its guide; ends it with the next step
+    suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling

@@ -1,24 +1,26 @@
 import pytest
 import torch
 
-from emberline.engine.gpu.memory_budget import GIB, RESERVE_BYTES, device_memory_budget, runner_state_bytes
+from emberline.engine.gpu.memory_budget import GIB, device_memory_budget, reserve_bytes, runner_state_bytes
+from emberline.engine.gpu.shapes import max_graphs
 from emberline.engine.scheduler.limits import Limits
 from emberline.protocol.errors import BadInput
 from tests.engine.gpu.test_runner import FULL, WINDOW, Padded, runner_of
 
-WEIGHTS, WORKSPACE, STATE = 15 * GIB, GIB // 2, GIB // 8
+WEIGHTS, WORKSPACE, STATE, RESERVE = 15 * GIB, GIB // 2, GIB // 8, 448 << 20
 
 
 def plan(kv_bytes=None, total=140 * GIB, elsewhere=GIB // 2):
     allocated = WEIGHTS + WORKSPACE  # the runner state is not allocated yet
-    return device_memory_budget(total, total - elsewhere - allocated, WEIGHTS, WORKSPACE, STATE, allocated, kv_bytes)
+    free = total - elsewhere - allocated
+    return device_memory_budget(total, free, WEIGHTS, WORKSPACE, STATE, RESERVE, allocated, kv_bytes)
 
 
 def test_the_kv_cache_gets_the_remaining_memory():
     made = plan()
     assert made.elsewhere == GIB // 2
     assert made.free == 0
-    assert made.kv == 140 * GIB - GIB // 2 - WEIGHTS - WORKSPACE - STATE - RESERVE_BYTES
+    assert made.kv == 140 * GIB - GIB // 2 - WEIGHTS - WORKSPACE - STATE - RESERVE
     assert "weights 15.00, kv 123.44" in made.table()
 
 
@@ -32,6 +34,20 @@ def test_requested_kv_bytes_are_used():
 def test_a_budget_that_does_not_fit_is_refused(asked):
     with pytest.raises(BadInput, match=r"weights take 15\.0, a step 1\.1: that leaves"):
         plan(**asked)
+
+
+def test_the_reserve_follows_the_model_and_the_limits():
+    llama_8b = reserve_bytes(Limits(131072, 128256, (0,), 256, 8192), 1, 32, 128)
+    assert llama_8b == pytest.approx(448 << 20, rel=0.05), "as measured"
+    assert reserve_bytes(Limits(8192, 49152, (0,), 256, 8192), 1, 9, 64) < llama_8b - (100 << 20)
+    twice_as_wide = reserve_bytes(Limits(131072, 128256, (0,), 256, 8192), 1, 64, 128)
+    assert twice_as_wide > llama_8b + 2 * 8192 * 32 * 128 * 2
+    assert reserve_bytes(Limits(131072, 128256, (0,), 512, 16384), 1, 32, 128) > twice_as_wide
+
+
+def test_graphs_are_counted_in_the_reserve():
+    for most in (1, 4, 80, 256, 600):
+        assert len(runner_of(max_running=most).step_kinds()) <= max_graphs(most)
 
 
 def test_runner_state_stays_within_its_estimate():

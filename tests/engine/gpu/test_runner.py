@@ -105,6 +105,24 @@ def test_an_invalid_row_fails_alone_and_an_exception_fails_its_step():
     assert run(loop, request("c", [1]))["c"][-1].finish == "length"
 
 
+def test_a_step_that_runs_out_of_memory_is_retried():
+    model = Padded()
+    loop, _ = loop_of(model, max_running=3)
+    forward, n_steps = model.forward, itertools.count()
+
+    def crowded(step, kv):
+        if next(n_steps) in (1, 2):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return forward(step, kv)
+
+    model.forward = crowded
+    asked = {id: request(id, ids, max_tokens=5, temperature=0.0) for id, ids in (("a", [1, 2]), ("b", [3]), ("c", [4]))}
+    together = run(loop, *asked.values())
+    for id, each in asked.items():
+        ids = np.frombuffer(each.prompt_ids, "<u4").tolist()
+        assert tokens(together[id]) == expected(ids, each.sampling, (FULL,), 200)[0]
+
+
 def test_sampling_parameters_and_histories_reach_the_sampler():
     loop, kernels = loop_of(Padded(), n_blocks=5, context_len=64)  # too few blocks for both: one is preempted
     a = request("a", [1, 2, 3], max_tokens=40, presence_penalty=0.001, seed=5, logit_bias={4: 0.5})

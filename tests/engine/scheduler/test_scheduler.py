@@ -8,6 +8,7 @@ from emberline.engine.scheduler.admission import KEYS_AT_ONCE
 from emberline.engine.scheduler.latency_target import LatencyTarget
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, StepPlan
+from emberline.engine.scheduler.planner import MAX_RETRY_TOKENS
 from emberline.engine.scheduler.prefill_policy import MAX_BURST_GAP, NO_TARGET, PrefillPolicy
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.step_loop import StepLoop
@@ -327,16 +328,68 @@ def test_deadlines_end_running_and_waiting():
     assert bench.deltas["c"][-1].finish == "length"
 
 
-def test_a_failed_step_ends_only_its_requests():
-    bench = Bench(max_running=1)
+def test_a_failed_step_is_retried():
+    bench = Bench()
     bench.submit("a", A[:20])
+    bench.step()
     bench.submit("b", A[:20])
     bench.runner.fail_next = RuntimeError("out of luck")
     bench.finish()
-    assert [delta.finish for delta in bench.deltas["a"]] == ["error"]
-    assert bench.deltas["a"][0].error.kind == "internal"
-    assert "luck" not in bench.deltas["a"][0].error.message
+    assert bench.tokens("a") == expected(A[:20], request("x", A).sampling, [FULL], 512)[0]
+    assert bench.tokens("b") == bench.tokens("a")
+    assert bench.cache.n_used == 0
+
+
+def test_a_request_that_no_step_can_be_computed_with_ends_alone():
+    bench = Bench(max_running=1)
+    bench.runner.poison_ids.add("bad")
+    bench.submit("bad", A[:20])
+    bench.submit("b", A[:20])
+    bench.finish()
+    assert [delta.finish for delta in bench.deltas["bad"]] == ["error"]
+    assert bench.deltas["bad"][0].error.kind == "internal"
+    assert "request" not in bench.deltas["bad"][0].error.message.partition("this request")[0]
     assert bench.deltas["b"][-1].finish == "length"
+    assert len(bench.runner.plans) == 2 + 4, "it was retried once"
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("bad", [(0,), (5,), (2, 11)])
+def test_the_sequences_that_a_step_fails_for_are_isolated(bad, steps_in_flight):
+    """Some fail from the start, the others' steps fail because of them; nobody else ends or gets other tokens."""
+    scheduler, cache = scheduler_of(max_running=12, n_blocks=64)
+    runner = FakeRunner(cache)
+    loop = StepLoop(scheduler, runner, steps_in_flight)
+    prompts = {f"r{n}": [*A[n : n + 20], n % 7] for n in range(12)}
+    for id, prompt in prompts.items():
+        loop.submit(request(id, prompt, max_tokens=20), 0.0)
+    deltas: dict[str, list[TokenDelta]] = {id: [] for id in prompts}
+    for n in range(400):
+        if n == 12:  # all of them decode
+            runner.poison_ids = {f"r{i}" for i in bad}
+        for delta in loop.step(0.0):
+            deltas[delta.id].append(delta)
+    assert not loop.busy
+    for n, (id, prompt) in enumerate(prompts.items()):
+        output = [token for delta in deltas[id] for token in unpack(delta.token_ids)]
+        answer = expected(prompt, request("x", prompt, max_tokens=20).sampling, [FULL], 512)[0]
+        assert deltas[id][-1].finish == ("error" if n in bad else "length")
+        assert output == answer[: len(output)] if n in bad else output == answer
+    assert cache.n_used == 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_steps_that_are_too_large_are_retried_smaller(steps_in_flight):
+    """Running out of memory depends on what a step computes; it ends no request."""
+    scheduler, cache = scheduler_of(max_running=16, n_blocks=700, context_len=2048, token_budget=4096)
+    runner = FakeRunner(cache)
+    runner.max_tokens = MAX_RETRY_TOKENS
+    loop = StepLoop(scheduler, runner, steps_in_flight)
+    for n in range(4):
+        loop.submit(request(f"r{n}", [(n + i * i) % 7 for i in range(1500)], max_tokens=4), 0.0)
+    ends = [delta.finish for _ in range(200) for delta in loop.step(0.0) if delta.finish]
+    assert ends == ["length"] * 4
+    assert cache.n_used == 0
 
 
 def test_seeds():
@@ -421,7 +474,7 @@ class LateResults(FakeRunner):
         return handle
 
 
-def test_a_failed_step_with_another_in_flight_ends_only_its_requests():
+def test_a_failed_step_with_another_in_flight_is_retried():
     scheduler, cache = scheduler_of(max_running=2)
     loop = StepLoop(scheduler, LateResults(cache, RuntimeError("bad step")), steps_in_flight=2)
     loop.submit(request("a", [1, 2, 3], max_tokens=9), 0.0)
@@ -430,8 +483,8 @@ def test_a_failed_step_with_another_in_flight_ends_only_its_requests():
         if n == 4:
             loop.submit(request("b", [2, 2, 2], max_tokens=3), 0.0)
         ends |= {delta.id: delta for delta in loop.step(0.0) if delta.finish}
-    assert ends["a"].error.kind == "internal"
-    assert ends["b"].finish == "length"
+    assert ends["a"].finish == ends["b"].finish == "length"
+    assert ends["a"].usage.completion_tokens == 9
     assert cache.n_used == 0
     assert not loop.busy
 
