@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from emberline import log as logs
 from emberline.accounts.auth import LOCAL_ACCOUNT, Authenticator
+from emberline.api.http.body import held_bodies
 from emberline.api.http.call import (
     Backend,
     BatchQueue,
@@ -71,6 +72,7 @@ class App:
         try:
             await self._serve(call)
         finally:
+            held_bodies.release(call)
             _log_request(call, time.perf_counter() - started)
             logs.request_id.reset(context)
 

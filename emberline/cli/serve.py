@@ -30,6 +30,7 @@ from emberline.cli.http_client import ServerAddress
 from emberline.cli.models import fetch
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure
 from emberline.protocol.errors import Unavailable
+from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, remote_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     check_exposure(config)
     logs.setup("core", config.log.level, config.log.format)
     os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # child processes inherit it
+    machine.raise_file_limit()
     shows_panel = sys.stdout.isatty() and not args.json
 
     def on_ready(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:

@@ -3,9 +3,11 @@
 The pipeline uses it through `Core`: `LocalCore` in the core process, `RemoteCore` in the other HTTP workers.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -18,7 +20,7 @@ from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.service.health import Connection, Health, check
+from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import Sessions
@@ -86,8 +88,10 @@ class LocalCore:
         sessions: Sessions,
         responses: DatabaseResponses,
         job_share: float = SHARE,
+        data_dir: Path | None = None,
     ) -> None:
-        """`connections` are not started yet."""
+        """`connections` are not started yet. Without being able to write to `data_dir`, no request can be served."""
+        self._data_dir = data_dir
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
         self.responses = responses
@@ -149,7 +153,11 @@ class LocalCore:
         await self.finalize(RequestEnd(row))
 
     async def health(self) -> Health:
-        return check(self._connections, self.admission.snapshot())
+        health = check(self._connections, self.admission.snapshot())
+        if self._data_dir is None:
+            return health
+        problem = await asyncio.to_thread(disk_problem, self._data_dir)
+        return Health(health.ok and not problem, {**health.detail, "disk": problem or "ok"})
 
     async def metrics(self) -> bytes:
         return self._metrics.expose()

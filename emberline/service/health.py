@@ -1,6 +1,8 @@
 """Whether tokens can be generated, which is more than whether a process is alive."""
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -8,6 +10,8 @@ import msgspec
 from emberline.balancer.balancer import Snapshot
 from emberline.balancer.worker import WorkerSnapshot
 from emberline.protocol.frames import EngineInfo
+
+PROBE_BYTES = 256 << 10  # more than the store writes for one request
 
 _BREAKER = {
     "open": "it failed too many requests; it gets none for a minute",
@@ -46,6 +50,17 @@ def check(connections: Sequence[Connection], snapshot: Snapshot) -> Health:
     engines = [_describe(worker, by_name[worker.name]) for worker in snapshot.workers]
     down = sorted(name for name, model in models.items() if not model["ready"])
     return Health(len(down) < len(models), {"engines": engines, "models": models, "models_down": down})
+
+
+def disk_problem(folder: Path) -> str:
+    """Why nothing can be written there, found by writing; empty if it can. Blocks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+    except OSError as error:
+        return f"the data folder {folder} cannot be written: {error.strerror}"
+    return ""
 
 
 def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:

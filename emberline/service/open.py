@@ -21,6 +21,7 @@ from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
+from emberline.store.sqlite import SqliteStore
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.models import UpstreamModels
@@ -59,7 +60,8 @@ async def open_service(
     connections: list[CoreConnection] = [*engines.values(), *upstreams]
     usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
     usage.start()
-    core = LocalCore(admission, connections, usage, Sessions(), responses, queue_share)
+    written = data_dir if isinstance(store, SqliteStore) else None
+    core = LocalCore(admission, connections, usage, Sessions(), responses, queue_share, written)
 
     async def close_core() -> None:
         admission.close()

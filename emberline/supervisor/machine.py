@@ -1,7 +1,8 @@
-"""The CPU cores and GPUs of this machine, found without importing torch."""
+"""The CPU cores, GPUs and file limit of this machine, found without importing torch."""
 
 import importlib.util
 import os
+import resource
 from pathlib import Path
 
 
@@ -26,3 +27,15 @@ def gpus() -> list[str]:
 def n_gpus_installed() -> int:
     """GPUs that the driver reports, whether or not torch can use them."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def raise_file_limit() -> int:
+    """Allow this process and its children as many open files, and so connections, as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # macOS reports a limit that it does not grant
+            pass
+    return soft

@@ -1,5 +1,7 @@
 import asyncio
 import dataclasses
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,3 +100,19 @@ async def test_one_of_two_engines_is_enough(tmp_path: Path, open_one: Opener) ->
     assert health.ok
     assert sorted(engine["ok"] for engine in health.detail["engines"]) == [False, True]
     await engines[1].die()
+
+
+async def test_a_full_disk_is_not_healthy(service: Service) -> None:
+    """Requests fail there, since no usage row can be written. A limit on the size of files fails writes as well."""
+    assert (await service.health()).detail["disk"] == "ok"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        found = await service.health()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not found.ok
+    assert "cannot be written: File too large" in found.detail["disk"]
+    assert (await service.health()).ok

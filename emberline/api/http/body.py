@@ -1,6 +1,7 @@
 """Reading a request body: bounded in size and time, decoded as JSON into a typed struct whatever its content type."""
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -9,7 +10,7 @@ import msgspec
 
 from emberline.api.http.call import Call, ClientDisconnected, LargeRequest
 from emberline.api.http.errors import NoBody
-from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge
+from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
 
 T = TypeVar("T")
 
@@ -17,12 +18,34 @@ MAX_BODY_BYTES = 32 << 20
 MAX_VALUES = 1 << 18  # of one request's JSON: a prompt of as many token ids, or far more messages than any client sends
 NO_LIMIT = MAX_BODY_BYTES  # of values: for a body whose parts are decoded, and limited, one by one
 IDLE_S = 30.0  # the longest pause between two chunks of a body
+MIN_BYTES_PER_S = 16 << 10  # of a body, after the first IDLE_S
 LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in another process: here that would take
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 _SCAN_BYTES = 256 << 10
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
+
+
+class HeldBodies:
+    """The bytes of request bodies in this process's memory, of all requests until they end."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.n_bytes = 0
+
+    def add(self, call: Call, n_bytes: int) -> None:
+        if self.n_bytes + n_bytes > self.most:
+            raise Unavailable("too many large requests are being served: try again in a moment", retry_after_s=5)
+        self.n_bytes += n_bytes
+        call.held_bytes += n_bytes
+
+    def release(self, call: Call) -> None:
+        self.n_bytes -= call.held_bytes
+        call.held_bytes = 0
+
+
+held_bodies = HeldBodies(min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8))
 
 
 async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
@@ -41,6 +64,7 @@ async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
         raise LargeRequest(max_bytes)
     n_bytes = 0
     async for chunk in body_chunks(call, max_bytes):
+        held_bodies.add(call, len(chunk))
         call.received.append(chunk)
         n_bytes += len(chunk)
         if call.relays_large and n_bytes > LARGE_BYTES:
@@ -122,13 +146,18 @@ def _param(message: str) -> str | None:
 async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:
     """The body as it arrives."""
     announced_bytes(call, max_bytes)
-    n_bytes, more = 0, True
+    clock = asyncio.get_running_loop().time
+    n_bytes, waited_s, more = 0, 0.0, True
     while more:
+        began_s = clock()
         try:
             async with asyncio.timeout(IDLE_S):
                 message = await call.receive()
         except TimeoutError:
             raise DeadlineExceeded(f"the request body stopped arriving for {IDLE_S:.0f} s") from None
+        waited_s += clock() - began_s
+        if n_bytes < MIN_BYTES_PER_S * (waited_s - IDLE_S):
+            raise DeadlineExceeded(f"the request body arrives at less than {MIN_BYTES_PER_S >> 10} KiB/s")
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         chunk: bytes = message.get("body", b"")

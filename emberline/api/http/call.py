@@ -136,6 +136,7 @@ class Call:
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
         self.received: list[bytes] = []  # of the body, as far as it has been read
         self.body_complete = False
+        self.held_bytes = 0  # of its body, in memory
         self.id = str(uuid.uuid4())
         # Of a repeated header, the first counts.
         fields: list[tuple[bytes, bytes]] = scope["headers"]

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httptools
 
-from emberline.api.http.body import body_chunks
+from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.call import Call, while_connected
 from emberline.api.http.errors import HeaderList
 from emberline.api.http.sse import IncompleteBody
@@ -64,6 +64,7 @@ async def _send(call: Call, writer: asyncio.StreamWriter, max_bytes: int) -> Non
         for chunk in call.received:
             await _write(writer, chunk, chunked)
         call.received.clear()
+        held_bodies.release(call)
         if not call.body_complete:
             async for chunk in body_chunks(call, max_bytes):
                 await _write(writer, chunk, chunked)

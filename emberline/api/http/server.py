@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -19,10 +21,14 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, checked after each read
 HEAD_TIMEOUT_S = 30.0  # from the start of the connection, or of the head, to its end
 WRITE_TIMEOUT_S = 120.0  # for a client to read anything once the send buffers are full
+MAX_CONNECTIONS = 8192
+MIN_CONNECTIONS = 64
+RESERVED_FILES = 512  # for engines, upstream servers, the store, files being read
 MAX_PIPELINED = 16  # requests sent before the responses to earlier ones
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they close first
 CANCEL_TIMEOUT_S = 5.0  # for requests cancelled after the drain to send their error and release resources
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, stop: asyncio.Event | None = None) -> None:
@@ -33,7 +39,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, drain_s: float = 30.0, sto
     """
     config = uvicorn.Config(
         app,
-        http=_BoundedProtocol,
+        http=partial(_BoundedProtocol, _Connections(max_connections())),  # type: ignore[arg-type]
         ws="none",
         loop="none",  # uses the caller's
         lifespan="off",
@@ -75,11 +81,44 @@ class _Server(uvicorn.Server):
             await asyncio.wait(cancelled, timeout=CANCEL_TIMEOUT_S)
 
 
+class _Connections:
+    """Counts the server's connections. Beyond `most`, those give way that have waited longest for a client to send a
+    request: idle ones, and ones that send their head slowly, which would otherwise keep everyone else out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._n_open = 0
+        self.waiting: dict[_BoundedProtocol, None] = {}  # longest first
+
+    def open(self, connection: "_BoundedProtocol") -> bool:
+        """Whether there is room for it: always, unless all others have requests that run."""
+        self._n_open += 1
+        if self._n_open > self._most:
+            oldest = next(iter(self.waiting), None)
+            if oldest is None:
+                return False
+            del self.waiting[oldest]
+            oldest.transport.abort()
+        self.waiting[connection] = None
+        return True
+
+    def lost(self, connection: "_BoundedProtocol") -> None:
+        self._n_open -= 1
+        self.waiting.pop(connection, None)
+
+
+def max_connections() -> int:
+    """Of one process: as many as may be open as files, less those that it needs itself."""
+    n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, n_files - RESERVED_FILES))
+
+
 class _BoundedProtocol(HttpToolsProtocol):
     """Adds the timeouts that uvicorn lacks: for a request head to end, and for a client to read its response."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, connections: "_Connections", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all = connections
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -88,9 +127,14 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if not self._all.open(self):
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all.lost(self)
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
         if self._running is not None:  # uvicorn notifies only the last request of a pipeline
@@ -117,6 +161,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._in_head = False
+        self._all.waiting.pop(self, None)
         self._head_bytes = 0
         _cancel(self._head_timer)
         self._head_timer = None
@@ -132,6 +177,11 @@ class _BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         _cancel(self._stall_timer)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._running is None or self._running.response_complete:  # else uvicorn has started the next of a pipeline
+            self._all.waiting[self] = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle

@@ -238,6 +238,38 @@ async def test_a_body_that_stops_arriving(service: FakeService, monkeypatch: pyt
     assert wire.sent[0]["status"] == 408
 
 
+async def test_a_body_that_arrives_slowly(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte before each pause is over would hold memory and a connection for days."""
+    monkeypatch.setattr(bodies, "MIN_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr(bodies, "IDLE_S", 0.05)
+    wire = Wire(app_of(service), "/v1/completions", b"")
+    wire.inbox.get_nowait()
+    while not wire.task.done():
+        wire.inbox.put_nowait({"type": "http.request", "body": b" ", "more_body": True})
+        await asyncio.sleep(0.01)
+    assert wire.sent[0]["status"] == 408
+    assert "KiB/s" in wire.body.decode()
+
+
+async def test_bodies_in_memory_are_bounded(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies.held_bodies, "most", 1 << 20)
+    half = {"type": "http.request", "body": b" " * (300 << 10), "more_body": True}
+    wires = [Wire(app_of(service), "/v1/completions", b"") for _ in range(4)]
+    for wire in wires:
+        wire.inbox.get_nowait()
+        wire.inbox.put_nowait(half)
+    done, waiting = await asyncio.wait([wire.task for wire in wires], timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    assert (len(done), len(waiting)) == (1, 3)
+    (refused,) = (wire for wire in wires if wire.task.done())
+    headers = dict(refused.sent[0]["headers"])
+    assert (refused.sent[0]["status"], headers[b"retry-after"]) == (503, b"5")
+    assert bodies.held_bodies.n_bytes == 3 * (300 << 10)
+    for wire in wires:
+        wire.leave()
+    await asyncio.gather(*(wire.task for wire in wires))
+    assert bodies.held_bodies.n_bytes == 0
+
+
 _decoder = msgspec.json.Decoder(ChatRequest)
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

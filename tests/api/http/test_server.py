@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -105,6 +106,51 @@ def test_endless_request_heads_are_closed() -> None:
                 send_for_ever(raw)
         headers = {"x-long": "x" * (MAX_HEAD_BYTES // 2)}
         assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Room for few connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (servers.RESERVED_FILES + 100, hard))
+    yield 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_half_sent_heads_lock_nobody_out(few_files: int) -> None:
+    """The server closes those that have waited longest, and not a stream that runs."""
+    with (
+        on_loopback(app_of(FakeService(slowly(50)))) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/chat/completions", json=CHAT) as streamed,
+        contextlib.ExitStack() as stack,
+    ):
+        lines = streamed.iter_lines()
+        next(lines)
+        half_sent = []
+        for _ in range(few_files + 30):
+            half_sent.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 5)))
+            half_sent[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Half: ")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert not half_sent[0].recv(1)
+        assert "data: [DONE]" in list(lines)
+
+
+def test_connections_beyond_the_limit_are_told(few_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(servers, "MIN_CONNECTIONS", 1)
+    service = FakeService(slowly(10_000))
+    with on_loopback(app_of(service)) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            raw.sendall(post(CHAT))
+        wait_for(lambda: service.open == 2)
+        answer = httpx.get(f"{server.url}/health")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        raw.close()
+        wait_for(lambda: service.open == 1)
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_large_request_heads_get_a_response() -> None:
