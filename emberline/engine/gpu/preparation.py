@@ -1,6 +1,7 @@
 """Preparation of steps ahead of requests: compiled kernels, CUDA graphs, plans of attention."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -22,7 +23,8 @@ class StepPreparation:
     """Every step shape that the limits allow, so that no request ever waits for a compiler or for a capture.
 
     Before requests are accepted all kernels are compiled, and the essential shapes captured, to which all others can be
-    padded. The others are captured while the engine is idle, the most common first.
+    padded. The others are captured while the engine is idle, the most common first; then cuDNN plans its attention,
+    until when Triton's kernel computes that of long chunks.
     """
 
     def __init__(self, model: Decoder, runner: GpuRunner, limits: Limits) -> None:
@@ -34,6 +36,7 @@ class StepPreparation:
         self._essential = deque(essential)
         self._others = deque(kind for kind in kinds if kind not in essential)
         self._plans: Iterator[bool] = model.kernels.warm_up(model.attentions, runner.pools)
+        model.kernels.long_plans = False
 
     def _is_essential(self, kind: StepKind) -> bool:
         shape, most = kind.shape, self._limits.max_running
@@ -42,15 +45,24 @@ class StepPreparation:
         return not kind.cascade and is_essential(shape.n_decodes, shape.n_tokens, most)
 
     def first(self) -> None:
-        """While weights are read: the step of a first prompt. More would slow that down."""
+        """While weights are read: the step of a first prompt, and loading cuDNN. More would slow that down."""
+        began_s = time.perf_counter()
         self._compile([self._essential[0]])
         self._runner.capture(self._essential.popleft())
+        self._model.kernels.long_plans = True
+        self._compile([], self._long_chunks)
+        self._model.kernels.long_plans = False
+        _log.info("the first step is prepared", extra={"seconds": round(time.perf_counter() - began_s, 3)})
 
     def finish_essential(self) -> None:
         """Once weights are there, before requests are accepted."""
-        self._compile([*self._essential, *self._others], self._eager_steps())
+        began_s = time.perf_counter()
+        self._compile([*self._essential, *self._others], self._many_chunks + self._long_chunks)
+        compiled_s = time.perf_counter()
         while self._essential:
             self._runner.capture(self._essential.popleft())
+        times = {"compile_s": compiled_s - began_s, "capture_s": time.perf_counter() - compiled_s}
+        _log.info("the essential steps are prepared", extra={name: round(s, 3) for name, s in times.items()})
 
     def next(self) -> bool:
         """While idle: one thing more. False: everything is prepared."""
@@ -60,6 +72,7 @@ class StepPreparation:
         with torch.inference_mode():
             more = next(self._plans, False)
         if not more:
+            self._model.kernels.long_plans = True
             _log.info("every common step is prepared", extra={"graphs": self._runner.n_graphs})
         return more
 
@@ -76,10 +89,13 @@ class StepPreparation:
                 raise lost from error
             _log.warning("kernels could not be compiled ahead of requests: %s", error)
 
-    def _eager_steps(self) -> list[list[tuple[int, int]]]:
-        """Steps that are too large for a CUDA graph, as chunks: many short prompts, and a long one."""
-        limits, n_chunks = self._limits, min(64, self._limits.max_running)
-        steps = [[(0, EAGER_TOKENS // n_chunks)] * n_chunks] if limits.token_budget >= EAGER_TOKENS else []
-        if limits.token_budget >= LONG_CHUNK[1] and limits.context_len >= sum(LONG_CHUNK):
-            steps.append([LONG_CHUNK])
-        return steps
+    @property
+    def _many_chunks(self) -> list[list[tuple[int, int]]]:
+        """A step of many short prompts that is too large for a CUDA graph, as chunks."""
+        n_chunks = min(64, self._limits.max_running)
+        return [[(0, EAGER_TOKENS // n_chunks)] * n_chunks] if self._limits.token_budget >= EAGER_TOKENS else []
+
+    @property
+    def _long_chunks(self) -> list[list[tuple[int, int]]]:
+        start, n = LONG_CHUNK
+        return [[LONG_CHUNK]] if self._limits.token_budget >= n and self._limits.context_len >= start + n else []

@@ -44,6 +44,9 @@ class TritonBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
         self._pdl = supports_pdl()
+        self.long_plans = (
+            True  # attention of long chunks by cuDNN; it takes a second to plan what it was not prepared for
+        )
         self._workspace: Workspace  # set by `reserve`, as is _matmul
         self._matmul: Matmul
 
@@ -177,7 +180,7 @@ class TritonBackend:
         n_new = tokens - first
         queries = workspace.take("queries", tokens, attn.heads * attn.head_dim)
         chunks = [] if self._deterministic else context.shape.chunks or []
-        long = [chunk for chunk in chunks if cudnn_attention.supports(attn, chunk.n)]
+        long = [chunk for chunk in chunks if self.long_plans and cudnn_attention.supports(attn, chunk.n)]
         new_kv = None
         if long:
             exact = len(long) == 1 and long[0].n == n_new and cudnn_attention.has_exact_plan(n_new)
