@@ -220,6 +220,11 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     return values
 
 
+def endpoint_key_variable(name: str) -> str:
+    """The environment variable with the key of an endpoint."""
+    return f"EMBERLINE_ENDPOINTS_{re.sub('[^A-Z0-9]', '_', name.upper())}_KEY"
+
+
 def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[EndpointConfig, ...]:
     if not isinstance(tables, list):
         raise ConfigError(f"endpoints in {path} is a list of tables: write [[endpoints]]", param="endpoints")
@@ -231,8 +236,8 @@ def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[End
             raise ConfigError(f"[[endpoints]] number {number} in {path}: {error}", param="endpoints") from error
         if endpoint.name in found:
             raise ConfigError(f"two [[endpoints]] in {path} are named {endpoint.name!r}", param="endpoints")
-        variable = f"EMBERLINE_ENDPOINTS_{re.sub('[^A-Z0-9]', '_', endpoint.name.upper())}_KEY"
-        endpoint = msgspec.structs.replace(endpoint, key=environ.get(variable, endpoint.key))
+        key = environ.get(endpoint_key_variable(endpoint.name), endpoint.key)
+        endpoint = msgspec.structs.replace(endpoint, key=key)
         if endpoint.key and not _is_header_safe(endpoint.key):
             raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
         found[endpoint.name] = endpoint

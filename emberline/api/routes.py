@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from emberline.api.admin import endpoints as admin
-from emberline.api.admin import events, webhooks
+from emberline.api.admin import events, webhooks, workers
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
@@ -23,6 +23,7 @@ from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai import endpoints as workers_ai
 from emberline.api.workers_ai import event_subscriptions as subscriptions
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
+from emberline.config import EndpointConfig
 
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
@@ -109,6 +110,10 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/ps", admin.ps, "Models, engine workers and their load"),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
+    ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
+    ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
+    ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
+    ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 
 

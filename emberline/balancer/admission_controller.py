@@ -37,6 +37,25 @@ class AdmissionController:
         self.balancer.register(connection.endpoint)
         connection.listener = self
 
+    def drain(self, name: str) -> None:
+        """The worker gets nothing new."""
+        self.balancer.drain(name, self._clock())
+        self._dispatch()
+
+    def undrain(self, name: str) -> None:
+        self.balancer.undrain(name, self._clock())
+        self._dispatch()
+
+    def remove(self, name: str) -> None:
+        self.balancer.remove(name, self._clock())
+        self._dispatch()
+
+    def worker_names(self) -> list[str]:
+        return self.balancer.worker_names()
+
+    def in_flight_on(self, name: str) -> int:
+        return self.balancer.in_flight_on(name)
+
     async def admit(self, request: RouteRequest) -> Route:
         """Wait for a route; the request is in flight until `ended`. Overloaded, Unavailable, DeadlineExceeded.
         A request that asks again is moved to other workers."""

@@ -122,6 +122,19 @@ class Balancer:
             worker.drained = True
             self._availability_changed(worker, now_s)
 
+    def undrain(self, name: str, now_s: float) -> None:
+        if (worker := self._workers.get(name)) is not None:
+            worker.drained = False
+            self._availability_changed(worker, now_s)
+
+    def worker_names(self) -> list[str]:
+        return list(self._workers)
+
+    def in_flight_on(self, name: str) -> int:
+        """Sequences of ours on the worker, and prompts that it computes for others."""
+        worker = self._workers.get(name)
+        return worker.in_flight.active + worker.in_flight.pushes if worker is not None else 0
+
     def report(self, name: str, load: EngineLoad, now_s: float) -> None:
         """A load report, straight from the worker."""
         worker = self._workers.get(name)

@@ -4,6 +4,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from emberline.config import EndpointConfig
+from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo, EngineLoad, KVEvents, WorkerRole
 
 Kind = Literal["emberline", "vllm", "sglang", "openai"]
@@ -30,6 +32,23 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"endpoint {self.name}: {self.address!r} is neither unix:/path nor tcp:host:port")
         return None, host.strip("[]"), int(port)
+
+
+def engine_endpoint(config: EndpointConfig) -> Endpoint:
+    """A configured Emberline worker on another machine. It names its one model: the core tokenizes for it."""
+    if len(config.models) != 1:
+        raise BadInput(f"endpoint {config.name}: `models` must name the one model that this worker serves")
+    address = config.url.replace("://", ":", 1)
+    endpoint = Endpoint(
+        name=config.name, address=address, token=config.key or "", role=config.role, models=config.models
+    )
+    try:
+        endpoint.split()
+    except ValueError:
+        raise BadInput(
+            f"endpoint {config.name}: the url of a worker is tcp://host:port or unix:/path, not {config.url!r}"
+        ) from None
+    return endpoint
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

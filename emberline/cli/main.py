@@ -14,6 +14,10 @@ COMMANDS = {
     "ls": "list the models on this machine",
     "rm": "remove models from this machine",
     "ps": "show running models, their workers and load",
+    "drain": "send a worker nothing new; it finishes what it has",
+    "undrain": "use a drained worker again",
+    "leave": "drain a worker and remove it from the running server",
+    "join": "add a worker on another machine, or an upstream server, to the running server",
     "batch": "submit a file of requests, watch it, download the results",
     "queue": "show queued jobs and the dead-letter queue; replay dead jobs",
     "bench": "measure a server quickly: one stream, then eight at once",
@@ -22,7 +26,10 @@ COMMANDS = {
     "worker": "start one engine worker",
     "version": "print the version",
 }
-_MODULES = {"pull": "models", "ls": "models", "rm": "models"}  # where it is not the command's own name
+_MODULES = {
+    **dict.fromkeys(("pull", "ls", "rm"), "models"),
+    **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
+}  # where it is not the command's own name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

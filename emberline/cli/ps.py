@@ -34,15 +34,21 @@ def _add_rates(before: dict[str, Any], now: dict[str, Any], seconds: float) -> N
         engine["output_tokens_per_s"] = round(max(0, total - totals.get(engine["name"], total)) / seconds, 1)
 
 
+def _state(engine: dict[str, Any]) -> str:
+    if engine.get("state") == "draining":
+        return "draining" if engine["in_flight"] else "drained"
+    return engine["problem"] or ("ok" if engine["ok"] else "down")
+
+
 def _row(engine: dict[str, Any]) -> tuple[str, ...]:
     load = engine["load"]
     used, total = load["kv_used_blocks"], load["kv_total_blocks"]
     return (
         engine["model"],
-        engine["name"].rpartition("-")[2],  # without the model, which has its own column
+        engine["name"],
         engine.get("role", ""),
         " ".join(filter(None, (engine.get("device"), engine.get("backend")))),
-        engine["problem"] or ("ok" if engine["ok"] else "down"),
+        _state(engine),
         str(load["running"]),
         str(load["waiting"]),
         f"{100 * used / total:.0f} %" if total else "–",

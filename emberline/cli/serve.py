@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline import log as logs
-from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.endpoint import Endpoint, engine_endpoint
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
@@ -31,7 +31,7 @@ from emberline.cli.models import fetch
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
-from emberline.supervisor.engine_workers import EngineWorkers, plan_workers, remote_workers
+from emberline.supervisor.engine_workers import EngineWorkers, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 
 if TYPE_CHECKING:
@@ -114,16 +114,21 @@ def fetch_models(config: Config) -> list[ModelEntry]:
     config.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = ModelStore(config.home)
     local = config.engine.models or (() if config.endpoints else (DEFAULT_MODEL,))
-    remote = [name for worker in remote_workers(config.endpoints) for name in worker.models]
+    remote = [name for worker in _remote_workers(config) for name in worker.models]
     entries = [fetch(name, store) for name in (*local, *remote)]
     return list({entry.card.id: entry for entry in entries}.values())
+
+
+def _remote_workers(config: Config) -> list[Endpoint]:
+    """The configured Emberline workers on other machines."""
+    return [engine_endpoint(endpoint) for endpoint in config.endpoints if endpoint.kind == "emberline"]
 
 
 def _endpoints_by_model(config: Config) -> dict[str, list[Endpoint]]:
     """The configured workers on other machines, by model id. Their models have been fetched."""
     store = ModelStore(config.home)
     found: dict[str, list[Endpoint]] = {}
-    for worker in remote_workers(config.endpoints):
+    for worker in _remote_workers(config):
         model = fetch(worker.models[0], store).card.id
         found.setdefault(model, []).append(msgspec.structs.replace(worker, models=(model,)))
     return found
@@ -175,6 +180,7 @@ async def serve(
             store=store,
             upstreams=await discover(upstream_configs(config.endpoints)),
             on_stall=workers.kill,
+            on_leave=workers.retire,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):

@@ -21,6 +21,7 @@ from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.service.health import Connection, Health, check, disk_problem
+from emberline.service.membership import Membership, WorkerChange
 from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import Sessions
@@ -71,6 +72,9 @@ class Core(Protocol):
 
     async def metrics(self) -> bytes: ...
 
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        """Workers join, leave or drain; returns their names."""
+
     def refused(self, kind: str) -> None:
         """Count a request that was not admitted."""
 
@@ -95,12 +99,27 @@ class LocalCore:
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
         self.responses = responses
-        self._connections = connections
+        self.membership: Membership | None = None  # set by whoever owns the connections
+        self._connections: list[Connection] = []
         self._usage = usage
         self._sessions = sessions
         self._metrics = Metrics(admission.snapshot)
         for connection in connections:
-            admission.watch(connection)
+            self.add(connection)
+
+    def add(self, connection: CoreConnection) -> None:
+        """A worker whose connection is not started yet."""
+        self.admission.watch(connection)
+        self._connections.append(connection)
+
+    def discard(self, name: str) -> None:
+        """A worker has left for good."""
+        self.admission.remove(name)
+        self._connections = [connection for connection in self._connections if connection.name != name]
+
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        assert self.membership is not None
+        return await self.membership.change(change)
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return self._sessions.find(account, model_version, digests)

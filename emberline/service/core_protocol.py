@@ -9,6 +9,7 @@ from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
 from emberline.service.core import RequestEnd
 from emberline.service.health import Health
+from emberline.service.membership import Members, WorkerChange
 from emberline.text.prompt import KnownPrefix
 
 
@@ -53,6 +54,11 @@ class GetHealth(msgspec.Struct, tag="health"):
 
 class GetMetrics(msgspec.Struct, tag="metrics"):
     seq: int
+
+
+class ChangeWorkers(msgspec.Struct, tag="workers"):
+    seq: int
+    change: WorkerChange
 
 
 class Observation(msgspec.Struct, array_like=True):
@@ -101,8 +107,9 @@ class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
     metrics: bytes = b""
     records: list[StoredResponse] = []
     done: bool = False  # of PutResponse and DeleteResponse
+    names: list[str] = []  # of ChangeWorkers
 
 
-Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics
+Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics | ChangeWorkers
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
-from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft)
+from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members)

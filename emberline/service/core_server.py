@@ -14,6 +14,7 @@ from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    ChangeWorkers,
     Checkpoint,
     CoreReply,
     DeleteResponse,
@@ -27,6 +28,7 @@ from emberline.service.core_protocol import (
     WorkerLeft,
     to_core_decoder,
 )
+from emberline.service.membership import Members
 
 log = logging.getLogger("emberline.core")
 
@@ -41,6 +43,8 @@ class CoreServer:
         self._path = path
         self._server: asyncio.AbstractServer | None = None
         core.admission.on_left.add(self._tell_left)
+        if core.membership is not None:
+            core.membership.on_change = self._tell_members
 
     async def start(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -65,6 +69,10 @@ class CoreServer:
         for link in self.links:
             link.send(WorkerLeft(name, reason))
 
+    def _tell_members(self, members: Members) -> None:
+        for link in self.links:
+            link.send(members)
+
 
 class _HttpWorkerLink(Link):
     def __init__(self, server: CoreServer) -> None:
@@ -74,6 +82,8 @@ class _HttpWorkerLink(Link):
 
     def on_open(self) -> None:
         self._server.links.add(self)
+        if (membership := self._server.core.membership) is not None:
+            self.send(membership.members)
 
     def on_frame(self, payload: bytes) -> None:
         message = decode(to_core_decoder, payload)
@@ -127,6 +137,8 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, records=await core.responses.get(call.account, call.response_id, call.whole))
         if isinstance(call, DeleteResponse):
             return CoreReply(call.seq, done=await core.responses.delete(call.account, call.response_id))
+        if isinstance(call, ChangeWorkers):
+            return CoreReply(call.seq, names=await core.change_workers(call.change))
         if isinstance(call, GetHealth):
             return CoreReply(call.seq, health=await core.health())
         return CoreReply(call.seq, metrics=await core.metrics())

@@ -16,6 +16,7 @@ from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
     Abort,
+    Drain,
     EngineInfo,
     EngineLoad,
     Heartbeat,
@@ -198,6 +199,11 @@ class EngineClient:
         if self._link is not None and not self._link.has_vocabulary and self.vocabulary is not None:
             self._link.send(self.vocabulary())
             self._link.has_vocabulary = True
+
+    def end_worker(self, limit_s: float) -> None:
+        """Ask the engine to drain, for all its clients, and to end its process."""
+        if self._link is not None:
+            self._link.send(Drain(limit_s))
 
     def abort(self, ids: list[str]) -> None:
         for sequence_id in ids:

@@ -1,7 +1,6 @@
 """Builds a service: in the core process, and in the other HTTP workers."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
-from emberline.service.engine_client import EngineClient
+from emberline.service.membership import Membership, WorkerConnections
 from emberline.service.prepare import Served
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
@@ -42,37 +41,38 @@ async def open_service(
     store: Database | None = None,
     upstreams: Sequence[UpstreamClient] = (),
     on_stall: Callable[[str], None] | None = None,
+    on_leave: Callable[[str], Awaitable[None]] | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
-    now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it.
+    now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
+    of a worker that has left, to end it.
     """
-    engines = _engines(served)
-    for engine in engines.values():
-        engine.on_stall = on_stall
+    connections = _connections(served, UpstreamModels(upstreams), on_stall)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
     responses = DatabaseResponses(store, retention_days)
     await responses.open()
     admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
-    connections: list[CoreConnection] = [*engines.values(), *upstreams]
+    workers: list[CoreConnection] = [*connections.engines.values(), *upstreams]
     usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
     usage.start()
     written = data_dir if isinstance(store, SqliteStore) else None
-    core = LocalCore(admission, connections, usage, Sessions(), responses, queue_share, written)
+    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written)
+    membership = core.membership = Membership(core, connections, on_leave)
 
     async def close_core() -> None:
+        await membership.close()
         admission.close()
         await responses.close()
         await usage.close()
         if own is not None:
             await own.close()
 
-    models = UpstreamModels(upstreams)
-    models.start(watch=True)
-    return Service(core, served, engines, close_core, GrammarCompiler(), models)
+    connections.upstream.start(watch=True)
+    return Service(core, served, connections.engines, close_core, GrammarCompiler(), connections.upstream)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -87,21 +87,20 @@ async def open_http_worker(
     served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[UpstreamClient] = ()
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
-    engines = _engines(served)
     models = UpstreamModels(upstreams)
-    core = RemoteCore(core_socket, list(engines.values()), models.abort)
+    connections = _connections(served, models)
+    core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
-    return Service(core, served, engines, core.close, GrammarCompiler(), models)
+    return Service(core, served, connections.engines, core.close, GrammarCompiler(), models)
 
 
-def _engines(served: Sequence[Served]) -> dict[str, EngineClient]:
-    """By endpoint name. The service starts them."""
-    engines: dict[str, EngineClient] = {}
+def _connections(
+    served: Sequence[Served], upstream: UpstreamModels, on_stall: Callable[[str], None] | None = None
+) -> WorkerConnections:
+    """To the configured workers. The service starts those to engines."""
+    connections = WorkerConnections([(item.card, item.text) for item in served], upstream, on_stall)
     for item in served:
         for endpoint in item.endpoints:
-            assert endpoint.name not in engines, "endpoint names are unique"
-            models = endpoint.models or (item.card.id,)
-            client = engines[endpoint.name] = EngineClient(msgspec.structs.replace(endpoint, models=models))
-            client.vocabulary = partial(getattr, item.text, "vocabulary")
-    return engines
+            connections.add_engine(msgspec.structs.replace(endpoint, models=endpoint.models or (item.card.id,)))
+    return connections

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from emberline.accounts.usage_row import UsageRow
@@ -19,6 +19,7 @@ from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    ChangeWorkers,
     Checkpoint,
     CoreReply,
     DeleteResponse,
@@ -36,6 +37,7 @@ from emberline.service.core_protocol import (
 )
 from emberline.service.engine_client import EngineClient
 from emberline.service.health import Health
+from emberline.service.membership import Members, WorkerChange
 from emberline.text.prompt import KnownPrefix
 
 NOTICE_INTERVAL_S = 1.0
@@ -49,14 +51,18 @@ class RemoteCore:
     def __init__(
         self,
         socket_path: Path,
-        engines: Sequence[EngineClient],
+        engines: Collection[EngineClient],
         on_left: Callable[[str, str], None] = lambda name, reason: None,
+        follow: Callable[[Members], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_left` is called with the name of a worker that the core has lost, and why."""
+        """`on_left` is called with the name of a worker that the core has lost, and why; `follow` with the workers
+        that have joined and left."""
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
         self.responses = RemoteResponses(self._call)
         self._engines = engines
         self._on_left = on_left
+        self._follow = follow
+        self._following: set[asyncio.Future[None]] = set()
         self._refused: Counter[str] = Counter()  # since the last notice
         self._noticed_s = 0.0  # when the last notice went out
         self._link: _CoreLink | None = None
@@ -101,6 +107,9 @@ class RemoteCore:
     async def metrics(self) -> bytes:
         return (await self._call(GetMetrics)).metrics
 
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        return (await self._call(lambda seq: ChangeWorkers(seq, change))).names
+
     def refused(self, kind: str) -> None:
         self._refused[kind] += 1
 
@@ -122,7 +131,7 @@ class RemoteCore:
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
-            link = _CoreLink(self._on_left)
+            link = _CoreLink(self._on_left, self._on_members)
             try:
                 self._link = await dial(link, self._endpoint)
                 self._linked.set()
@@ -136,6 +145,12 @@ class RemoteCore:
                 self._linked.clear()
                 link.drop("the HTTP worker is closing")
             await asyncio.sleep(next(delays))
+
+    def _on_members(self, members: Members) -> None:
+        if self._follow is not None:
+            following = asyncio.ensure_future(self._follow(members))
+            self._following.add(following)
+            following.add_done_callback(self._following.discard)
 
     async def _send_notices(self) -> None:
         while True:
@@ -171,9 +186,10 @@ class RemoteResponses:
 
 
 class _CoreLink(Link):
-    def __init__(self, on_left: Callable[[str, str], None]) -> None:
+    def __init__(self, on_left: Callable[[str, str], None], on_members: Callable[[Members], None]) -> None:
         super().__init__()
         self._on_left = on_left
+        self._on_members = on_members
         self._waiting: dict[int, asyncio.Future[CoreReply]] = {}
 
     async def call(self, seq: int, call: Call) -> CoreReply:
@@ -191,6 +207,8 @@ class _CoreLink(Link):
         reply = decode(from_core_decoder, payload)
         if isinstance(reply, WorkerLeft):
             return self._on_left(reply.name, reply.reason)
+        if isinstance(reply, Members):
+            return self._on_members(reply)
         waiter = self._waiting.get(reply.seq)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

@@ -19,6 +19,7 @@ from emberline.service.core import Core, SessionEntry
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
+from emberline.service.membership import WorkerChange
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
 from emberline.service.prepare import Prepared, Preparer, Served
 from emberline.service.request_context import Clock, JobContext, in_flight_id
@@ -102,6 +103,10 @@ class Service:
     async def metrics(self) -> bytes:
         return await self.core.metrics()
 
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        """Workers join, leave or drain; returns their names."""
+        return await self.core.change_workers(change)
+
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def ready(self, timeout_s: float) -> bool:
@@ -114,8 +119,8 @@ class Service:
         await self._grammars.start()
         for item in self._served.values():
             await self._preparer.load_vocabulary(item.text)
-            for endpoint in item.endpoints:
-                self._engines[endpoint.name].send_vocabulary()
+            for engine in self._engines_of(item):
+                engine.send_vocabulary()
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests; return when the running ones are finalized, or after `limit_s`."""
@@ -251,10 +256,13 @@ class Service:
         raise ModelNotFound(f"no model {model_id} here; there are {', '.join(self._served)}", param="model")
 
     def _info(self, served: Served) -> EngineInfo:
-        for endpoint in served.endpoints:
-            if (info := self._engines[endpoint.name].info) is not None:
-                return info
+        for engine in self._engines_of(served):
+            if engine.info is not None:
+                return engine.info
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
+
+    def _engines_of(self, served: Served) -> list[EngineClient]:
+        return [engine for engine in self._engines.values() if served.card.id in engine.endpoint.models]
 
 
 async def _no_session_entries() -> Sequence[SessionEntry]:

@@ -4,17 +4,18 @@ Each worker listens on a Unix socket in a private folder and requires a join tok
 so clients reconnect without being told.
 """
 
+import asyncio
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.config import EndpointConfig, EngineConfig
+from emberline.config import EngineConfig
 from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole
@@ -22,6 +23,7 @@ from emberline.supervisor import machine
 from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedProcess
 
 PREFILL_NICE = 5  # on cores shared with HTTP: sending a computed token takes precedence over prefill
+RETIRE_GRACE_S = 10.0
 _MAX_SOCKET_PATH = 90  # bytes; the system's limit is 104 or 108
 
 MakeSpec = Callable[["WorkerPlan", EngineConfig, Path, str], ProcessSpec]
@@ -116,6 +118,10 @@ class EngineWorkers(ProcessGroup):
             if worker.name == name:
                 worker.kill("it hangs")
 
+    async def retire(self, name: str) -> None:
+        """End a worker that has left the server. One on another machine is not ours to end."""
+        await asyncio.gather(*(worker.stop(RETIRE_GRACE_S) for worker in self.processes if worker.name == name))
+
     async def stop(self, grace_s: float) -> None:
         await super().stop(grace_s)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -157,25 +163,3 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
 def _short_name(model: str) -> str:
     """The last part of a model's id."""
     return model.rstrip("/").rpartition("/")[2].lower() or "model"
-
-
-def remote_workers(configured: Iterable[EndpointConfig]) -> list[Endpoint]:
-    """The configured Emberline workers on other machines. Each names its one model: the core tokenizes for it."""
-    workers = []
-    for config in configured:
-        if config.kind != "emberline":
-            continue
-        if len(config.models) != 1:
-            raise BadInput(f"endpoint {config.name}: `models` must name the one model that this worker serves")
-        address = config.url.replace("://", ":", 1)
-        endpoint = Endpoint(
-            name=config.name, address=address, token=config.key or "", role=config.role, models=config.models
-        )
-        try:
-            endpoint.split()
-        except ValueError:
-            raise BadInput(
-                f"endpoint {config.name}: the url of a worker is tcp://host:port or unix:/path, not {config.url!r}"
-            ) from None
-        workers.append(endpoint)
-    return workers

@@ -41,8 +41,25 @@ class UpstreamModels:
             for model in client.models:
                 if client.config.tokenizer and model not in self.texts:
                     self.texts[model] = _load_tokenizer(client.config)
-        ids = dict.fromkeys(model for client in clients for model in client.models)
+        self._make_cards()
+
+    def _make_cards(self) -> None:
+        ids = dict.fromkeys(model for client in self.clients.values() for model in client.models)
         self._by_name = {model.lower(): _card(model, self._serving(model)) for model in ids}
+
+    async def add(self, client: UpstreamClient) -> None:
+        """A server joins. It is known when this returns; its tokenizer is loaded in another thread before."""
+        for model in client.models:
+            if client.config.tokenizer and model not in self.texts:
+                self.texts[model] = await asyncio.to_thread(_load_tokenizer, client.config)
+        self.clients[client.name] = client
+        self._make_cards()
+
+    def remove(self, name: str) -> UpstreamClient | None:
+        """A server has left; its client is the caller's to close."""
+        client = self.clients.pop(name, None)
+        self._make_cards()
+        return client
 
     def start(self, watch: bool) -> None:
         """Connect. Only the core watches the servers' health and load."""

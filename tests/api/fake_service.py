@@ -29,6 +29,7 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.health import Health
+from emberline.service.membership import WorkerChange
 from emberline.service.responses import ResponseStore
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
@@ -124,6 +125,7 @@ class FakeService:
         self.open = 0  # event streams not closed yet
         self.ok = True
         self.responses: ResponseStore = MemoryResponses()
+        self.changes: list[WorkerChange] = []
 
     async def generate(self, request: GenerateRequest, principal: Principal) -> Events:
         self.resolve(request.model)
@@ -164,7 +166,12 @@ class FakeService:
         load = {"running": 1, "waiting": 0, "kv_used_blocks": 5, "kv_total_blocks": 100}
         load |= {"output_tokens": 7, "cached_tokens": 8}
         engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
+        engine |= {"state": "ready", "in_flight": 1}
         return Health(self.ok, {"engines": [engine]})
+
+    async def change_workers(self, change: WorkerChange) -> list[str]:
+        self.changes.append(change)
+        return ["smollm2-0"]
 
     async def metrics(self) -> bytes:
         return b"# TYPE emberline_requests counter\nemberline_requests_total 1.0\n"

@@ -43,6 +43,8 @@ class FakeServer(ThreadingHTTPServer):
             "model": MODEL,
             "ok": True,
             "problem": "",
+            "state": "ready",
+            "in_flight": 0,
             "device": "cpu",
             "backend": "native",
             "kv_tokens": 64,
@@ -98,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, {"id": "file-in"})
         elif self.path == "/api/queue/replay":
             self._reply(200, {"replayed": 1})
+        elif self.path.startswith("/api/workers/"):
+            self._reply(200, {"workers": [{"name": "model-0", "state": "draining", "in_flight": 2}]})
         else:
             self._reply(200, self.server.batch())
 

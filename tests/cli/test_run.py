@@ -138,7 +138,7 @@ def test_ps(tmp_path: Path, fake_server: FakeServer) -> None:
         "USED",
         "TOKENS/S",
     ]
-    assert row.split()[:9] == [MODEL, "0", "cpu", "native", "ok", "1", "2", "25", "%"]
+    assert row.split()[:9] == [MODEL, "model-0", "cpu", "native", "ok", "1", "2", "25", "%"]
     report = json.loads(emberline("ps", "--json", "--port", fake_server.port, home=tmp_path).stdout)
     assert 50 < report["engines"][0]["output_tokens_per_s"] <= 100
 

@@ -10,6 +10,7 @@ from emberline.protocol.errors import ErrorInfo, Unauthorized
 from emberline.protocol.events import FinishReason, TokenDelta, TokenLogprobs, Usage
 from emberline.protocol.frames import (
     Abort,
+    Drain,
     EngineInfo,
     EngineLoad,
     Heartbeat,
@@ -41,6 +42,7 @@ class FakeEngine:
         self.vocabularies: list[Vocabulary] = []
         self.before_vocabulary: list[str] = []  # requests that arrived before the first vocabulary
         self.links: set[_Link] = set()
+        self.drained = False
         self.steps = 0
         self.heartbeat: Heartbeat | None = Heartbeat()  # None: it hangs
         self._beating: asyncio.Task[None] | None = None
@@ -139,6 +141,8 @@ class _Link(Link):
                     self._tasks.add(asyncio.ensure_future(engine.play(request)))
         elif isinstance(message, Abort):
             engine.aborted += message.ids
+        elif isinstance(message, Drain):
+            engine.drained = True
         elif isinstance(message, Vocabulary):
             if not engine.vocabularies:
                 engine.before_vocabulary = [request.id for request in engine.submitted]

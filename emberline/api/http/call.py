@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
     from emberline.service.health import Health
+    from emberline.service.membership import WorkerChange
     from emberline.service.responses import ResponseStore
     from emberline.upstream.models import UpstreamModels
     from emberline.upstream.request import UpstreamRequest
@@ -69,6 +70,9 @@ class Backend(Protocol):
     async def health(self) -> "Health": ...
 
     async def metrics(self) -> bytes: ...
+
+    async def change_workers(self, change: "WorkerChange") -> list[str]:
+        """Workers join, leave or drain; returns their names."""
 
 
 class BatchQueue(Protocol):

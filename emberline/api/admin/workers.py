@@ -1,0 +1,60 @@
+"""Endpoints for operators: workers join, leave and drain while the server runs."""
+
+from typing import Literal
+
+import msgspec
+
+from emberline.api.http.body import read_json
+from emberline.api.http.call import Call, Reply, json_reply
+from emberline.config import EndpointConfig
+from emberline.service.membership import WorkerChange
+
+
+class WorkerName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str  # as `emberline ps` shows it
+
+
+class LeavingWorker(WorkerName, kw_only=True):
+    stop: bool = False  # end its process, too; a worker of this machine ends in any case
+
+
+_name_decoder = msgspec.json.Decoder(WorkerName)
+_leave_decoder = msgspec.json.Decoder(LeavingWorker)
+_join_decoder = msgspec.json.Decoder(EndpointConfig)
+
+
+async def drain(call: Call) -> Reply:
+    """The worker finishes what it has and gets nothing new."""
+    return await _rest(call, "drain")
+
+
+async def undrain(call: Call) -> Reply:
+    return await _rest(call, "undrain")
+
+
+async def leave(call: Call) -> Reply:
+    """The worker drains, and is removed when its last request has ended."""
+    body = await read_json(call, _leave_decoder)
+    return await _change(call, WorkerChange(action="leave", name=body.name, stop=body.stop))
+
+
+async def join(call: Call) -> Reply:
+    """A worker or upstream server, described as in `[[endpoints]]`."""
+    body = await read_json(call, _join_decoder)
+    return await _change(call, WorkerChange(action="join", name=body.name, config=body))
+
+
+async def _rest(call: Call, action: Literal["drain", "undrain"]) -> Reply:
+    body = await read_json(call, _name_decoder)
+    return await _change(call, WorkerChange(action=action, name=body.name))
+
+
+async def _change(call: Call, change: WorkerChange) -> Reply:
+    names = await call.service.change_workers(change)
+    engines = {engine["name"]: engine for engine in (await call.service.health()).detail.get("engines", ())}
+    workers = [
+        {"name": name, "state": engines[name]["state"], "in_flight": engines[name]["in_flight"]}
+        for name in names
+        if name in engines
+    ]
+    return json_reply({"workers": workers})

@@ -1,0 +1,234 @@
+"""Workers join, leave and drain while the server runs.
+
+The core decides. It tells the HTTP workers, each of which has connections of its own, and they follow. Membership is
+not kept over a restart of the server: what is to stay belongs into its configuration.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import msgspec
+
+from emberline.balancer.admission_controller import AdmissionController
+from emberline.balancer.endpoint import Endpoint, engine_endpoint
+from emberline.catalog.model_card import ModelCard
+from emberline.config import EndpointConfig
+from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
+from emberline.service.engine_client import EngineClient
+from emberline.text.text_model import TextModel
+from emberline.upstream.client import UpstreamClient, UpstreamConfig, upstream_configs
+from emberline.upstream.models import UpstreamModels, discover
+
+JOIN_TIMEOUT_S = 10.0
+DRAIN_POLL_S = 0.1
+STOP_LIMIT_S = 30.0  # for a worker that is to end to do so
+
+log = logging.getLogger("emberline.balancer")
+
+
+class WorkerChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an operator asks for. A name stands for all the models of an upstream server."""
+
+    action: Literal["join", "leave", "drain", "undrain"]
+    name: str = ""
+    config: EndpointConfig | None = None  # of a worker that joins
+    stop: bool = False  # leave: end the worker's process, too, where another machine started it
+
+
+class Members(msgspec.Struct, tag="members", omit_defaults=True):
+    """From the core to HTTP workers: how membership differs from the configuration."""
+
+    engines: list[Endpoint] = []  # that have joined,
+    upstreams: list[UpstreamConfig] = []
+    gone: list[str] = []  # names of workers that have left
+
+
+class WorkerConnections:
+    """The connections of one process to all workers."""
+
+    def __init__(
+        self,
+        models: Sequence[tuple[ModelCard, TextModel]],
+        upstream: UpstreamModels,
+        on_stall: Callable[[str], None] | None = None,
+    ) -> None:
+        """`models` that engines serve; `on_stall` is called with the name of an engine that hangs."""
+        self.engines: dict[str, EngineClient] = {}  # by name
+        self.upstream = upstream
+        self._texts = {card.id: text for card, text in models}
+        self._names = {name.lower(): card.id for card, _ in models for name in (*card.aliases, card.id)}
+        self._on_stall = on_stall
+
+    def engines_of(self, model: str) -> list[EngineClient]:
+        return [engine for engine in self.engines.values() if engine.endpoint.models[0] == model]
+
+    def model_id(self, name: str) -> str | None:
+        """The id of a model that is served here, by any of its names."""
+        return self._names.get(name.lower())
+
+    def add_engine(self, endpoint: Endpoint) -> EngineClient:
+        """Not started yet. It names its model."""
+        assert endpoint.name not in self.engines, "endpoint names are unique"
+        client = self.engines[endpoint.name] = EngineClient(endpoint)
+        client.vocabulary = partial(getattr, self._texts[endpoint.models[0]], "vocabulary")
+        client.on_stall = self._on_stall
+        return client
+
+    async def remove(self, name: str) -> None:
+        client = self.engines.pop(name, None) or self.upstream.remove(name)
+        if client is not None:
+            await client.close()
+
+    async def follow(self, members: Members) -> None:
+        """What the core says, in a process that is not the core."""
+        for endpoint in members.engines:
+            if endpoint.name not in self.engines:
+                self.add_engine(endpoint).start()
+        for config in members.upstreams:
+            if config.name not in self.upstream.clients:
+                client = UpstreamClient(config)
+                await self.upstream.add(client)
+                client.start(watch=False)
+        for name in members.gone:
+            await self.remove(name)
+
+
+class CoreWorkers(Protocol):
+    """The workers as the core knows them."""
+
+    admission: AdmissionController
+
+    def add(self, connection: EngineClient | UpstreamClient) -> None:
+        """A worker whose connection is not started yet."""
+
+    def discard(self, name: str) -> None: ...
+
+
+class Membership:
+    """Carries changes out, in the core process."""
+
+    def __init__(
+        self,
+        core: CoreWorkers,
+        connections: WorkerConnections,
+        on_leave: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_leave` ends the process of a worker that this machine has started."""
+        self.members = Members()
+        self.on_change: Callable[[Members], None] | None = None
+        self._core = core
+        self._connections = connections
+        self._on_leave = on_leave
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    async def change(self, change: WorkerChange) -> list[str]:
+        """The names of the workers that it concerns. NotFound, Conflict, BadInput, Unavailable say why it cannot be."""
+        if change.action == "join":
+            assert change.config is not None
+            return await self._join(change.config)
+        names = self._named(change.name)
+        for name in names:
+            if change.action == "undrain":
+                if name in self._leaving:
+                    raise Conflict(f"{name} is leaving; it can join again once it has left", param="name")
+                self._core.admission.undrain(name)
+            else:
+                self._core.admission.drain(name)
+            if change.action == "leave" and name not in self._leaving:
+                self._leaving[name] = asyncio.create_task(self._leave(name, change.stop), name=f"leave {name}")
+        log.info("%s: %s", change.action, ", ".join(names))
+        return names
+
+    async def close(self) -> None:
+        for task in self._leaving.values():
+            task.cancel()
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
+    def _named(self, name: str) -> list[str]:
+        known = self._core.admission.worker_names()
+        names = [worker for worker in known if worker == name or worker.startswith(f"{name}:")]
+        if not names:
+            raise NotFound(f"no worker is called {name[:100]}; there are {', '.join(known) or 'none'}", param="name")
+        return names
+
+    async def _join(self, config: EndpointConfig) -> list[str]:
+        if any(name.partition(":")[0] == config.name for name in self._core.admission.worker_names()):
+            raise Conflict(f"a worker is called {config.name} already; give it another name", param="name")
+        names = await (self._join_engine(config) if config.kind == "emberline" else self._join_upstream(config))
+        members = self.members
+        members.gone = [name for name in members.gone if name not in names]
+        self._tell()
+        log.info("joined: %s", ", ".join(names))
+        return names
+
+    async def _join_engine(self, config: EndpointConfig) -> list[str]:
+        endpoint = engine_endpoint(config)
+        model = self._connections.model_id(endpoint.models[0])
+        if model is None:
+            raise BadInput(
+                f"{endpoint.models[0]} is not served here, so its tokenizer is not loaded; add the worker to "
+                "[[endpoints]] of the configuration and restart",
+                param="models",
+            )
+        endpoint = msgspec.structs.replace(endpoint, models=(model,))
+        await self._check_weights(endpoint)
+        client = self._connections.add_engine(endpoint)
+        self._core.add(client)
+        client.start()
+        self.members.engines.append(endpoint)
+        return [endpoint.name]
+
+    async def _check_weights(self, endpoint: Endpoint) -> None:
+        """Whether it can be reached, and has the same weights as the other workers of its model."""
+        probe = EngineClient(endpoint)
+        probe.start()
+        try:
+            if not await probe.wait_connected(JOIN_TIMEOUT_S):
+                raise Unavailable(f"{endpoint.name} cannot be reached at {endpoint.address}: {probe.problem}")
+            for other in self._connections.engines_of(endpoint.models[0]):
+                if (
+                    other.info is not None
+                    and probe.info is not None
+                    and other.info.fingerprint != probe.info.fingerprint
+                ):
+                    raise BadInput(
+                        f"{endpoint.name} serves {probe.info.model} with other weights than {other.name}",
+                        param="models",
+                    )
+        finally:
+            await probe.close()
+
+    async def _join_upstream(self, config: EndpointConfig) -> list[str]:
+        clients = await discover(upstream_configs([config]))
+        for client in clients:
+            await self._connections.upstream.add(client)
+            self._core.add(client)
+            client.start(watch=True)
+            self.members.upstreams.append(client.config)
+        return [client.name for client in clients]
+
+    async def _leave(self, name: str, stop: bool) -> None:
+        """Remove the worker once its requests have ended."""
+        while self._core.admission.in_flight_on(name):
+            await asyncio.sleep(DRAIN_POLL_S)
+        if stop and (engine := self._connections.engines.get(name)) is not None:
+            engine.end_worker(STOP_LIMIT_S)
+            await asyncio.sleep(DRAIN_POLL_S)  # closing the connection would discard what is not sent yet
+        self._core.discard(name)
+        await self._connections.remove(name)
+        members = self.members
+        members.engines = [endpoint for endpoint in members.engines if endpoint.name != name]
+        members.upstreams = [config for config in members.upstreams if config.name != name]
+        members.gone.append(name)
+        del self._leaving[name]
+        self._tell()
+        log.info("left: %s", name)
+        if self._on_leave is not None:
+            await self._on_leave(name)
+
+    def _tell(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self.members)

@@ -1,0 +1,175 @@
+"""Workers join, leave and drain while the service runs; HTTP workers follow."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from emberline.config import EndpointConfig
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
+from emberline.protocol.events import TokenDelta
+from emberline.service import Service, open_core_server, open_http_worker
+from emberline.service.core import LocalCore
+from emberline.service.membership import WorkerChange
+from emberline.testing.standin_openai import StandinServer
+from emberline.text.text_model import TextModel
+from tests.service.conftest import MODEL, PATIENCE_S, Opener, offer
+from tests.service.fake_engine import EOS, FakeEngine, Script
+from tests.service.test_service import ask, events_of, text_of
+
+
+def config_of(engine: FakeEngine, **more: object) -> EndpointConfig:
+    url = engine.endpoint.address
+    fields = {"name": engine.endpoint.name, "url": url, "kind": "emberline", "models": ("bytes",), "key": "join"}
+    return EndpointConfig(**{**fields, **more})  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def states(service: Service) -> dict[str, str]:
+    return {engine["name"]: engine["state"] for engine in (await service.health()).detail["engines"]}
+
+
+async def wait_for_states(service: Service, expected: dict[str, str]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await states(service) != expected:
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def other(tmp_path: Path, say: Callable[..., Script]) -> AsyncIterator[FakeEngine]:
+    other = await FakeEngine(tmp_path / "e1.sock", say("Other!"), name="e1").start()
+    yield other
+    await other.die()
+
+
+def change(service: Service, action: str, name: str = "", **more: object) -> "asyncio.Task[list[str]]":
+    made = WorkerChange(action=action, name=name, **more)  # type: ignore[arg-type]
+    return asyncio.create_task(service.change_workers(made))
+
+
+async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(
+    engine: FakeEngine, other: FakeEngine, open_one: Opener
+) -> None:
+    service = await open_one(engine, other)
+    engine.script = other.script = None
+    running = asyncio.create_task(events_of(service, ask()))
+    await until(lambda: engine.submitted or other.submitted)
+    (busy, idle) = (engine, other) if engine.submitted else (other, engine)
+    assert await change(service, "drain", busy.endpoint.name) == [busy.endpoint.name]
+    assert (await states(service))[busy.endpoint.name] == "draining"
+    idle.script = lambda request: [EOS]
+    for n in range(8):
+        await events_of(service, ask(f"{n:020}"))
+    assert len(idle.submitted) == 8
+    busy.step(TokenDelta(busy.submitted[0].id, tokens.pack([EOS]), "stop"))
+    await running
+    await busy.die()  # the drain survives a restart
+    await busy.start()
+    await wait_for_states(service, {"e0": "ready", "e1": "ready", busy.endpoint.name: "draining"})
+    await change(service, "undrain", busy.endpoint.name)
+    await wait_for_states(service, {"e0": "ready", "e1": "ready"})
+
+
+async def test_the_last_worker_can_be_drained_and_requests_are_told(service: Service) -> None:
+    await change(service, "drain", "e0")
+    assert not (await service.health()).ok
+    with pytest.raises(Unavailable):
+        await events_of(service, ask())
+    with pytest.raises(NotFound, match="no worker is called e9; there are e0"):
+        await change(service, "drain", "e9")
+
+
+async def test_a_worker_leaves_when_its_last_request_has_ended(
+    engine: FakeEngine, other: FakeEngine, open_one: Opener
+) -> None:
+    service = await open_one(engine, other)
+    assert isinstance(service.core, LocalCore)
+    assert service.core.membership is not None
+    left: list[str] = []
+
+    async def on_leave(name: str) -> None:
+        left.append(name)
+
+    service.core.membership._on_leave = on_leave
+    engine.script = other.script = None
+    running = asyncio.create_task(events_of(service, ask()))
+    await until(lambda: engine.submitted or other.submitted)
+    busy, idle = (engine, other) if engine.submitted else (other, engine)
+    await change(service, "leave", busy.endpoint.name, stop=True)
+    with pytest.raises(Conflict):
+        await change(service, "undrain", busy.endpoint.name)
+    await asyncio.sleep(0.3)
+    assert not left, "a request is running there"
+    busy.step(TokenDelta(busy.submitted[0].id, tokens.pack([EOS]), "stop"))
+    await running
+    await until(lambda: left == [busy.endpoint.name])
+    assert busy.drained, "it was asked to end"
+    assert await states(service) == {idle.endpoint.name: "ready"}
+    await change(service, "join", config=config_of(busy))  # and comes back
+    await wait_for_states(service, {"e0": "ready", "e1": "ready"})
+
+
+async def test_a_worker_joins_and_serves(service: Service, engine: FakeEngine, other: FakeEngine) -> None:
+    assert await change(service, "join", config=config_of(other)) == ["e1"]
+    await wait_for_states(service, {"e0": "ready", "e1": "ready"})
+    await change(service, "drain", "e0")
+    assert text_of(await events_of(service, ask())) == "Other!"
+    with pytest.raises(Conflict, match="called e1 already"):
+        await change(service, "join", config=config_of(other))
+
+
+async def test_a_worker_that_cannot_serve_does_not_join(
+    service: Service, other: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.service.membership.JOIN_TIMEOUT_S", 0.2)
+    with pytest.raises(BadInput, match="not served here"):
+        await change(service, "join", config=config_of(other, models=("unknown",)))
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await change(service, "join", config=config_of(other, url=f"unix:{tmp_path}/nothing"))
+    with pytest.raises(Unavailable, match="wrong token"):
+        await change(service, "join", config=config_of(other, key="guess"))
+    with pytest.raises(BadInput, match=r"tcp://host:port"):
+        await change(service, "join", config=config_of(other, url="http://h"))
+    different = await FakeEngine(tmp_path / "e2.sock", name="e2", fingerprint="0" * 32).start()
+    with pytest.raises(BadInput, match="other weights"):
+        await change(service, "join", config=config_of(different))
+    await different.die()
+    assert await states(service) == {"e0": "ready"}
+
+
+async def test_an_upstream_server_joins_and_leaves(service: Service) -> None:
+    standin = await StandinServer("openai", "far/model").start()
+    config = EndpointConfig(name="far", url=standin.url)
+    assert await change(service, "join", config=config) == ["far"]
+    await wait_for_states(service, {"e0": "ready", "far": "ready"})
+    assert text_of(await events_of(service, ask(model="far/model")))
+    await change(service, "leave", "far")
+    await wait_for_states(service, {"e0": "ready"})
+    assert [card.id for card in service.models()] == [MODEL]
+    await standin.close()
+
+
+async def test_http_workers_follow(
+    service: Service, engine: FakeEngine, other: FakeEngine, text_model: TextModel, tmp_path: Path
+) -> None:
+    server = await open_core_server(service, tmp_path / "core.sock")
+    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    assert await http_worker.ready(PATIENCE_S)
+    assert await change(http_worker, "join", config=config_of(other)) == ["e1"]
+    await change(http_worker, "leave", "e0")
+    await wait_for_states(http_worker, {"e1": "ready"})
+    assert text_of(await events_of(http_worker, ask())) == "Other!"
+    assert list(http_worker._engines) == ["e1"]
+    restarted = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    await until(lambda: list(restarted._engines) == ["e1"])
+    assert text_of(await events_of(restarted, ask())) == "Other!"
+    for each in (http_worker, restarted):
+        await each.close()
+    await server.close()
