@@ -67,9 +67,9 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
 
     import torch  # takes a second or more: not before a start that fails
 
-    from emberline.models.registry import begin_loading
+    from emberline.models.registry import begin_loading, select_device
 
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = select_device(args.device)
     _set_defaults(args, device)
     if device.startswith("cuda") and not args.deterministic:
         from emberline.engine.gpu.engine import load_attention

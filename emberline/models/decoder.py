@@ -40,7 +40,7 @@ class LayerTensorNames:
 
     norm: str = "attn_norm"
     qkv: tuple[str, str, str] = ("attn_q", "attn_k", "attn_v")
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # always; other architectures have them where the checkpoint does
     q_norm: str | None = None
     k_norm: str | None = None
     output: str = "attn_output"
@@ -137,7 +137,7 @@ class Decoder:
             eps=config.norm_eps,
             activation=config.activation,
         )
-        bias = weights(names.qkv, "bias") if names.qkv_bias else None
+        bias = weights(names.qkv, "bias") if names.qkv_bias or config.qkv_bias else None
         qkv = backend.load_matrix(weights(names.qkv), bias)
         output = backend.load_matrix(weights((names.output,)))
         return Layer(norm(names.norm), qkv, attention, output, optional_norm(names.post_norm), mlp, config.norm_eps)

@@ -1,8 +1,13 @@
 """The architectures Emberline runs, and loading a checkpoint onto the best backend of a device."""
 
 import logging
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any, Protocol
 
-from emberline.kernels.backend import Backend
+import torch
+
+from emberline.kernels.backend import Backend, WeightSource
 from emberline.kernels.cpu import native_backend
 from emberline.kernels.cpu.build import BuildError
 from emberline.kernels.reference import TorchBackend
@@ -11,6 +16,7 @@ from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2, QWEN3
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
+from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead
 
 ARCHITECTURES: dict[str, LayerTensorNames] = {
@@ -21,11 +27,48 @@ ARCHITECTURES: dict[str, LayerTensorNames] = {
     "gemma3": GEMMA3,
 }
 
+SHARED_MEMORY_BYTES = 227 << 10  # of a block, which the GPU kernels need: Hopper's
 _log = logging.getLogger("emberline.models")
 
 
+class NamedCheckpoint(CheckpointSource, Protocol):
+    @property
+    def names(self) -> Iterable[str]: ...
+
+
+def select_device(asked: str) -> str:
+    """The device for `auto`, which is CUDA where the kernels run; raises ValueError for a CUDA device where not."""
+    if asked == "cpu":
+        return asked
+    device = "cuda" if asked == "auto" else asked
+    reason = _unusable(device)
+    if reason is None:
+        return device
+    if asked != "auto":
+        raise ValueError(f"--device {asked}: {reason}")
+    if torch.cuda.is_available():
+        _log.warning("%s; using the CPU", reason)
+    return "cpu"
+
+
+def _unusable(device: str) -> str | None:
+    """Why models cannot run on this CUDA device, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device is available to torch"
+    if (torch.device(device).index or 0) >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+    gpu: Any = torch.cuda.get_device_properties(device)
+    shared = gpu.shared_memory_per_block_optin
+    if find_spec("triton") is None or shared >= SHARED_MEMORY_BYTES:
+        return None
+    return (
+        f"{gpu.name} (compute capability {gpu.major}.{gpu.minor}) has {shared >> 10} KiB of shared memory per block,"
+        f" and the GPU kernels need {SHARED_MEMORY_BYTES >> 10} (Hopper, or a later GPU with as much)"
+    )
+
+
 def load_model(
-    source: CheckpointSource, device: str = "cpu", deterministic: bool = False, threads: int | None = None
+    source: NamedCheckpoint, device: str = "cpu", deterministic: bool = False, threads: int | None = None
 ) -> Decoder:
     """The checkpoint's model on `device`, with all its weights read."""
     model, loader = begin_loading(source, device, deterministic, threads)
@@ -35,7 +78,7 @@ def load_model(
 
 
 def begin_loading(
-    source: CheckpointSource,
+    source: NamedCheckpoint,
     device: str = "cpu",
     deterministic: bool = False,
     threads: int | None = None,
@@ -48,12 +91,36 @@ def begin_loading(
     """
     names = ARCHITECTURES[source.config.architecture]
     backend = select_backend(source, device, deterministic, threads)
+    tensors = _UsedTensors(source)
     if not device.startswith("cuda"):
-        return Decoder(source, backend, names), None
+        model = Decoder(tensors, backend, names)
+        tensors.check_all_used()
+        return model, None
     loader = WeightLoader(device, read_ahead)
-    model = Decoder(DeferredCheckpoint(source, loader), backend, names)  # allocates; the loader fills afterwards
+    model = Decoder(DeferredCheckpoint(tensors, loader), backend, names)  # allocates; the loader fills afterwards
+    tensors.check_all_used()
     loader.start()
     return model, loader
+
+
+class _UsedTensors:
+    """A checkpoint that knows which of its tensors a model has taken: one that is left out would give wrong results."""
+
+    def __init__(self, source: NamedCheckpoint) -> None:
+        self.config = source.config
+        self.has = source.has
+        self._source = source
+        self._unused = dict.fromkeys(source.names)
+
+    def weight(self, name: str) -> WeightSource:
+        self._unused.pop(name, None)
+        return self._source.weight(name)
+
+    def check_all_used(self) -> None:
+        if self._unused:
+            some = ", ".join(repr(name) for name in list(self._unused)[:4])
+            kind = self.config.architecture
+            raise BadCheckpoint(f"a {kind} model has no use for {len(self._unused)} tensors of the checkpoint: {some}")
 
 
 def select_backend(source: CheckpointSource, device: str, deterministic: bool, threads: int | None) -> Backend:

@@ -1,5 +1,6 @@
 """Every architecture against transformers, on small random models saved as checkpoints."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,22 @@ def test_logits_match_transformers(reference, backend) -> None:
     with torch.no_grad():
         want = theirs(torch.tensor([ids])).logits[0].float()
     assert ((got - want).norm() / want.norm()).item() < TOLERANCE[ours.backend]
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, NativeBackend], ids=["torch", "native"])
+def test_biases_of_a_llama_are_loaded(tmp_path: Path, backend) -> None:
+    """Some checkpoints say "llama" and have biases on q, k and v: Qwen 2 by another name."""
+    torch.manual_seed(7)
+    theirs = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen2"](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (1.0 if name.endswith("bias") else 0.1))
+    theirs.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
+    checkpoint = open_checkpoint(tmp_path)
+    ours = Decoder(checkpoint, backend(), ARCHITECTURES[checkpoint.config.architecture])
+    ids = torch.randint(3, 203, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        want = theirs(torch.tensor([ids])).logits[0].float()
+    assert ((all_logits(ours, ids) - want).norm() / want.norm()).item() < TOLERANCE[ours.backend]
