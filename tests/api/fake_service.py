@@ -27,7 +27,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
-from emberline.protocol.request import GenerateRequest, Principal
+from emberline.protocol.request import GenerateRequest, Principal, SamplingDefaults
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.responses import ResponseStore
@@ -52,7 +52,10 @@ def card(model_id: str, author: str, **fields: Any) -> ModelCard:
     )
 
 
-CARDS = [card(MODEL, "huggingfacetb", license="apache-2.0"), card("@hf/acme/tiny", "acme")]
+CARDS = [
+    card(MODEL, "huggingfacetb", license="apache-2.0", sampling=SamplingDefaults(temperature=0.2)),
+    card("@hf/acme/tiny", "acme"),
+]
 USAGE = Usage(prompt_tokens=12, completion_tokens=3, cached_by_tier={"device": 8})
 
 

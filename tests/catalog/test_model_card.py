@@ -1,13 +1,27 @@
 """The built-in model cards."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from emberline.catalog.model_card import BUILT_IN, DEFAULT_MODEL, TASKS, ModelCard, WheelSource, authors, built_in, task
+from emberline.catalog.model_card import (
+    BUILT_IN,
+    DEFAULT_MODEL,
+    TASKS,
+    ModelCard,
+    WheelSource,
+    authors,
+    built_in,
+    describe_path,
+    read_sampling,
+    task,
+)
+from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
+from tests.catalog.tiny_models import folder_files, gguf_bytes
 
 
 def test_names_are_unique() -> None:
@@ -55,3 +69,28 @@ def test_the_catalog_is_free_of_torch() -> None:
     modules = "emberline.catalog.pull, emberline.catalog.model_card, emberline.weights.checkpoint"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sampling_defaults_of_a_folder(tmp_path: Path) -> None:
+    for name, content in folder_files().items():
+        if "/" not in name:
+            (tmp_path / name).write_bytes(content)
+    assert describe_path(tmp_path).sampling == SamplingDefaults()
+    given = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 7, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert describe_path(tmp_path).sampling == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    for broken in ("[]", "{", '{"temperature": "hot", "top_p": true, "top_k": 1e99}'):
+        (tmp_path / "generation_config.json").write_text(broken)
+        assert read_sampling(tmp_path) == SamplingDefaults()
+
+
+def test_sampling_defaults_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(tmp_path, sampling={"temp": 0.5, "penalty_repeat": 1.25}))
+    assert describe_path(path).sampling == SamplingDefaults(temperature=0.5, repetition_penalty=1.25)
+
+
+def test_the_default_model_has_the_published_sampling_defaults() -> None:
+    card = built_in(DEFAULT_MODEL)
+    assert card is not None
+    assert card.defaults.given == {"temperature": 0.2, "top_p": 0.9}

@@ -5,9 +5,10 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from emberline.catalog.model_card import PathSource
+from emberline.catalog.model_card import PathSource, describe_path
 from emberline.catalog.model_store import CARD, ModelStore
 from emberline.catalog.pull import pull
 from emberline.protocol.errors import BadInput, ModelNotFound
@@ -145,3 +146,13 @@ def test_the_lock_is_exclusive(store: ModelStore) -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
+
+
+def test_stored_cards_get_the_sampling_defaults_of_today(store: ModelStore, tmp_path: Path) -> None:
+    """A card that an earlier version has stored has none."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(tmp_path, sampling={"temp": 0.5}))
+    with store.lock():
+        store.place(msgspec.structs.replace(describe_path(path), sampling=None), str(path))
+    (entry,) = store.entries()
+    assert entry.card.defaults.temperature == 0.5

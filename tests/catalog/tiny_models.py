@@ -42,7 +42,7 @@ CONFIG = {
 }
 
 
-def gguf_bytes(folder: Path, seed: int = 0) -> bytes:
+def gguf_bytes(folder: Path, seed: int = 0, sampling: dict[str, float] | None = None) -> bytes:
     path = folder / f"made-{seed}.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -51,6 +51,8 @@ def gguf_bytes(folder: Path, seed: int = 0) -> bytes:
     writer.add_feed_forward_length(MLP)
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
+    for name, value in (sampling or {}).items():
+        writer.add_float32(f"general.sampling.{name}", value)
     random = np.random.default_rng(seed)
     for name, shape in SHAPES.items():
         writer.add_tensor(name, random.standard_normal(shape).astype(np.float32))

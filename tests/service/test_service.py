@@ -14,6 +14,7 @@ from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.circuit_breaker import FAILURES
+from emberline.catalog.model_card import ModelCard
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import (
     BadInput,
@@ -37,7 +38,15 @@ from emberline.protocol.events import (
     TokenLogprobs,
     Usage,
 )
-from emberline.protocol.request import EngineRequest, GenerateRequest, Message, Principal, Priority, SamplingParams
+from emberline.protocol.request import (
+    EngineRequest,
+    GenerateRequest,
+    Message,
+    Principal,
+    Priority,
+    SamplingDefaults,
+    SamplingParams,
+)
 from emberline.service import Service
 from emberline.service.core import LocalCore
 from emberline.service.run import MAX_FAILOVERS
@@ -213,6 +222,20 @@ async def test_the_text_can_include_what_stopped_it(
         *_, sent = await engine.submission(n)
         engine.step(TokenDelta(sent.id, text_model.encode("one,", special=False), "stop"))
         assert text_of(await task) == text
+
+
+async def test_the_model_s_sampling_defaults(
+    open_one: Opener, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+    monkeypatch.setattr(ModelCard, "defaults", property(lambda card: defaults))
+    service = await open_one(engine)
+    given = {"temperature": 0.7, "top_k": 5}
+    await events_of(service, ask(sampling=given, left_to_model=("top_p", "min_p")))
+    await events_of(service, ask(sampling=given))
+    left, kept = (sent.sampling for sent in engine.submitted)
+    assert (left.temperature, left.top_p, left.top_k, left.min_p) == (0.7, 0.9, 5, 0.0)
+    assert (kept.temperature, kept.top_p) == (0.7, 1.0)
 
 
 async def test_bad_words_reach_the_engine_as_ids(service: Service, engine: FakeEngine, text_model: TextModel) -> None:

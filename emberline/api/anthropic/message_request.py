@@ -8,7 +8,14 @@ from msgspec import Meta
 from emberline.api.common.chat_fields import Effort, Thinking
 from emberline.api.common.messages import join_text
 from emberline.api.common.response_format import RequestedFormat
-from emberline.api.common.sampling_fields import Probability, StopStrings, TokenCount, clamp_top_p, session_name
+from emberline.api.common.sampling_fields import (
+    Probability,
+    StopStrings,
+    TokenCount,
+    clamp_top_p,
+    left_to_model,
+    session_name,
+)
 from emberline.api.common.tools import DeclaredFunction, ToolName, Toolset, declare
 from emberline.api.common.unsupported_fields import NoSamplingFields, refuse_unsupported
 from emberline.api.http.errors import FieldNames
@@ -116,6 +123,7 @@ class CountRequest(NoSamplingFields, kw_only=True):
             model=self.model,
             messages=tuple(message for message, _ in messages),
             sampling=self.sampling(),
+            left_to_model=left_to_model(self),
             session=session,
             continue_final=continue_final,
             tools=tools.tools,

@@ -31,10 +31,17 @@ def cloudflare_model(card: ModelCard) -> dict[str, Any]:
 def openai_model(card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.id,
+        "aliases": list(card.aliases),
         "object": "model",
         "created": _unix(card),
         "owned_by": card.author,
         "context_window": card.context_window,
+        "max_model_len": card.context_window,  # vLLM's name
+        "default_parameters": card.defaults.given,
+        # Anthropic's fields: both APIs list models at the same path.
+        "type": "model",
+        "display_name": card.id.rpartition("/")[2],
+        "created_at": _rfc3339(card),
     }
 
 
@@ -53,8 +60,13 @@ def openrouter_model(card: ModelCard) -> dict[str, Any]:
             *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
             *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
         ],
-        "supported_features": [],
+        "default_parameters": card.defaults.given,
+        "supported_features": ["tools", "json_mode", "structured_outputs", "logprobs"],
     }
+
+
+def _rfc3339(card: ModelCard) -> str:
+    return datetime.fromtimestamp(_unix(card), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _unix(card: ModelCard) -> int:

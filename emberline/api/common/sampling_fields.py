@@ -4,12 +4,12 @@
 """
 
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from emberline.api.common.unsupported_fields import PeerFields
-from emberline.protocol.request import Priority, SamplingParams
+from emberline.protocol.request import MODEL_DEFAULTS, Priority, SamplingParams
 from emberline.service.validation import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -106,6 +106,10 @@ class SamplingFields(PeerFields, kw_only=True):
         )
 
     @property
+    def left_to_model(self) -> tuple[str, ...]:
+        return left_to_model(self)
+
+    @property
     def priority_class(self) -> Priority:
         return PRIORITY[self.service_tier]
 
@@ -118,6 +122,11 @@ class SamplingFields(PeerFields, kw_only=True):
     def tier_echo(self) -> dict[str, str]:
         """The response's `service_tier`, present only if the request named one."""
         return {"service_tier": self.priority_class.name.lower()} if self.service_tier else {}
+
+
+def left_to_model(body: Any) -> tuple[str, ...]:
+    """The sampling parameters of the body that the client has not set, or cannot set in this API."""
+    return tuple(name for name in MODEL_DEFAULTS if getattr(body, name, None) is None)
 
 
 def clamp_top_p(top_p: float | None) -> float:

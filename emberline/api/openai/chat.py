@@ -77,6 +77,7 @@ class ChatRequest(ChatFields, kw_only=True):
             model=self.model,
             messages=canonical_messages(self.messages),
             sampling=self.sampling(1.0, (self.top_logprobs or 0) if self.logprobs else None),
+            left_to_model=self.left_to_model,
             n=self.n or 1,
             session=session_name(session, self.prompt_cache_key, self.user),
             priority=self.priority_class,

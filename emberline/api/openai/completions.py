@@ -49,6 +49,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_ids=None if isinstance(prompt, str) else prompt,
                 sampling=sampling,
+                left_to_model=self.left_to_model,
                 n=self.n or 1,
                 session=session,
                 priority=self.priority_class,

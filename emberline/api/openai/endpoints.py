@@ -7,7 +7,7 @@ import msgspec
 from emberline.api.common.answer import collect
 from emberline.api.common.model_list import openai_model
 from emberline.api.http.body import decode, read_body
-from emberline.api.http.call import Call, Reply, json_reply
+from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
@@ -55,7 +55,7 @@ async def completions(call: Call) -> Reply | None:
 
 
 async def list_models(call: Call) -> Reply:
-    return json_reply({"object": "list", "data": [openai_model(card) for card in call.service.models()]})
+    return list_reply([openai_model(card) for card in call.service.models()], has_more=False)
 
 
 async def get_model(call: Call) -> Reply:

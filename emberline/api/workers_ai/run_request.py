@@ -56,6 +56,7 @@ class RunRequest(ChatFields, kw_only=True):
             messages=messages,
             prompt=prompt,
             sampling=self.sampling(DEFAULT_TEMPERATURE),
+            left_to_model=self.left_to_model,
             session=session_name(session, self.prompt_cache_key, self.user),
             priority=self.priority_class,
             reject_if_busy=self.reject_if_busy or bool(self.options and self.options.reject_if_busy),

@@ -119,6 +119,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
             Message("user", "So?"),
         ),
         sampling=SamplingParams(temperature=0.2, top_p=1e-6, top_k=9, stop=("END",)),
+        left_to_model=("min_p", "repetition_penalty"),
         session="ann",
         reasoning=Reasoning(enabled=False),
     )

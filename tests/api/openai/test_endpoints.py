@@ -133,6 +133,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
 async def test_defaults(client: httpx.AsyncClient, service: FakeService) -> None:
     await client.post("/v1/chat/completions", json=CHAT)
     assert service.requests[0].sampling == SamplingParams()
+    assert set(service.requests[0].left_to_model) == {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     assert service.requests[0].session is None
 
 
@@ -240,8 +241,12 @@ async def test_models(client: httpx.AsyncClient) -> None:
         listed = (await client.get(f"{base}/models")).json()
         assert listed["object"] == "list"
         assert listed["data"][0] == {
-            "id": MODEL, "object": "model", "created": 1730332800, "owned_by": "huggingfacetb", "context_window": 8192,
+            "id": MODEL, "aliases": ["smollm2-135m-instruct"], "object": "model", "created": 1730332800,
+            "owned_by": "huggingfacetb", "context_window": 8192, "max_model_len": 8192,
+            "default_parameters": {"temperature": 0.2}, "type": "model", "display_name": "smollm2-135m-instruct",
+            "created_at": "2024-10-31T00:00:00Z",
         }  # fmt: skip
+        assert (listed["has_more"], listed["first_id"]) == (False, MODEL)
         for name in (MODEL, MODEL.replace("/", "%2F"), "smollm2-135m-instruct"):
             assert (await client.get(f"{base}/models/{name}")).json() == listed["data"][0]
         assert (await client.get(f"{base}/models/nope")).status_code == 404

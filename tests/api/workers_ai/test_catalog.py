@@ -72,6 +72,8 @@ async def test_openrouter_format(client: httpx.AsyncClient) -> None:
     assert found["data"][0]["id"] == MODEL
     assert found["data"][0]["context_length"] == 8192
     assert set(found["data"][0]["pricing"]) >= {"prompt", "completion"}
+    assert set(found["data"][0]["supported_features"]) == {"tools", "json_mode", "structured_outputs", "logprobs"}
+    assert found["data"][0]["default_parameters"] == {"temperature": 0.2}
 
 
 async def test_schema(client: httpx.AsyncClient) -> None:

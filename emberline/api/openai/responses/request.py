@@ -15,6 +15,7 @@ from emberline.api.common.sampling_fields import (
     TokenCount,
     TopLogprobs,
     clamp_top_p,
+    left_to_model,
     session_name,
 )
 from emberline.api.common.tools import ToolChoiceField
@@ -136,6 +137,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             model=self.model,
             messages=tuple(messages),
             sampling=self._sampling(),
+            left_to_model=left_to_model(self),
             session=session_name(session, self.prompt_cache_key, self.safety_identifier, self.user, first),
             priority=priority,
             reject_if_busy=priority is Priority.FLEX and not self.background,
@@ -172,12 +174,12 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
             "safety_identifier": self.safety_identifier,
             "service_tier": PRIORITY[self.service_tier].name.lower(),
             "store": self.stored,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,  # null: the model's default
             "text": {"format": text.format or TextFormatField("text"), "verbosity": text.verbosity or "medium"},
             "tool_choice": "auto" if self.tool_choice is None else _without_nulls(self.tool_choice),
             "tools": [_tool_body(tool) for tool in self.tools or () if not droppable(tool, self.tool_choice)],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": self.top_p,
             "truncation": self.truncation or "disabled",
             "usage": None,
             "user": self.user,

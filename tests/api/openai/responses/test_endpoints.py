@@ -25,6 +25,7 @@ from emberline.protocol.events import (
     Usage,
 )
 from emberline.protocol.request import (
+    MODEL_DEFAULTS,
     GenerateRequest,
     Message,
     OutputFormat,
@@ -132,12 +133,12 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "safety_identifier": None,
         "service_tier": "default",
         "store": True,
-        "temperature": 1.0,
+        "temperature": None,
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": 1.0,
+        "top_p": None,
         "truncation": "disabled",
         "usage": {
             "input_tokens": 12,
@@ -150,7 +151,11 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "metadata": {},
     }
     assert service.requests[0] == GenerateRequest(
-        id=service.requests[0].id, model=MODEL, messages=(Message("user", "Hi"),), session=found["id"]
+        id=service.requests[0].id,
+        model=MODEL,
+        messages=(Message("user", "Hi"),),
+        session=found["id"],
+        left_to_model=MODEL_DEFAULTS,
     )
 
 
@@ -453,6 +458,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
             Message("assistant", "And warm."),
         ),
         sampling=SamplingParams(max_tokens=7, temperature=0.0, top_p=0.5),
+        left_to_model=("top_k", "min_p", "repetition_penalty"),
         session="k",
         priority=Priority.FLEX,
         reject_if_busy=True,
