@@ -72,30 +72,33 @@ def banned(seq: Sequence) -> tuple[int, ...]:
     return (*stops, *_ends_of_bad_words(seq))
 
 
-def _ends_of_bad_words(seq: Sequence) -> list[int]:
-    """The last token of every bad word whose other tokens are the end of the output."""
-    n_bytes = 4 * seq.n_output
+def _ends_of_bad_words(seq: Sequence, new: bytes = b"") -> list[int]:
+    """The last token of every bad word whose other tokens are the end of the output, `new` tokens included."""
+    n_bytes = 4 * seq.n_output + len(new)
     return [
         int.from_bytes(word[-4:], "little")
         for word in seq.request.sampling.bad_ids
-        if len(word) == 4 or (len(word) - 4 <= n_bytes and seq.ids.endswith(word[:-4]))
+        if len(word) == 4 or (len(word) - 4 <= n_bytes and (seq.ids[-len(word) :] + new).endswith(word[:-4]))
     ]
 
 
-def allow(bits: NDArray[np.uint32], seq: Sequence, eos_ids: tuple[int, ...]) -> None:
-    """Set the bits of the tokens that the grammar allows next, end tokens included. Raises what the guide raises."""
+def allow(bits: NDArray[np.uint32], seq: Sequence, new: bytes, eos_ids: tuple[int, ...]) -> None:
+    """Set the bits of the tokens that the grammar allows next, end tokens included.
+
+    `new` (u32 LE) are the last tokens that the guide has accepted: the sequence does not have them yet.
+    """
     guide = seq.guide
     assert guide is not None
     guide.fill(bits[: guide.n_words])
     ends: Iterable[int] = ()
     if guide.finished:
         ends = seq.stop_ids or eos_ids
-    elif guide.complete and seq.n_output >= seq.request.sampling.min_tokens:
+    elif guide.complete and seq.n_output + len(new) // 4 >= seq.request.sampling.min_tokens:
         ends = seq.stop_ids
     for token_id in ends:
         bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
     if seq.request.sampling.bad_ids:
-        _forbid(bits, _ends_of_bad_words(seq))
+        _forbid(bits, _ends_of_bad_words(seq, new))
 
 
 def _forbid(bits: NDArray[np.uint32], token_ids: list[int]) -> None:

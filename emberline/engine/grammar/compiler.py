@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from emberline.engine.grammar import validation
@@ -30,6 +30,7 @@ class _Compiled:
     prototype: MatcherTemplate
     automaton: Automaton
     vocabulary: Vocabulary
+    lock: threading.RLock = field(default_factory=threading.RLock)  # of what its sequences share
 
 
 class PendingGrammar:
@@ -47,7 +48,9 @@ class PendingGrammar:
         if self.error is not None:
             raise self.error
         assert self.compiled is not None, "called once it is ready"
-        return GrammarGuide(self.compiled.prototype, self.compiled.automaton, self.compiled.vocabulary, self.digest)
+        found = self.compiled
+        with found.lock:
+            return GrammarGuide(found.prototype, found.automaton, found.vocabulary, self.digest, found.lock)
 
 
 class MatcherCompiler:

@@ -1,6 +1,7 @@
 """The grammar state of one sequence: the matcher computes token masks, the closer the shortest completion."""
 
 import logging
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,17 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarGuide:
-    """Implements the scheduler's `plan.Guide`."""
+    """Implements the scheduler's `plan.Guide`, for one thread at a time. Sequences of one grammar share its lock."""
 
-    def __init__(self, prototype: MatcherTemplate, automaton: Automaton, vocabulary: Vocabulary, digest: str) -> None:
+    def __init__(
+        self,
+        prototype: MatcherTemplate,
+        automaton: Automaton,
+        vocabulary: Vocabulary,
+        digest: str,
+        lock: AbstractContextManager[object],
+    ) -> None:
+        self._lock = lock
         self._matcher = Matcher(prototype, vocabulary.n_tokens)
         self._closer = Closer(automaton, vocabulary)
         self._n_untracked = 0  # tokens that only the matcher could follow (see TooComplex)
@@ -32,9 +41,14 @@ class GrammarGuide:
         return self._matcher.finished if self._n_untracked else self._closer.finished
 
     def fill(self, bits: NDArray[np.uint32]) -> None:
-        self._matcher.fill(bits)
+        with self._lock:
+            self._matcher.fill(bits)
 
     def accept(self, token_id: int) -> bool:
+        with self._lock:
+            return self._accept(token_id)
+
+    def _accept(self, token_id: int) -> bool:
         if not self._matcher.accept(token_id):
             return False
         if self._n_untracked or not self._closer.accept(token_id):
@@ -47,16 +61,19 @@ class GrammarGuide:
         return True
 
     def rollback(self, n: int) -> None:
-        self._matcher.rollback(n)
+        with self._lock:
+            self._matcher.rollback(n)
         untracked = min(n, self._n_untracked)
         self._n_untracked -= untracked
         self._closer.rollback(n - untracked)
 
     def fits(self, room: int) -> bool:
-        return not self._n_untracked and self._closer.fits(room)
+        with self._lock:
+            return not self._n_untracked and self._closer.fits(room)
 
     def closing(self) -> list[int]:
         """The tokens that complete the reply. Only valid if `fits` returned True."""
-        tokens = self._closer.closing()
+        with self._lock:
+            tokens = self._closer.closing()
         assert tokens is not None, "called only if it fits"
         return tokens

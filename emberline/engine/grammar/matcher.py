@@ -16,10 +16,10 @@ from emberline.protocol.errors import BadInput
 
 # Limits of one grammar. Fuel is time: about 50 units per microsecond initially, 14 per step. A state takes about 1 kB.
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 500,  # an ambiguous row is quadratic: 500 take 0.05 s
     "initial_lexer_fuel": 20_000_000,
     "step_lexer_fuel": 500_000,
-    "step_max_items": 100_000,
+    "step_max_items": 20_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,

@@ -83,7 +83,7 @@ class StepPlanner:
             first, last = pair
             if self._queues.free_slots and self._admission.fits(first, self._admission.match(first)):
                 return
-            self._preempt(last)
+            self.preempt(last)
 
     def _plan_prefills(self, plan: StepPlan, prefills: list[Sequence]) -> None:
         """Spend the rest of the token budget on prompts by rank, whether they are running or still waiting."""
@@ -161,7 +161,7 @@ class StepPlanner:
         while (blocks := self._cache.grow(seq.table, start, end)) is None:
             victim = self._preemption.victim(self._queues.running, self._totals.steps)
             plan.n_preempted += 1
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is seq:
                 return False
         samples = n == seq.n_due and not seq.prefill_only
@@ -204,7 +204,7 @@ class StepPlanner:
             seq.suspicion = 2
         for seq in failed:
             if seq is not offender:
-                self._preempt(seq)
+                self.preempt(seq)
         self._max_suspects = max(1, len(suspects) // 2)
         return offender
 
@@ -217,7 +217,7 @@ class StepPlanner:
     def _holds_back(self, seq: Sequence) -> bool:
         return seq.suspicion > 0 and self._n_suspects >= self._max_suspects
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """Back to waiting, in its old rank. Its full blocks stay cached until others need the room."""
         self._admission.release(seq)
         seq.n_computed = seq.n_sampling = 0
@@ -228,13 +228,13 @@ class StepPlanner:
 def _can_run_ahead(seq: Sequence) -> bool:
     """Whether its next token can be computed before the one in front of it was absorbed.
 
-    Not when that one decides whether the next would complete a bad word; not when the thinking limit is reached with
-    it, and may insert other tokens; nor when it is the last for sure. An end token shows one step late, and what was
-    computed behind it is thrown away.
+    Not when that one decides whether the next would complete a bad word, or its grammar takes long to say what may
+    follow; not when the thinking limit is reached with it, and may insert other tokens; nor when it is the last for
+    sure. An end token shows one step late, and what was computed behind it is thrown away.
     """
     if seq.awaits_last:
         return False
     limit = seq.request.thinking_limit if seq.limits_thinking else None
     if limit is not None and seq.n_output + seq.n_sampling >= limit.most:
         return False
-    return seq.n_sampling < seq.n_output_left
+    return not seq.slow_guide and seq.n_sampling < seq.n_output_left

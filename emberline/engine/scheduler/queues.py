@@ -19,13 +19,15 @@ by_rank = attrgetter("rank")
 class Queues:
     def __init__(self, n_slots: int) -> None:
         self.running: list[Sequence] = []  # by rank
-        self.waiting: list[Sequence] = []  # by rank; some cannot be admitted before their grammar is compiled
+        self.waiting: list[
+            Sequence
+        ] = []  # by rank; some cannot be admitted before their grammar is compiled or applied
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
         self.free_slots = list(reversed(range(n_slots)))
         self._n_admitted = 0
 
     def admissible(self) -> Iterator[Sequence]:
-        return (seq for seq in self.waiting if seq.pending_guide is None)
+        return (seq for seq in self.waiting if seq.pending_guide is None and seq.job is None)
 
     def enqueue(self, seq: Sequence, step: int) -> None:
         insort(self.waiting, seq, key=by_rank)

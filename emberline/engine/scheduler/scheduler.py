@@ -8,6 +8,7 @@ import msgspec
 
 from emberline.engine import token_rules
 from emberline.engine.grammar import masks as masking
+from emberline.engine.grammar.masks import GuideJobs
 from emberline.engine.scheduler.admission import AdmissionPolicy
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Guides, Masks, Sampled, StepPlan
@@ -50,6 +51,7 @@ class Scheduler:
         self._fingerprint = fingerprint
         self._grammars = grammars  # None: grammars are ignored
         self._compiling: list[Sequence] = []  # those whose grammar is being compiled; they are waiting, too
+        self._guides = GuideJobs(limits.eos_ids)
         self._by_id: dict[str, Sequence] = {}
         self._by_number: dict[int, Sequence] = {}
         self._next_deadline_s = inf
@@ -125,8 +127,8 @@ class Scheduler:
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[TokenDelta]:
-        """Before a plan: deadlines, progress of KV transfers, compiled grammars. Ends sequences that failed."""
-        return self._expire(now_s) + self._poll_transfers(now_s) + self._bind_grammars()
+        """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
+        return self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
 
     def plan(self) -> StepPlan:
         number = self.cache.fence.next_step()
@@ -143,7 +145,7 @@ class Scheduler:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """What the grammars of the plan's rows allow next; None when no row has one."""
-        return masking.masks(plan, self._by_number, self.limits.eos_ids)
+        return masking.masks(plan, self._by_number)
 
     def launched(self, plan: StepPlan) -> None:
         """While the device is busy: hash the blocks that the plan computes, and the one behind them."""
@@ -157,7 +159,8 @@ class Scheduler:
 
     def absorb(self, plan: StepPlan, sampled: Iterable[Sampled]) -> list[TokenDelta]:
         """Take in the result of a step. Rows of sequences that ended meanwhile are ignored."""
-        deltas = []
+        deltas: list[TokenDelta] = []
+        guided: list[Sequence] = []
         self._admission.done(plan)
         self._planner.succeeded()
         samples, by_number = iter(sampled), self._by_number
@@ -168,9 +171,6 @@ class Scheduler:
                 continue
             seq.n_sampling -= row.samples
             seq.suspicion = 0
-            if seq.failure is not None:
-                deltas.append(self._fail(seq, seq.failure))
-                continue
             if sample is not None and sample.token_id < 0:
                 self.cache.discard(seq.table)
                 deltas.append(self._fail(seq, Internal("the model produced invalid numbers")))
@@ -178,11 +178,14 @@ class Scheduler:
             if (n_blocks := row.end // BLOCK_TOKENS) > seq.table.n_published:
                 seq.extend_keys(n_blocks)
                 self.cache.publish(seq.table, seq.keys, n_blocks)
-            if sample is not None:
-                deltas.append(self._take_sample(seq, sample))
-            elif seq.prefill_only:
-                deltas += self._send_kv(seq, row.end)
-        return deltas
+            if sample is None:
+                deltas += self._send_kv(seq, row.end) if seq.prefill_only else ()
+            elif seq.guide is None:
+                deltas.append(self._append(seq, *token_rules.take(seq, _entry(sample), self.limits.eos_ids)))
+            else:
+                self._guides.take(seq, _entry(sample))
+                guided.append(seq)
+        return deltas + self._take_guided(guided) if guided else deltas
 
     def retry(self, plan: StepPlan, error: EmberlineError) -> list[TokenDelta]:
         """The step could not be computed: its sequences are computed again; the one that it fails for ends."""
@@ -222,18 +225,20 @@ class Scheduler:
                 self._queues.enqueue(seq, self._totals.steps)
         return deltas
 
-    def _bind_grammars(self) -> list[TokenDelta]:
-        """Take the grammars that are compiled now. Sequences whose grammar failed end."""
+    def _poll_grammars(self) -> list[TokenDelta]:
+        """Bind grammars that are compiled now; take in tokens that no step has waited for."""
         deltas = []
-        for seq in [seq for seq in self._compiling if seq.pending_guide is not None and seq.pending_guide.ready]:
-            assert seq.pending_guide is not None
+        for seq in self._compiling:
+            if seq.job is None and seq.pending_guide is not None and seq.pending_guide.ready:
+                self._guides.bind(seq)
+        for seq in self._guides.ended():
+            if seq.pending_guide is None:
+                deltas.append(self._take_job(seq))
+                continue
             try:
-                token_rules.bind(seq, seq.pending_guide.guide())
+                self._guides.result(seq)
             except EmberlineError as error:
                 deltas.append(self._fail(seq, error))
-            except Exception:
-                _log.exception("a grammar cannot be followed", extra={"request_id": seq.id})
-                deltas.append(self._fail(seq, Internal(masking.GRAMMAR_FAILED)))
             else:
                 seq.pending_guide = None
                 self._compiling.remove(seq)
@@ -241,16 +246,23 @@ class Scheduler:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    def _take_sample(self, seq: Sequence, sample: Sampled) -> TokenDelta:
-        logprob = sample.logprob if sample.logprob is not None else 0.0
-        entry = TokenLogprobs(sample.token_id, logprob, sample.top)
+    def _take_guided(self, seqs: list[Sequence]) -> list[TokenDelta]:
+        """What the grammars say to sampled tokens, as far as it is known in time for the next step."""
+        self._guides.wait(seqs)
+        deltas = [self._take_job(seq) for seq in seqs if seq.job is not None and seq.job.done]
+        for seq in seqs:
+            if seq.job is not None and seq.n_sampling:
+                self._planner.preempt(seq)  # a step in flight samples for it without a mask: that is ignored
+        return deltas
+
+    def _take_job(self, seq: Sequence) -> TokenDelta:
         try:
-            entries, finish = token_rules.take(seq, entry, self.limits.eos_ids)
-            return self._append(seq, entries, finish)
-        except Exception as error:
-            if seq.guide is None:
-                raise
-            return self._fail(seq, masking.guide_failed(seq, error))
+            entries, finish = self._guides.result(seq)
+        except EmberlineError as error:
+            return self._fail(seq, error)
+        if seq.slot == NO_SLOT:
+            self._queues.waiting_tokens += len(entries)
+        return self._append(seq, entries, finish)
 
     def _append(self, seq: Sequence, entries: list[TokenLogprobs], finish: FinishReason | None) -> TokenDelta:
         one = len(entries) == 1  # the common case, and quicker
@@ -288,6 +300,7 @@ class Scheduler:
         """The only way out: everything the sequence held is given back, and its terminal delta is made."""
         del self._by_id[seq.id], self._by_number[seq.number]
         self._batch_class.ended(seq, self._totals.steps)
+        self._guides.drop(seq)
         if seq.pending_guide is not None:
             self._compiling.remove(seq)
         if seq.slot != NO_SLOT:
@@ -296,3 +309,7 @@ class Scheduler:
             self._queues.dequeue(seq)
         self._transfers.leave(seq)
         return TokenDelta(seq.id, token_ids, finish, seq.usage(), logprobs, error)
+
+
+def _entry(sample: Sampled) -> TokenLogprobs:
+    return TokenLogprobs(sample.token_id, sample.logprob if sample.logprob is not None else 0.0, sample.top)

@@ -4,12 +4,15 @@ import secrets
 from dataclasses import InitVar, dataclass, field
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.engine.grammar.guide_jobs import GuideJob
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import Guide, PendingGuide
 from emberline.kv.cache import BlockTable
 from emberline.protocol import block_hash
 from emberline.protocol.block_hash import BLOCK_TOKENS
-from emberline.protocol.errors import EmberlineError
 from emberline.protocol.events import Usage
 from emberline.protocol.request import EngineRequest, Priority
 
@@ -53,8 +56,11 @@ class Sequence:
     awaits_last: bool = field(init=False)  # which tokens are banned next depends on the last one
     can_close: bool = False  # its grammar can be completed within max_tokens, and will be
     limits_thinking: bool = False  # the thinking limit may still apply
-    failure: EmberlineError | None = None  # of its guide; ends it with the next step
     suspicion: int = 1  # 0: a step with it succeeded; 1: it has not been in one; 2: one with it failed since
+    mask: NDArray[np.uint32] | None = None  # which tokens its grammar allows next
+    job: GuideJob | None = None  # its guide takes in a token, or is bound: it is not planned until that is done
+    slow_guide: bool = False  # by the last job; no step waits for the next one
+    guide_cpu_s: float = 0.0  # of all jobs
 
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling

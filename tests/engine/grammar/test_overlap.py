@@ -4,6 +4,7 @@ import pytest
 
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.step_loop import StepLoop
+from tests.engine.client import wait_until
 from tests.engine.grammar.bench import TASTES, VOCAB, Bench
 from tests.engine.grammar.samples import ALL, WORDS, frame
 
@@ -41,6 +42,7 @@ def test_a_grammar_costs_no_extra_steps(grammars):
         bench = Bench(grammars=grammars)
         bench.loop = StepLoop(bench.scheduler, bench.runner, steps_in_flight)
         bench.submit("a", "json", "strings", max_tokens=60)
+        wait_until(lambda: bench.step() or not bench.scheduler._compiling)
         bench.submit("b", None, "none", max_tokens=60)
         bench.finish()
         return bench.runner.steps

@@ -296,7 +296,7 @@ def test_other_sequences_run_while_one_waits_for_its_grammar():
 def test_one_that_waits_for_its_grammar_displaces_nobody():
     slow = Slow(Fake())
     bench = Bench(grammars=slow, max_running=1)
-    bench.submit("plain", None, max_tokens=9)
+    bench.submit("plain", None, max_tokens=1500, ignore_eos=True)
     bench.step()
     bench.submit("bound", "json", priority=Priority.PRIORITY)
     bench.step()
