@@ -59,6 +59,9 @@ class StepPreparation:
         began_s = time.perf_counter()
         self._compile([*self._essential, *self._others], self._many_chunks + self._long_chunks)
         compiled_s = time.perf_counter()
+        with self._model.distinct_layers():
+            for chunks in self._many_chunks:
+                self._runner.run_eager_padding(chunks)  # loads the libraries' kernels for large products
         while self._essential:
             self._runner.capture(self._essential.popleft())
         times = {"compile_s": compiled_s - began_s, "capture_s": time.perf_counter() - compiled_s}
@@ -92,8 +95,9 @@ class StepPreparation:
     @property
     def _many_chunks(self) -> list[list[tuple[int, int]]]:
         """A step of many short prompts that is too large for a CUDA graph, as chunks."""
-        n_chunks = min(64, self._limits.max_running)
-        return [[(0, EAGER_TOKENS // n_chunks)] * n_chunks] if self._limits.token_budget >= EAGER_TOKENS else []
+        n_tokens, n_chunks = self._limits.token_budget, min(64, self._limits.max_running)
+        chunk = (0, min(n_tokens // n_chunks, self._limits.context_len))
+        return [[chunk] * n_chunks] if n_tokens >= EAGER_TOKENS else []
 
     @property
     def _long_chunks(self) -> list[list[tuple[int, int]]]:

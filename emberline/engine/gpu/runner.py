@@ -179,8 +179,7 @@ class GpuRunner:
                 raise lost from error
             _log.warning("a step of shape %s could not be prepared: %s", kind, error)
         self._padded.clear()
-        for pool in self._kv:  # without weights the result may be NaN
-            pool[NULL_BLOCK].zero_()
+        self._clear_null_block()
 
     @torch.inference_mode()
     def run_padding(self, kind: StepKind) -> None:
@@ -198,6 +197,11 @@ class GpuRunner:
         longest = self._mixed.send(batch, shape, self._slots.spare)
         inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
         self._mixed_body(inputs, self._mixed.sampled_rows(shape, batch))
+        self._clear_null_block()
+
+    def _clear_null_block(self) -> None:
+        for pool in self._kv:  # without weights what was computed may be NaN
+            pool[NULL_BLOCK].zero_()
 
     def _send_padding(self, kind: StepKind) -> None:
         if isinstance(kind.shape, int):
