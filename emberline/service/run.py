@@ -6,7 +6,7 @@ A `Run` is the same state machine for every kind of worker. What differs between
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
@@ -115,11 +115,11 @@ class Run(Generic[T]):
             self._on_end(self)
             raise
 
-    async def step(self) -> T:
+    def step(self) -> Awaitable[T]:
         """More output, which may be empty. Failed workers are replaced here."""
-        deadline_s = self._request.deadline_s
-        if deadline_s is None:
-            return await self._step()
+        return self._step() if self._request.deadline_s is None else self._step_until(self._request.deadline_s)
+
+    async def _step_until(self, deadline_s: float) -> T:
         try:
             async with asyncio.timeout(deadline_s + self._transport.deadline_grace_s - self._clock.elapsed_s()):
                 return await self._step()

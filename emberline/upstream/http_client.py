@@ -309,7 +309,7 @@ class ConnectionPool:
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
     ) -> Exchange:
-        """An exchange whose status and headers have arrived, within `timeout_s`.
+        """An exchange whose status and headers have arrived, within `timeout_s` if that is given.
 
         `on_sent` is called once the server has, or will have, the request. The server may just have closed a kept
         connection; then the request is sent again on another, unless it must go out `once`.
@@ -319,9 +319,12 @@ class ConnectionPool:
             f"POST {self._address.path}{path} HTTP/1.1\r\n{named}content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
         )
+        sending = self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once)
+        if timeout_s is None:
+            return await sending
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once)
+                return await sending
         except TimeoutError:
             raise ConnectionFailed(f"no data for {timeout_s:g} s") from None
 

@@ -40,7 +40,7 @@ def byte_keys(model: str, salt: bytes, *parts: bytes) -> bytes:
     keys: list[bytes] = []
     for start in range(0, len(text) - CHUNK_BYTES + 1, CHUNK_BYTES):
         chain = blake2b(text[start : start + CHUNK_BYTES], key=chain, digest_size=_STEM_BYTES).digest()
-        keys += [chain + number for number in _NUMBERS]
+        keys.append(chain + chain.join(_NUMBERS))
     return b"".join(keys)
 
 

@@ -65,8 +65,7 @@ class Transcript:
         self._n_bytes = 0
         self._max_bytes = MAX_TRANSCRIPT_BYTES if keep else -1
 
-    def add(self, lines: bytes) -> None:
-        n_events = lines.count(b"data:")
+    def add(self, lines: bytes, n_events: int) -> None:
         self.n_events += n_events
         self.n_events_of_attempt += n_events
         self._n_bytes += len(lines)

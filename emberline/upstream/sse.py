@@ -1,7 +1,7 @@
 """Server-sent events of an upstream server on their way to the client: whole lines, unchanged but for the usage.
 
-Most of a stream is searched once, as bytes, and passed on as it came. Only lines with a usage, an error or the end
-marker are decoded.
+Most lines are more of a text, told by their end, and passed on as they came. Only those with a usage or an error are
+decoded.
 """
 
 import contextlib
@@ -18,8 +18,10 @@ _MAX_TOKENS = 1 << 31
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _ERROR = b'"error"'  # never inside a text, where its quotes are escaped
 _DONE = b"[DONE]"
+_UNFINISHED = b'"finish_reason":null'
+_MORE_TEXT = _UNFINISHED + b"}]}"  # the end of most chunks, which need no further look
 # The usage so far, in a chunk with choices: behind their list, as vLLM and SGLang write it.
-_RUNNING_USAGE = re.compile(rb'(?<=\}\]),"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_RUNNING_USAGE = re.compile(rb'\}\],"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})(?=[},])')
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 encode = msgspec.json.Encoder().encode
@@ -130,11 +132,12 @@ class StreamEditor:
         self.adjust: Callable[[dict[str, Any]], None] | None = None  # a further change to each usage object
         self.ended = False  # the end marker was seen
         self.finished = False  # a finish reason was seen
+        self.n_events = 0  # in the lines edited last
         self._tail: list[bytes] = []  # the pieces of a line that has not ended yet
         self._n_tail_bytes = 0
         self._usage: Usage | None = None  # the last one seen, rewritten
         self._running = b""  # a newer one, as the server wrote it,
-        self._next_running = b""  # and that of lines which are not edited yet
+        self._next_running = b""  # and that of the lines being edited
         self._running_usage = running_usage  # we have asked for the usage so far in every chunk
         self._hides_usage = hides_usage  # the client has not asked for the usage that we need
         self._drops_blank = False  # the blank line behind an event that was dropped
@@ -151,10 +154,10 @@ class StreamEditor:
         return self._usage
 
     def whole(self, data: bytes) -> bytes:
-        """The lines that are complete now, without the usage so far; the beginning of the next is kept."""
+        """The lines that are complete now; the beginning of the next is kept."""
         cut = data.rfind(b"\n") + 1
         if cut == len(data) and not self._tail:
-            return self._take_running(data) if self._running_usage else data
+            return data
         lines = b""
         if cut:
             lines = b"".join((*self._tail, data[:cut]))
@@ -164,7 +167,7 @@ class StreamEditor:
             self._n_tail_bytes += len(data) - cut
             if self._n_tail_bytes > MAX_LINE_BYTES:
                 raise MalformedLine(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
-        return self._take_running(lines) if self._running_usage else lines
+        return lines
 
     @property
     def tail(self) -> bytes:
@@ -176,18 +179,29 @@ class StreamEditor:
         return b'"usage"' in lines and _USAGE.search(lines) is not None
 
     def edit(self, lines: bytes) -> bytes:
-        """Whole lines as the client gets them. StreamError where the server reports one: then none of them count."""
-        if not _all_closed(lines):
-            _check_data(lines)
-        if not self.finished and _FINISHED.search(lines) is not None:
-            self.finished = True
-        start = 0 if self._drops_blank else _first_to_decode(lines)
-        if start >= 0:
-            edited = [self._line(line) for line in lines[start:].splitlines(keepends=True)]
-            lines = b"".join((lines[:start], *edited))
-        if self._next_running:
-            self._running, self._next_running = self._next_running, b""
-        return lines
+        """Whole lines as the client gets them; sets `n_events`. StreamError where the server reports one, MalformedLine
+        where no client could read it: then none of the lines count."""
+        self._next_running = b""
+        if self._drops_blank and lines:
+            self._drops_blank = False
+            lines = lines[lines.find(b"\n") + 1 :] if lines.startswith((b"\n", b"\r\n")) else lines
+        parts = lines.split(b"\n")
+        others = [at for at, line in enumerate(parts) if line and not line.endswith(_MORE_TEXT)]
+        self.n_events = len(parts) - parts.count(b"") - len(others)
+        changed, dropped = False, []
+        for at in others:
+            line = parts[at]
+            if line.startswith(b"data:"):
+                self.n_events += 1
+                edited = self._data(line)
+                if edited is None:
+                    dropped.append(at)
+                elif edited is not line:
+                    parts[at], changed = edited, True
+        for at in reversed(dropped):
+            self._drop(parts, at)
+        self._running = self._next_running or self._running
+        return b"\n".join(parts) if changed or dropped else lines
 
     def flush(self) -> bytes:
         """The last line of a stream that ended without a line end."""
@@ -195,27 +209,34 @@ class StreamEditor:
         self._tail, self._n_tail_bytes = [], 0
         return self.edit(tail) if tail else b""
 
-    def _line(self, line: bytes) -> bytes:
-        if self._drops_blank and not line.strip():
-            self._drops_blank = False
-            return b""
-        self._drops_blank = False
-        if not line.startswith(b"data:"):
-            return line
+    def _drop(self, parts: list[bytes], at: int) -> None:
+        """An event, with the blank line behind it, which may not have come yet. The last part is no line."""
+        self.n_events -= 1
+        has_blank = at + 2 < len(parts) and not parts[at + 1].strip()
+        self._drops_blank = at + 2 == len(parts)
+        del parts[at : at + 1 + has_blank]
+
+    def _data(self, line: bytes) -> bytes | None:
+        """A data line as the client gets it; None: not at all."""
+        if self._running_usage and (found := _RUNNING_USAGE.match(line, line.rfind(b'}],"usage":{'))) is not None:
+            self._next_running = found[1]
+            self.finished = self.finished or _UNFINISHED not in line
+            return line[: found.start() + 2] + line[found.end() :]
         payload = line[5:].strip()
         if payload == _DONE:
             self.ended = True
             return line
-        if b"usage" not in payload and b"error" not in payload:
+        if not self.finished and _FINISHED.search(payload) is not None:
+            self.finished = True
+        if _ERROR not in payload and not (b'"usage"' in payload and _USAGE.search(payload) is not None):
+            if not payload.endswith(b"}"):
+                _decode(payload)
             return line
-        try:
-            event = msgspec.json.decode(payload)
-        except (msgspec.DecodeError, RecursionError):
-            return line
+        event = _decode(payload)
         _raise_error(event)
         return self._event(line, event)
 
-    def _event(self, line: bytes, event: Any) -> bytes:
+    def _event(self, line: bytes, event: Any) -> bytes | None:
         usages = usage_objects(event)
         if not usages:
             return line
@@ -223,21 +244,12 @@ class StreamEditor:
             self._rewrite(usage)
         self._usage, self._running, self._next_running = read_usage(usages[-1]), b"", b""
         if self._hides_usage and event.get("choices") == []:
-            self._drops_blank = True
-            return b""
+            return None
         if self._hides_usage or (self._running_usage and event.get("choices")):
             event.pop("usage", None)
         elif self.cached is None and self.adjust is None:
             return line
-        end = b"\r\n" if line.endswith(b"\r\n") else b"\n" if line.endswith(b"\n") else b""
-        return b"data: " + encode(event) + end
-
-    def _take_running(self, lines: bytes) -> bytes:
-        found = _RUNNING_USAGE.findall(lines)
-        if not found:
-            return lines
-        self._next_running = found[-1]
-        return _RUNNING_USAGE.sub(b"", lines)
+        return b"data: " + encode(event) + (b"\r" if line.endswith(b"\r") else b"")
 
     def _rewrite(self, usage: dict[str, Any]) -> None:
         if self.cached is not None:
@@ -246,28 +258,11 @@ class StreamEditor:
             self.adjust(usage)
 
 
-def _first_to_decode(lines: bytes) -> int:
-    """Where the first line begins that may have to be decoded; -1: there is none."""
-    usage = _USAGE.search(lines) if b'"usage"' in lines else None
-    found = [place for place in (lines.find(_DONE), lines.find(_ERROR)) if place >= 0]
-    if usage is not None:
-        found.append(usage.start())
-    return lines.rfind(b"\n", 0, min(found)) + 1 if found else -1
-
-
-def _all_closed(lines: bytes) -> bool:
-    """Whether every data line ends as a JSON object or the end marker does: the cheap check of what is passed on."""
-    n_data = lines.count(b"\ndata:") + lines.startswith(b"data:")
-    return n_data == lines.count(b"}\n") + lines.count(b"}\r\n") + lines.count(b"[DONE]\n")
-
-
-def _check_data(lines: bytes) -> None:
-    for line in lines.splitlines():
-        if data := data_of(line):
-            try:
-                msgspec.json.decode(data)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise MalformedLine(f"a chunk that cannot be read: {error}") from None
+def _decode(payload: bytes) -> Any:
+    try:
+        return msgspec.json.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedLine(f"a chunk that cannot be read: {error}") from None
 
 
 def _raise_error(event: Any) -> None:

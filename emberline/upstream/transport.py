@@ -52,7 +52,7 @@ class UpstreamTransport(Generic[T]):
         self._make_decoder = make_decoder
         self._decoder = make_decoder()
         self._attempt: Attempt | None = None
-        self._editor = StreamEditor(hides_usage=request.hides_usage)
+        self._editor = StreamEditor()
         self._transcript = Transcript(keep=False)
         self._continuation: Continuation | None = None
         self._has_token_ids = False  # the server gives them with the text
@@ -111,7 +111,7 @@ class UpstreamTransport(Generic[T]):
                 self.began = True
             if self._continuation is not None and lines:
                 lines = self._continuation.edit(lines)
-            self._transcript.add(lines)
+            self._transcript.add(lines, self._editor.n_events)
             if self._has_token_ids:
                 lines = without_token_ids(lines)
             return self._decoder(lines, self.done)

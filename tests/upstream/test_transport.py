@@ -143,8 +143,8 @@ async def test_the_transcript_holds_no_more_than_a_resume_needs(monkeypatch: pyt
     monkeypatch.setattr(resume, "MAX_TRANSCRIPT_BYTES", 200)
     counted, kept = resume.Transcript(keep=False), resume.Transcript()
     for transcript in (counted, kept):
-        transcript.add(event("a"))
+        transcript.add(event("a"), 1)
     assert (counted.n_events, counted.chunks(), counted._blocks) == (1, None, [])
     assert len(kept.chunks() or ()) == 1
-    kept.add(event("b" * 200))
+    kept.add(event("b" * 200), 1)
     assert (kept.n_events, kept.chunks(), kept._blocks) == (2, None, [])
