@@ -52,9 +52,6 @@ async def _rest(call: Call, action: Literal["drain", "undrain"]) -> Reply:
 async def _change(call: Call, change: WorkerChange) -> Reply:
     names = await call.service.change_workers(change)
     engines = {engine["name"]: engine for engine in (await call.service.health()).detail.get("engines", ())}
-    workers = [
-        {"name": name, "state": engines[name]["state"], "in_flight": engines[name]["in_flight"]}
-        for name in names
-        if name in engines
-    ]
-    return json_reply({"workers": workers})
+    gone = {"state": "left", "in_flight": 0}
+    found = [(name, engines.get(name, gone)) for name in names]
+    return json_reply({"workers": [{"name": name, **{key: each[key] for key in gone}} for name, each in found]})
