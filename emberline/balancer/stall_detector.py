@@ -30,6 +30,7 @@ class StallDetector:
         self._silent_s = 0.0
         self._stuck_s = 0.0
         self._computed_tokens = -1
+        self._progress: tuple[int, int, bool] | None = None  # what was computed and prepared when it last advanced
         self._last = Heartbeat()
 
     def heard(self) -> None:
@@ -48,14 +49,13 @@ class StallDetector:
         if self._silent_s > SILENT_S:
             return f"it has sent nothing for {SILENT_S:.0f} s"
         last, computed_tokens = self._last, max(computed_tokens, self._last.computed_tokens)
-        if computed_tokens != self._computed_tokens:
-            if self._computed_tokens >= 0:
-                self._patience = 1
-            self._computed_tokens, self._stuck_s = computed_tokens, 0.0
-        elif last.in_step or last.preparing:
-            self._stuck_s += elapsed_s
-        else:
-            self._stuck_s = 0.0
+        if computed_tokens > self._computed_tokens >= 0:
+            self._patience = 1
+        self._computed_tokens = computed_tokens
+        progress = (computed_tokens, last.n_prepared, last.preparing)
+        is_busy = last.in_step or last.preparing
+        self._stuck_s = self._stuck_s + elapsed_s if is_busy and progress == self._progress else 0.0
+        self._progress = progress
         if self._stuck_s <= self._limit_s(last):
             return ""
         self._patience *= 2

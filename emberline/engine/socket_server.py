@@ -188,7 +188,8 @@ class Server:
 
         def beat() -> None:
             while not stopped.wait(HEARTBEAT_S):
-                frame = frames.encode(Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.step_s))
+                beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
+                frame = frames.encode(beat)
                 for connection in [c for c in tuple(self._connections) if c.heartbeats]:
                     connection.send_heartbeat(frame)
 

@@ -90,6 +90,7 @@ class StepLoop:
         self.computed_tokens = 0
         self.in_step = False
         self.preparing = False
+        self.n_prepared = 0  # parts that idle tasks have prepared
         self.step_s = 0.0  # predicted, of the last launched step; 0: unknown
         self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
 
@@ -123,6 +124,7 @@ class StepLoop:
         if self._idle_task is not None and not self._idle_task():
             self._idle_task = None
         self.preparing = False
+        self.n_prepared += 1
 
     @property
     def load(self) -> EngineLoad:

@@ -143,6 +143,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", omit_defaults=True):
     computed_tokens: int = 0  # as in EngineLoad
     in_step: bool = False  # a step is being computed
     preparing: bool = False  # kernels are compiled or captured ahead of requests
+    n_prepared: int = 0  # parts of that which are done
     step_s: float = 0.0  # predicted duration of the step; 0: nothing like it was measured yet
 
 

@@ -73,6 +73,13 @@ def test_a_first_step_has_time_to_compile_and_more_each_time_that_it_was_given_u
     assert engine.after(FIRST_STEP_S + 2, first)
 
 
+def test_a_step_after_long_preparations_has_its_own_time(engine: Watched) -> None:
+    for n_prepared in range(100):
+        assert not engine.after(20, Heartbeat(7, preparing=True, n_prepared=n_prepared))
+    assert not engine.after(4.5, Heartbeat(7, in_step=True, n_prepared=99, step_s=0.01))
+    assert engine.after(2, Heartbeat(7, in_step=True, n_prepared=99, step_s=0.01))
+
+
 def test_preparing_kernels_is_no_stall(engine: Watched) -> None:
     assert not engine.after(PREPARE_S - 1, Heartbeat(7, preparing=True, step_s=0.01))
     assert engine.after(2, Heartbeat(7, preparing=True, step_s=0.01))

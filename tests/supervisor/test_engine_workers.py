@@ -126,7 +126,9 @@ async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -
     worker = workers.processes[0]
     first = worker.pid
     assert first is not None
-    os.kill(first, signal.SIGKILL)
+    os.kill(first, signal.SIGSTOP)
+    workers.kill("on another machine")
+    workers.kill(worker.name)
     for _ in range(1000):
         if client.connected and worker.pid not in (None, first):
             break
@@ -135,6 +137,8 @@ async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -
     assert worker.n_restarts == 1
 
     await client.close()
+    await workers.retire(workers.processes[1].name)
+    assert (worker.pid is None, workers.processes[1].pid) == (False, None)
     await workers.stop(grace_s=5)
     assert [worker.pid for worker in workers.processes] == [None, None]
     assert not workers.folder.exists()
