@@ -61,8 +61,9 @@ class CoreServer:
         self.core.admission.on_left.discard(self._tell_left)
         for link in list(self.links):
             link.drop("the core is closing")
-        while self.links or self.tasks:
-            await asyncio.gather(*self.tasks, *(link.closed for link in self.links))
+        # Not for done tasks that are still listed: waiting for them does not let their callbacks run (Python 3.12).
+        while unfinished := [link.closed for link in self.links] + [task for task in self.tasks if not task.done()]:
+            await asyncio.wait(unfinished)
         self._path.unlink(missing_ok=True)
 
     def _tell_left(self, name: str, reason: str) -> None:
