@@ -41,6 +41,7 @@ class HubFile(NamedTuple):
 class Fetched(NamedTuple):
     path: Path  # the GGUF file or the folder
     source: HubSource  # pinned to the commit
+    sha256: dict[str, str]  # of the files, by name
 
 
 def parse(spec: str) -> HubSource:
@@ -72,14 +73,15 @@ def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None)
         files = choose(listed, source)
         total_bytes = sum(file.size for file in files)
         folder.mkdir(parents=True, exist_ok=True)
+        sha256: dict[str, str] = {}
         with room_for(total_bytes + _SPARE_BYTES, folder), watched(folder, total_bytes, report):
             for file in files:
                 hf_hub_download(source.repo, file.name, revision=info.sha, local_dir=folder, endpoint=endpoint)
-                _check(folder / file.name, file)
+                sha256[file.name] = _checked(folder / file.name, file)
                 if file.name == "config.json":
                     folder_config(folder)  # refuses an unsupported model before its weights are downloaded
     pinned = HubSource(source.repo, info.sha, source.file)
-    return Fetched(folder / files[0].name if files[0].name.endswith(".gguf") else folder, pinned)
+    return Fetched(folder / files[0].name if files[0].name.endswith(".gguf") else folder, pinned, sha256)
 
 
 def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
@@ -108,13 +110,12 @@ def choose(files: Sequence[HubFile], source: HubSource) -> list[HubFile]:
     )
 
 
-def _check(path: Path, file: HubFile) -> None:
-    """Delete a file whose hash differs from the hub's, so that the next pull downloads it again."""
-    if file.sha256 is None:
-        return
+def _checked(path: Path, file: HubFile) -> str:
+    """The file's sha256. One that differs from the hub's is deleted, so that the next pull downloads it again."""
     with path.open("rb") as content:
-        if hashlib.file_digest(content, "sha256").hexdigest() == file.sha256:
-            return
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    if file.sha256 in (None, sha256):
+        return sha256
     path.unlink()
     raise HashMismatch(f"{file.name} did not arrive whole: its sha256 is not the one the hub lists; pull again")
 
@@ -132,7 +133,7 @@ def _cached(source: HubSource) -> Fetched:
     listed = [HubFile(str(path.relative_to(folder)), 0, None) for path in folder.rglob("*") if path.is_file()]
     first = choose(listed, source)[0].name
     pinned = HubSource(source.repo, folder.name, source.file)
-    return Fetched(folder / first if first.endswith(".gguf") else folder, pinned)
+    return Fetched(folder / first if first.endswith(".gguf") else folder, pinned, {})
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from emberline.catalog.model_card import ModelCard, built_in, describe_path, read_sampling
+from emberline.catalog.model_card import ModelCard, WheelSource, built_in, describe_path, read_sampling
 from emberline.protocol.errors import ModelNotFound
 
 CARD = "card.json"
@@ -31,6 +31,7 @@ class _StoredCard(msgspec.Struct, frozen=True):
 
     card: ModelCard
     path: str
+    sha256: dict[str, str] = {}  # of the files that were pulled, by their paths in the folder
 
 
 class ModelStore:
@@ -77,6 +78,13 @@ class ModelStore:
     def folder(self, model_id: str) -> Path:
         return self.root / _slug(model_id)
 
+    def pulled_files(self, card: ModelCard) -> dict[str, str]:
+        """The files in a model's folder that were downloaded, with their sha256; none for a model that is linked."""
+        if isinstance(card.source, WheelSource):
+            return {card.source.file: card.source.sha256}
+        stored = _read_card(self.folder(card.id))
+        return {} if stored is None else stored.sha256
+
     def staging(self, model_id: str) -> Path:
         """Where a pull of that model downloads to; always the same, so that it can be resumed."""
         return self.root / f".{_slug(model_id)}"
@@ -89,11 +97,12 @@ class ModelStore:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def place(self, card: ModelCard, path: str) -> ModelEntry:
+    def place(self, card: ModelCard, path: str, sha256: Mapping[str, str] | None = None) -> ModelEntry:
         """Make the card's staging folder the model's folder. Call with the lock held."""
+        stored = _StoredCard(card, path, dict(sha256 or {}))
         staging, folder = self.staging(card.id), self.folder(card.id)
         staging.mkdir(parents=True, exist_ok=True)
-        (staging / CARD).write_bytes(msgspec.json.encode(_StoredCard(card, path)))
+        (staging / CARD).write_bytes(msgspec.json.encode(stored))
         for file in [*staging.rglob("*"), staging]:
             _sync(file)
         if folder.exists():
@@ -114,11 +123,18 @@ def _slug(model_id: str) -> str:
 
 
 def _read(folder: Path) -> ModelEntry | None:
+    stored = _read_card(folder)
+    if stored is None:
+        return None
+    path = folder / stored.path
+    return ModelEntry(_with_sampling(stored.card, path), path)
+
+
+def _read_card(folder: Path) -> _StoredCard | None:
     try:
-        stored = msgspec.json.decode((folder / CARD).read_bytes(), type=_StoredCard)
+        return msgspec.json.decode((folder / CARD).read_bytes(), type=_StoredCard)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-    return ModelEntry(_with_sampling(stored.card, folder / stored.path), folder / stored.path)
 
 
 def _with_sampling(card: ModelCard, path: Path) -> ModelCard:

@@ -7,6 +7,7 @@ import msgspec
 
 from emberline.catalog import hub, wheels
 from emberline.catalog.download import ReportProgress
+from emberline.catalog.integrity import record_pulled
 from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource, built_in, describe, describe_path, slug
 from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
 from emberline.protocol.errors import BadInput, ModelNotFound
@@ -38,7 +39,9 @@ def _pull_built_in(card: ModelCard, store: ModelStore, report: ReportProgress | 
             return entry
         path = wheels.fetch(source, store.staging(card.id), report)
         found = describe(path, card.id, card.aliases, source)
-        return store.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
+        entry = store.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
+        record_pulled(store, entry.card)
+        return entry
 
 
 def _pull_hub(spec: str, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
@@ -52,7 +55,7 @@ def _pull_hub(spec: str, store: ModelStore, report: ReportProgress | None) -> Mo
             return entry
         staging = store.staging(model_id)
         try:
-            path, pinned = hub.fetch(source, staging, report)
+            path, pinned, sha256 = hub.fetch(source, staging, report)
             card = describe(path, model_id, (spec.lower(), name), pinned)
         except (BadInput, BadCheckpoint) as error:  # do not keep a model that cannot be served
             shutil.rmtree(staging, ignore_errors=True)
@@ -60,7 +63,9 @@ def _pull_hub(spec: str, store: ModelStore, report: ReportProgress | None) -> Mo
         if not path.is_relative_to(staging):  # offline: it is in the hub's cache
             return store.place(card, str(path))
         shutil.rmtree(staging / ".cache", ignore_errors=True)
-        return store.place(card, str(path.relative_to(staging)))
+        entry = store.place(card, str(path.relative_to(staging)), sha256)
+        record_pulled(store, card)
+        return entry
 
 
 def _link(path: Path, store: ModelStore) -> ModelEntry:

@@ -29,7 +29,7 @@ from emberline.protocol.errors import EmberlineError
 from emberline.supervisor import machine
 
 if TYPE_CHECKING:
-    from emberline.catalog.model_store import ModelEntry
+    from emberline.catalog.model_store import ModelEntry, ModelStore
 
 MIN_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))  # from, and below
@@ -227,11 +227,12 @@ def models(config: Config) -> Iterator[DoctorCheck]:
     """One check per installed model: whether its files are intact."""
     from emberline.catalog.model_store import ModelStore
 
-    entries = ModelStore(config.home).entries()
+    store = ModelStore(config.home)
+    entries = store.entries()
     if not entries:
         yield DoctorCheck("models", "ok", "none yet; `emberline serve` downloads the default one")
     for entry in entries:
-        name, problem = entry.card.id, _damage(entry)
+        name, problem = entry.card.id, _damage(entry, store)
         if problem:
             again = f"emberline rm {name} && emberline pull {entry.card.aliases[0] if entry.card.aliases else name}"
             yield DoctorCheck("models", "fail", f"{name}: {problem}", again)
@@ -239,22 +240,23 @@ def models(config: Config) -> Iterator[DoctorCheck]:
             yield DoctorCheck("models", "ok", f"{name}, {format_size(entry.card.weight_bytes)}")
 
 
-def _damage(entry: "ModelEntry") -> str:
-    """What is wrong with a model's files; empty if nothing."""
-    from emberline.catalog.model_card import WheelSource, describe_path
+def _damage(entry: "ModelEntry", store: "ModelStore") -> str:
+    """What is wrong with a model's files; empty if nothing. Those that were pulled are hashed."""
+    from emberline.catalog.model_card import describe_path
     from emberline.cli.models import load_text
 
-    source = entry.card.source
+    folder, files = store.folder(entry.card.id), store.pulled_files(entry.card)
     try:
-        if isinstance(source, WheelSource):
-            with entry.path.open("rb") as file:
-                intact = hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
-        else:
-            intact = describe_path(entry.path).fingerprint == entry.card.fingerprint
-            load_text(entry)
+        for name, sha256 in files.items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    return f"{folder / name} differs from what was pulled"
+        if not files and describe_path(entry.path).fingerprint != entry.card.fingerprint:
+            return f"{entry.path} differs from what was pulled"
+        load_text(entry)
     except (OSError, EmberlineError) as error:
         return str(error)
-    return "" if intact else f"{entry.path} differs from what was pulled"
+    return ""
 
 
 def port(config: Config) -> DoctorCheck:

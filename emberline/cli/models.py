@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
+from emberline.catalog.integrity import verify
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
@@ -34,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetch(name: str, store: ModelStore) -> ModelEntry:
-    """The model of that name, downloaded with a progress bar if it is not on this machine."""
+    """The model of that name, downloaded with a progress bar if it is not on this machine; its files verified."""
     entry = store.find(name)
     if entry is not None:
+        verify(store, entry.card)
         return entry
     with _progress_bar(name) as report:
         return pull(name, store, report)

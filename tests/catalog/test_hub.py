@@ -43,6 +43,7 @@ def test_a_repository_is_pulled_and_loads(server: StandIn, store: ModelStore) ->
     assert card.id == "@hf/org/tiny"
     assert card.source == HubSource("org/tiny", COMMIT)
     assert sorted(item.name for item in path.iterdir()) == [
+        ".verified.json",
         "card.json",
         "config.json",
         "model.safetensors",

@@ -96,7 +96,7 @@ def test_parts_are_concatenated_and_nothing_else_is_kept(index: StandIn, store: 
     seen: list[DownloadProgress] = []
     found, path = pull("tiny", store, seen.append)
     assert path.read_bytes() == gguf_bytes(tmp_path)
-    assert sorted(item.name for item in path.parent.iterdir()) == ["card.json", "m.gguf"]
+    assert sorted(item.name for item in path.parent.iterdir()) == [".verified.json", "card.json", "m.gguf"]
     assert found.id == "@cf/test/tiny"
     assert found.fingerprint
     assert seen[-1].done_bytes == seen[-1].total_bytes
