@@ -92,6 +92,7 @@ class FakeRunner:
         self.fail_next = None
         self.poison_ids = set()  # requests with which a step fails
         self.max_tokens = None  # of a step; more and it fails
+        self.failed = False  # some step has
         self.broken = set()  # slots whose last step failed: what follows in them fails, too
         self.nan_ids = set()  # requests whose next token is not a number
         self.requests = {}
@@ -108,6 +109,7 @@ class FakeRunner:
             self.broken.discard(admission.slot)
         if (error := self._error(plan)) is not None:
             self.broken |= {row.slot for row in plan.rows}
+            self.failed = True
             return Handle(error)
         return Handle([drawn for row in plan.rows if (drawn := self._row(row)) is not None])
 

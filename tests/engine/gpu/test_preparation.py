@@ -1,10 +1,22 @@
 """Nothing is compiled or captured while requests wait."""
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("triton")
+
+import triton
+
 from benchmarks.gpu.model_files import SMOLLM2_135M, write_gguf
+from emberline.engine.gpu.batch import MixedShape
+from emberline.engine.gpu.preparation import StepPreparation
+from emberline.engine.gpu.runner import StepKind
+from emberline.engine.scheduler.limits import Limits
+from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.gpu.launch import compiling_only
 from tests.engine.fakes import request
 
 LONGEST_STEP_S = 0.15
@@ -15,8 +27,6 @@ BURSTS = (("burst", 64, 40), ("one", 1, 5), ("few", 5, 700), ("many", 250, 60), 
 def test_a_first_burst_meets_no_step_that_is_not_prepared(tmp_path, monkeypatch):
     """A quantized model with an empty kernel cache, right after its start: bursts of many sizes, eager steps."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    import triton
-
     from emberline.engine import worker
 
     path = tmp_path / "random.gguf"
@@ -62,3 +72,81 @@ def test_random_gguf_files_can_be_read(tmp_path):
     affine = checkpoint.weight("blk.0.ffn_down.weight").affine()
     assert affine.bits == 4
     assert affine.codes.shape == (576, 1536)
+
+
+class RecordingRunner:
+    pools = ()
+    n_graphs = 0
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+        self.captured, self.compiled, self.eager = [], [], []
+
+    def step_kinds(self):
+        return [StepKind(MixedShape(16, 128, 32, True)), *map(StepKind, (1, 2, 4, 64, 80)), StepKind(64, cascade=True)]
+
+    def capture(self, kind):
+        self.captured.append(kind)
+
+    def run_padding(self, kind):
+        self.compiled.append(kind)
+
+    def run_eager_padding(self, chunks):
+        self.eager.append((len(chunks), self.kernels.long_plans))
+
+
+def preparation_of(compile_error=None):
+    kernels = SimpleNamespace(warm_up=lambda attentions, pools: iter([True, True]), long_plans=True)
+    model = SimpleNamespace(kernels=kernels, attentions=(), distinct_layers=nullcontext)
+    runner = RecordingRunner(kernels)
+    if compile_error is not None:
+        runner.run_padding = raiser(compile_error)
+    return StepPreparation(model, runner, Limits(8192, 100, (0,), 80, 8192)), runner
+
+
+def raiser(error):
+    def fail(*args):
+        raise error
+
+    return fail
+
+
+def test_essential_steps_come_before_requests_and_the_others_when_idle():
+    preparation, runner = preparation_of()
+    kinds = runner.step_kinds()
+    preparation.first()
+    assert runner.captured == runner.compiled == kinds[:1]
+    assert runner.eager == [(1, True)], "loads cuDNN"
+    preparation.finish_essential()
+    essential = [kind for kind in kinds if not kind.cascade and kind.shape not in (2, 4)]
+    assert runner.captured == essential
+    assert set(runner.compiled) == set(kinds), "no kernel is left to compile"
+    assert not runner.kernels.long_plans, "cuDNN has no plans yet"
+    n_idle = 0
+    while preparation.next():
+        n_idle += 1
+        assert not runner.kernels.long_plans
+    assert n_idle == len(kinds) - len(essential) + 2
+    assert set(runner.captured) == set(kinds)
+    assert runner.kernels.long_plans
+
+
+def test_a_kernel_that_cannot_be_compiled_does_not_prevent_the_start(caplog):
+    preparation, runner = preparation_of(ValueError("no such tile"))
+    preparation.first()
+    preparation.finish_essential()
+    assert "no such tile" in caplog.text
+    assert len(runner.captured) == 4
+    preparation, _ = preparation_of(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(DeviceLost):
+        preparation.first()
+
+
+def test_kernels_are_compiled_without_being_launched(monkeypatch):
+    ran = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: ran.append(warmup))
+    before = triton.JITFunction.run
+    with compiling_only():
+        triton.JITFunction.run(None, grid=(1,), warmup=False)
+    assert ran == [True]
+    assert triton.JITFunction.run is before

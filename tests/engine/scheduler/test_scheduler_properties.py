@@ -146,13 +146,12 @@ class InvariantChecker:
             elif delta.finish == "cancelled":
                 assert arrival.abort_after is not None
             else:
-                assert delta.error.kind == ("deadline_exceeded" if not arrival.nan else delta.error.kind)
+                assert delta.error.kind in ("deadline_exceeded", "internal")
+                assert arrival.nan or delta.error.kind == "deadline_exceeded" or self.runner.failed
 
 
-@settings(max_examples=n_examples(150), deadline=None)
-@given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
-def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crowd, setup, steps_in_flight):
-    checker = InvariantChecker(setup, steps_in_flight)
+def play(checker, crowd, failing=frozenset()):
+    """Run a scenario to its end; a step fails that is launched while the clock is at one of `failing`."""
     for n, arrival in enumerate(crowd):
         arrival.id, arrival.tokens = f"r{n}", []
     aborts = {}
@@ -165,6 +164,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crow
                 checker.submit(arrival, step)
         for id in aborts.get(step, ()):
             checker.take(filter(None, [checker.scheduler.abort(id)]))
+        checker.runner.fail_next = RuntimeError("out of luck") if step in failing else None
         checker.step(step)
         if step > 70 and not checker.loop.busy:
             break
@@ -174,6 +174,30 @@ def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crow
     load = checker.scheduler.load()
     assert (load.running, load.waiting, load.waiting_tokens, load.kv_used_blocks) == (0, 0, 0, 0)
     checker.check_answers()
+
+
+@settings(max_examples=n_examples(150), deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3))
+def test_every_request_ends_once_with_the_right_tokens_and_all_blocks_freed(crowd, setup, steps_in_flight):
+    play(InvariantChecker(setup, steps_in_flight), crowd)
+
+
+@settings(max_examples=n_examples(60), deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=9), setups, st.integers(1, 3), st.sets(st.integers(0, 80), max_size=8))
+def test_the_same_while_steps_fail_now_and_then(crowd, setup, steps_in_flight, failing):
+    play(InvariantChecker(setup, steps_in_flight), crowd, failing)
+
+
+@settings(max_examples=n_examples(60), deadline=None)
+@given(st.lists(arrivals, min_size=2, max_size=9), setups, st.integers(1, 3), st.sets(st.integers(0, 8), max_size=3))
+def test_only_requests_that_steps_fail_for_end_with_an_internal_error(crowd, setup, steps_in_flight, bad):
+    checker = InvariantChecker(setup, steps_in_flight)
+    checker.runner.poison_ids = {f"r{n}" for n in bad}
+    play(checker, crowd)
+    for id, delta in checker.ended.items():
+        arrival, _ = checker.accepted[id]
+        assert delta.error is None or delta.error.kind != "internal" or arrival.nan or id in checker.runner.poison_ids
+        assert id not in checker.runner.poison_ids or delta.finish in ("error", "cancelled")
 
 
 @settings(max_examples=n_examples(60), deadline=None)
