@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import WorkerRole
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
+SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
 
 _log = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class Parent:
 
 def serve(server: Server, parent: Parent, ready: dict[str, Any]) -> None:
     """Serve until drained. A JSON line on stdout tells that clients may connect."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)

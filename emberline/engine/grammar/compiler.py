@@ -12,12 +12,12 @@ from typing import Any
 from emberline.engine.grammar import validation
 from emberline.engine.grammar.grammar_automaton import Automaton
 from emberline.engine.grammar.guide import GrammarGuide
-from emberline.engine.grammar.lark import to_lark
 from emberline.engine.grammar.matcher import LIMITS, MatcherTemplate
+from emberline.engine.grammar.translator_process import TranslatorProcess
 from emberline.engine.grammar.vocabulary import Vocabulary, digest
 from emberline.protocol.errors import BadInput, EmberlineError, Internal, Overloaded
 from emberline.protocol.frames import Vocabulary as Frame
-from emberline.protocol.grammar import Grammar, Token, walk
+from emberline.protocol.grammar import decode
 
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 32 << 20  # of encoded grammars
@@ -64,6 +64,7 @@ class MatcherCompiler:
         self._cache_bytes = 0
         self._vocabulary: Vocabulary | None = None  # from here on owned by the thread
         self._tokenizer: Any = None
+        self._translator = TranslatorProcess()
         self._queue: queue.SimpleQueue[PendingGrammar | None] = queue.SimpleQueue()  # None: only build the vocabulary
         self._thread: threading.Thread | None = None
 
@@ -117,7 +118,7 @@ class MatcherCompiler:
         while True:
             pending = self._queue.get()
             if pending is None:
-                with suppress(BadInput):  # llguidance is missing: the first request reports it
+                with suppress(BadInput, OSError):  # llguidance is missing: the first request reports it
                     self._tokenizers()
                 continue
             try:
@@ -135,9 +136,11 @@ class MatcherCompiler:
         vocabulary, tokenizer = self._tokenizers()
         from llguidance import LLMatcher, LLParserLimits
 
-        grammar = validation.read(pending.encoded)
-        self._check_tokens(grammar, vocabulary)
-        source = LLMatcher.grammar_from_lark(to_lark(grammar))
+        translated = self._translator.translate(pending.encoded)
+        for token_id in translated.token_ids:
+            if token_id not in vocabulary.special:
+                raise BadInput(f"token {token_id} of the grammar is not a special token here", param="grammar")
+        source = LLMatcher.grammar_from_lark(translated.source)
 
         def make() -> Any:
             made = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -147,13 +150,14 @@ class MatcherCompiler:
                 raise BadInput("the grammar is too complex; use a simpler schema", param="grammar")
             return made
 
-        return _Compiled(MatcherTemplate(make), Automaton(grammar), vocabulary)
+        return _Compiled(MatcherTemplate(make), Automaton(decode(pending.encoded)), vocabulary)
 
     def _tokenizers(self) -> tuple[Vocabulary, Any]:
         """The vocabulary and llguidance's form of it, built once in a few hundred milliseconds."""
         if self._vocabulary is None or self._tokenizer is None:
             assert self._frame is not None, "the vocabulary is set before the first grammar is requested"
             self._vocabulary = Vocabulary(self._frame, self._vocab_size)
+            self._translator.start()
             try:
                 self._tokenizer = self._vocabulary.llguidance_tokenizer()
             except ImportError:
@@ -161,8 +165,3 @@ class MatcherCompiler:
                     "this engine does not support grammars: the package llguidance is not installed", param="grammar"
                 ) from None
         return self._vocabulary, self._tokenizer
-
-    def _check_tokens(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
-        for token_id in {part.token_id for part in walk(*grammar.rules) if isinstance(part, Token)}:
-            if token_id not in vocabulary.special:
-                raise BadInput(f"token {token_id} of the grammar is not a special token here", param="grammar")

@@ -6,6 +6,7 @@ shortest completion, with which a reply is closed within `max_tokens`. Counted r
 expanded. The language is exactly that of the grammar, unlike the matcher's (see `lark`).
 """
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
@@ -24,6 +25,8 @@ _PREFERRED = (
 )
 
 
+_BUILT_AT_ONCE: Final = 256  # expressions, about two milliseconds: then other threads get the interpreter's lock
+_PAUSE_S: Final = 0.002
 _MIN_TRIE_OPTIONS: Final = 9
 _MAX_TRIE_DEPTH: Final = 60
 
@@ -126,6 +129,7 @@ class Automaton:
         self._characters: dict[ByteRanges, State] = {}
         self._avoiders: dict[tuple[str, ...], _Avoider] = {}
         self.completion_bytes: set[int] = set()  # bytes that a completion may contain
+        self._n_built = 0  # expressions
         self._rules: list[State] = []
         self._rules = [self._build(rule) for rule in grammar.rules]
         self.start: State = self._rules[0]
@@ -249,6 +253,9 @@ class Automaton:
     # --- from expressions --------------------------------------------------------------------------------------------
 
     def _build(self, expression: ir.Expression) -> State:
+        self._n_built += 1
+        if not self._n_built % _BUILT_AT_ONCE:
+            time.sleep(_PAUSE_S)
         match expression:
             case ir.Text():
                 self.completion_bytes.update(expression.text.encode())

@@ -1,0 +1,130 @@
+"""A process that checks grammars and translates them for llguidance, and its handle, which kills it at a time limit.
+
+Both are pure Python and take up to seconds for a large grammar. In a thread of the engine they would take the
+interpreter's lock from the step loop at every call of a kernel.
+"""
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from emberline.engine.grammar import validation
+from emberline.engine.grammar.lark import to_lark
+from emberline.protocol import frames
+from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, from_info
+from emberline.protocol.grammar import Token, walk
+
+LIMIT_S = 5.0  # of one grammar; the front end's compiler, which has seen it before, is allowed less
+START_S = 30.0
+ATTEMPTS = 2  # with a new process, should it die
+MEMORY_BYTES = 1 << 30
+NICE = 5
+_RECV_BYTES = 1 << 20
+
+
+class Translation(msgspec.Struct, array_like=True):
+    source: str = ""  # in llguidance's Lark dialect
+    token_ids: tuple[int, ...] = ()  # of special tokens that the grammar names
+    error: ErrorInfo | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(Translation)
+
+
+def translate(encoded: bytes) -> Translation:
+    try:
+        grammar = validation.read(encoded)
+        token_ids = {part.token_id for part in walk(*grammar.rules) if isinstance(part, Token)}
+        return Translation(to_lark(grammar), tuple(token_ids))
+    except EmberlineError as error:
+        return Translation(error=error.info())
+    except (MemoryError, RecursionError):
+        message = "the grammar is nested too deeply or too large; use a simpler schema"
+        return Translation(error=BadInput(message, param="grammar").info())
+
+
+def main() -> None:
+    os.nice(NICE)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=sys.stdin.fileno()) as sock:
+        sock.sendall(frames.encode(Translation()))  # ready
+        received = frames.FrameBuffer()
+        while data := sock.recv(_RECV_BYTES):
+            for encoded in received.feed(data):
+                sock.sendall(frames.encode(translate(encoded)))
+
+
+class TranslatorProcess:
+    """Started on first use, and again after it died. For one thread; it ends with this process."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._received = frames.FrameBuffer()
+
+    def start(self) -> None:
+        if self._child is None:
+            here, there = socket.socketpair()
+            # No join token, no keys: it gets nothing of ours but the way to the package.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("EMBERLINE_")}
+            with there:
+                command = [sys.executable, "-m", "emberline.engine.grammar.translator_process"]
+                self._child = subprocess.Popen(command, stdin=there.fileno(), stdout=subprocess.DEVNULL, env=env)
+            self._sock, self._received = here, frames.FrameBuffer()
+            self._receive(time.monotonic() + START_S)
+
+    def translate(self, encoded: bytes) -> Translation:
+        """Raises BadInput where the grammar is at fault."""
+        for _ in range(ATTEMPTS):
+            try:
+                self.start()
+                until_s = time.monotonic() + LIMIT_S
+                assert self._sock is not None
+                self._sock.settimeout(LIMIT_S)
+                self._sock.sendall(frames.LENGTH.pack(len(encoded)) + encoded)
+                found = self._receive(until_s)
+            except TimeoutError:
+                self.kill()
+                raise BadInput(
+                    f"the grammar takes longer than {LIMIT_S:g} s to compile; use a simpler schema", param="grammar"
+                ) from None
+            except OSError:
+                self.kill()
+                continue
+            if found.error is not None:
+                raise from_info(found.error)
+            return found
+        raise Internal("the engine could not compile this request's grammar")
+
+    def kill(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+        if self._sock is not None:
+            self._sock.close()
+
+    def _receive(self, until_s: float) -> Translation:
+        assert self._sock is not None
+        while True:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left_s)
+            data = self._sock.recv(_RECV_BYTES)
+            if not data:
+                raise ConnectionError("the process has ended")
+            for payload in self._received.feed(data):
+                return frames.decode(_decoder, payload)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, ConnectionError):
+        main()

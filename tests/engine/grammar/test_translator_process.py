@@ -1,0 +1,57 @@
+"""Grammars are checked and translated in a process that can be killed."""
+
+import os
+
+import pytest
+
+from emberline.engine.grammar import translator_process
+from emberline.engine.grammar.lark import to_lark
+from emberline.engine.grammar.translator_process import TranslatorProcess
+from emberline.protocol.errors import BadInput
+from emberline.protocol.grammar import Grammar, Rule, Sequence, Text, Token, encode
+from tests.engine.grammar.samples import ALL, SPECIAL
+
+
+@pytest.fixture(scope="module")
+def process():
+    made = TranslatorProcess()
+    yield made
+    made.kill()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_grammar_is_translated_as_in_this_process(process, name):
+    found = process.translate(encode(ALL[name]))
+    assert found.source == to_lark(ALL[name])
+    assert found.token_ids == ((SPECIAL,) if name == "thinking" else ())
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [b"", b"\xff\xff", b"\x91" * 60_000, b"\x91\x91\x92\xa4text\xa2\xff\xff", encode(Grammar((Rule(0),)))],
+    ids=["empty", "garbage", "nested", "not UTF-8", "left recursion"],
+)
+def test_what_is_no_grammar_is_refused_and_the_process_goes_on(process, encoded):
+    process.start()
+    before = process._child.pid
+    with pytest.raises(BadInput, match="grammar"):
+        process.translate(encoded)
+    assert process.translate(encode(Grammar((Sequence((Text("a"), Token(5))),)))).token_ids == (5,)
+    assert process._child.pid == before
+
+
+def test_at_the_time_limit_it_is_killed_and_the_next_grammar_gets_another(process, monkeypatch):
+    process.start()
+    before = process._child.pid
+    monkeypatch.setattr(translator_process, "LIMIT_S", 1e-9)
+    with pytest.raises(BadInput, match="takes longer"):
+        process.translate(encode(ALL["json"]))
+    monkeypatch.undo()
+    assert process.translate(encode(ALL["json"])).source
+    assert process._child.pid != before
+
+
+def test_a_process_that_died_is_started_again(process):
+    process.start()
+    os.kill(process._child.pid, 9)
+    assert process.translate(encode(ALL["json"])).source
