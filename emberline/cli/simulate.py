@@ -16,7 +16,7 @@ from emberline.cli import common
 from emberline.protocol.errors import BadInput
 from emberline.simulator import coefficients
 from emberline.simulator.coefficients import FixedTokenBudget, LatencyTargetBudget, PrefillPolicy
-from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult
+from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult, interval
 from emberline.simulator.fleet import LinkSpec
 from emberline.simulator.plot import Curve, chart, distribution
 from emberline.simulator.simulation import load_at_utilization, simulate
@@ -66,10 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bandwidth", type=float, default=50.0, metavar="GB/S", help="of a worker, for KV transfer (default 50)")
     add("--balancers", type=int, default=1, metavar="N", help="balancers that share the fleet (default 1)")
     add("--report-delay", type=float, default=0.0, metavar="S", help="latency of load reports and KV events")
+    add("--upstream", action="store_true", help="workers are other servers: no KV events, load reports every 2 s")
+    add("--unstreamed", type=float, default=0.0, metavar="SHARE", help="requests whose first token is seen at the end")
+    add("--faults", type=int, default=0, metavar="N", help="workers that die or hang for 5 to 60 s, and return")
     add("--session-affinity", action="store_true", help="clients send their session (x-session-affinity)")
     add("--warmup", type=float, default=600.0, metavar="S", help="simulated before measuring (default 600)")
     add("--duration", type=float, default=1800.0, metavar="S", help="simulated and measured (default 1800)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals and synthetic traffic (default 1)")
+    add("--seeds", type=int, default=1, metavar="N", help="run N seeds: means with 95 %% intervals (default 1)")
     add("--plots", type=Path, metavar="DIR", help="write SVG plots there")
     common.add_json(parser)
 
@@ -80,15 +84,18 @@ def run(args: argparse.Namespace) -> int:
     if args.load is None:
         load = load_at_utilization(trace, configs[0], args.utilization or DEFAULT_UTILIZATION)
         configs = [replace(config, load=load) for config in configs]
-    results = [simulate(trace, config) for config in configs]
-    figures = [result.figures() for result in results]
+    by_seed = [[simulate(trace, replace(one, seed=args.seed + n)) for one in configs] for n in range(args.seeds)]
+    results = by_seed[0]
+    figures = [result.figures() for run_of_seed in by_seed for result in run_of_seed]
     if args.json:
         common.print_json({"trace": trace.name, "left_out": trace.left_out, "runs": figures})
     else:
         unit = "copies" if trace.shared else "session starts per second"
         print(f"{trace.name}: {trace.n_turns} requests, {trace.left_out} left out as too long")
         print(f"load {configs[0].load:.4g} {unit}; {len(configs[0].roles)} workers of {configs[0].model.name}")
-        print(_table(figures))
+        print(_table(figures[: len(configs)]))
+        if args.seeds > 1:
+            print(f"\n{args.seeds} seeds, mean and 95 % interval:\n{_intervals(figures)}")
     if args.plots:
         _plot(args.plots, results)
     return 0
@@ -106,6 +113,8 @@ def _configs(args: argparse.Namespace) -> list[SimulationConfig]:
     prefill_policy: PrefillPolicy = LatencyTargetBudget()
     if args.token_budget != "itl" or not model.paced:
         prefill_policy = FixedTokenBudget(model.token_budget if args.token_budget == "itl" else int(args.token_budget))
+    if args.seeds < 1:
+        raise BadInput("--seeds must be at least 1", param="seeds")
     if min(args.warmup, args.duration) < 0 or args.duration == 0 or args.bandwidth <= 0 or args.report_delay < 0:
         raise BadInput("times and bandwidth must be above 0", param="duration")
     return [
@@ -124,6 +133,9 @@ def _configs(args: argparse.Namespace) -> list[SimulationConfig]:
             balancers=args.balancers,
             report_delay_s=args.report_delay,
             session_affinity=args.session_affinity,
+            upstream=args.upstream,
+            unstreamed=args.unstreamed,
+            faults=args.faults,
         )
         for policy in (POLICIES if args.policy == "all" else args.policy.split(","))
     ]
@@ -134,6 +146,17 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines += [[form.format(row[key]) for key, _, form in COLUMNS] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def _intervals(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        parts = []
+        for key, title in (("ttft_p50_s", "p50"), ("ttft_p90_s", "p90"), ("ttft_p99_s", "p99")):
+            mean, half = interval([row[key] for row in rows if row["policy"] == policy])
+            parts.append(f"{title} {mean:.3f} ± {half:.3f} s")
+        lines.append(f"{policy.rjust(20)}  TTFT {', '.join(parts)}")
+    return "\n".join(lines)
 
 
 def _plot(folder: Path, results: Sequence[SimulationResult]) -> None:

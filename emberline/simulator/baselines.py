@@ -6,6 +6,7 @@ the SGLang and Dynamo ones with the real programs.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
@@ -27,6 +28,10 @@ class SimRouter(Protocol):
     def on_finish(self, request: SimRequest) -> None: ...
     def on_load_report(self, worker: SimWorker) -> None: ...
     def on_kv_event(self, worker: SimWorker, stored: bool, segment: int, start: int, end: int) -> None: ...
+    def on_worker_lost(self, worker: SimWorker, requests: list[SimRequest]) -> None:
+        """Its connection is lost, and with it these requests, which the router sends again."""
+
+    def on_worker_joined(self, worker: SimWorker) -> None: ...
     def n_rejected(self) -> int: ...
 
 
@@ -86,6 +91,11 @@ class BaselineRouter:
 
     def on_kv_event(self, worker: SimWorker, stored: bool, segment: int, start: int, end: int) -> None: ...
 
+    def on_worker_lost(self, worker: SimWorker, requests: list[SimRequest]) -> None:
+        raise NotImplementedError("faults are simulated for Emberline's own policies only")
+
+    def on_worker_joined(self, worker: SimWorker) -> None: ...
+
     def n_rejected(self) -> int:
         return 0
 
@@ -103,21 +113,38 @@ class LeastLoadedRouter(BaselineRouter):
         return min(self.names, key=lambda name: (load.requests[name], load.decode_tokens[name])), request.n_prompt
 
 
+@dataclass(frozen=True, slots=True)
+class SGLangKnobs:
+    """The published defaults."""
+
+    cache_threshold: float = 0.3
+    balance_absolute: int = 64
+    balance_relative: float = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class DynamoKnobs:
+    overlap_weight: float = 1.0  # of the prompt blocks to compute
+
+
+SGLANG_DEFAULTS, DYNAMO_DEFAULTS = SGLangKnobs(), DynamoKnobs()
+
+
 class SGLangRouter(BaselineRouter):
     """sgl-router's cache_aware policy: a radix tree of what was sent where, without reports from the workers.
 
-    When loads differ by more than 64 requests and 1.5 times, the least loaded worker; else the one with the longest
-    matching prefix, if that is more than 0.3 of the prompt; else the one with the smallest tree.
+    When loads differ by more than `balance_absolute` requests and `balance_relative` times, the least loaded worker;
+    else the one with the longest matching prefix, if that is more than `cache_threshold` of the prompt; else the one
+    with the smallest tree.
     """
 
-    CACHE_THRESHOLD = 0.3
-    BALANCE_ABSOLUTE, BALANCE_RELATIVE = 64, 1.5
     MAX_TREE_CHARS = 1 << 26
     CHARS_PER_TOKEN = 4  # its tree holds text
     EVICTION_INTERVAL_S = 60.0
 
-    def __init__(self, workers: Sequence[SimWorker], send: Send) -> None:
+    def __init__(self, workers: Sequence[SimWorker], send: Send, knobs: SGLangKnobs = SGLANG_DEFAULTS) -> None:
         super().__init__(workers, send)
+        self._knobs = knobs
         self._trees: dict[str, OrderedDict[int, int]] = {name: OrderedDict() for name in self.names}
         self._tree_blocks = dict.fromkeys(self.names, 0)
         self._holders: dict[int, dict[str, None]] = {}  # segment -> workers that were sent it, in order
@@ -133,7 +160,7 @@ class SGLangRouter(BaselineRouter):
         """The workers it may choose: several if it has no reason to prefer one."""
         loads = self.load.requests
         most, least = max(loads.values()), min(loads.values())
-        if most - least > self.BALANCE_ABSOLUTE and most > self.BALANCE_RELATIVE * least:
+        if most - least > self._knobs.balance_absolute and most > self._knobs.balance_relative * least:
             return [name for name in self.names if loads[name] == least]
         matched, holders = 0, list[str]()
         for segment, length in zip(request.path, request.lengths):
@@ -141,7 +168,7 @@ class SGLangRouter(BaselineRouter):
                 break
             matched += length
             holders = list(self._holders[segment])
-        if holders and matched * request.block_tokens > self.CACHE_THRESHOLD * request.n_prompt:
+        if holders and matched * request.block_tokens > self._knobs.cache_threshold * request.n_prompt:
             return holders
         smallest = min(self._tree_blocks.values())
         return [name for name in self.names if self._tree_blocks[name] == smallest]
@@ -170,12 +197,15 @@ class SGLangRouter(BaselineRouter):
 class DynamoRouter(BaselineRouter):
     """Dynamo's KV router: the lowest sum of prompt blocks to compute and blocks of active sequences, from KV events.
 
-    Overlap weight 1, temperature 0, no queue; a request counts as soon as it is sent, its prompt until its first token;
+    Temperature 0, no queue; a request counts as soon as it is sent, its prompt until its first token;
     blocks that active sequences share count once.
     """
 
-    def __init__(self, workers: Sequence[SimWorker], send: Send, seed: int = 0) -> None:
+    def __init__(
+        self, workers: Sequence[SimWorker], send: Send, seed: int = 0, knobs: DynamoKnobs = DYNAMO_DEFAULTS
+    ) -> None:
         super().__init__(workers, send)
+        self._knobs = knobs
         self._cached: dict[str, dict[int, int]] = {name: {} for name in self.names}  # segment -> blocks, by worker
         self._active: dict[str, dict[int, int]] = {name: {} for name in self.names}  # segment -> sequences
         self._active_blocks = dict.fromkeys(self.names, 0)
@@ -227,7 +257,7 @@ class DynamoRouter(BaselineRouter):
         active = self._active[name]
         new = sum(length for segment, length in zip(request.path, request.lengths) if segment not in active)
         prefill = self.load.prefill_tokens[name] + request.n_prompt - self._cached_tokens(request, name)
-        return prefill / request.block_tokens + self._active_blocks[name] + new
+        return self._knobs.overlap_weight * prefill / request.block_tokens + self._active_blocks[name] + new
 
     def _cached_tokens(self, request: SimRequest, name: str) -> int:
         cached, n = self._cached[name], 0

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from emberline.balancer.cost_model import PolicyName, Settings
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole
+from emberline.simulator.baselines import DynamoKnobs, SGLangKnobs
 from emberline.simulator.coefficients import Coefficients, LatencyTargetBudget, PrefillPolicy
 from emberline.simulator.fleet import LinkSpec
 from emberline.simulator.request import SimRequest
@@ -18,6 +19,8 @@ POLICIES = (*EMBERLINE_POLICIES, *BASELINE_POLICIES)
 MAX_WORKERS = 256
 LOG_BINS = 50  # histogram bins per unit of the natural logarithm: 2 % each
 SLO_TTFT_S, SLO_TPOT_S = 2.0, 0.025
+# 97.5 % quantiles of Student's t for 1, 2, … degrees of freedom
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,10 @@ class SimulationConfig:
     balancers: int = 1  # Emberline balancers that share the fleet
     report_delay_s: float = 0.0  # latency of load reports and KV events
     session_affinity: bool = False  # clients send their session's name
+    upstream: bool = False  # the workers are other servers: no KV events, load reports only when probed
+    unstreamed: float = 0.0  # share of requests whose first token is not known before their end
+    faults: int = 0  # of workers, in the measured period
+    knobs: SGLangKnobs | DynamoKnobs | None = None  # of the compared policies; None: their defaults
     tenants: int = 8
     key_tokens: int = 256  # per key of the fleet's prefix index; at least a block of the trace
 
@@ -52,6 +59,12 @@ class SimulationConfig:
             raise BadInput(f"a fleet has 1 to {MAX_WORKERS} workers, not {len(self.roles)}", param="workers")
         if self.load <= 0:
             raise BadInput("the load must be above 0", param="load")
+        if (self.faults or self.upstream or self.unstreamed) and self.policy in BASELINE_POLICIES:
+            raise BadInput("faults and other servers are simulated for Emberline's own policies only", param="faults")
+        if self.faults and self.prefill_workers:
+            raise BadInput("faults are simulated for workers of role both only", param="faults")
+        if not 0 <= self.unstreamed <= 1 or self.faults < 0:
+            raise BadInput("--unstreamed is a share from 0 to 1, --faults a number", param="unstreamed")
         if self.balancers < 1 or (self.balancers > 1 and self.policy in BASELINE_POLICIES):
             raise BadInput("several balancers are simulated for Emberline's own policies only", param="balancers")
 
@@ -77,6 +90,7 @@ class SimulationResult:
     output_tokens: list[int]
     preemptions: int
     rejected: int
+    failovers: int
     transferred_bytes: int
     intervals: dict[int, int]  # output tokens by bin of the logarithm of their inter-token latency
     now_s: float
@@ -157,6 +171,7 @@ class SimulationResult:
             "output_tokens_per_s": round(sum(self.output_tokens) / measured_s, 1),
             "preemptions": self.preemptions,
             "refused": self.rejected,
+            "failovers": self.failovers,
             "transferred_gb": round(self.transferred_bytes / 1e9, 2),
         }
 
@@ -169,6 +184,16 @@ class SimulationResult:
             if seen * 100 >= q * total:
                 return exp((place + 0.5) / LOG_BINS)
         return 0.0
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds, and half the width of its 95 % confidence interval (Student's t)."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, float("inf")
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, (T_95[n - 2] if n - 2 < len(T_95) else 1.96) * (variance / n) ** 0.5
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

@@ -7,6 +7,7 @@ from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import WorkerRole
 from emberline.simulator.baselines import SimRouter
 from emberline.simulator.coefficients import Coefficients, PrefillPolicy
+from emberline.simulator.faults import Fault
 from emberline.simulator.request import SimRequest, SimSequence
 from emberline.simulator.virtual_clock import VirtualClock
 from emberline.simulator.worker import SimWorker
@@ -120,6 +121,25 @@ class Fleet:
         target.submit(request, request.n_output, awaits_kv=True)
         self._by_name[prefill].submit(request, 0)
 
+    def inject(self, fault: Fault) -> None:
+        """Schedule a fault and the worker's return."""
+        worker = self._by_name[fault.worker]
+        self._clock.at(fault.at_s, self._fail, worker, fault)
+
+    def _fail(self, worker: SimWorker, fault: Fault) -> None:
+        if fault.kind == "hang":
+            worker.hang()
+            self._clock.at(fault.back_s, worker.resume)
+            return
+        lost = worker.die()
+        self._clock.at(fault.back_s, self._rejoin, worker)
+        for router in self.routers:
+            router.on_worker_lost(worker, [request for request in lost if self._router(request) is router])
+
+    def _rejoin(self, worker: SimWorker) -> None:
+        for router in self.routers:
+            router.on_worker_joined(worker)
+
     # --- events of the workers ---------------------------------------------------------------------------------------
 
     def on_prefill(self, worker: SimWorker, seq: SimSequence, n_tokens: int) -> None:
@@ -133,7 +153,8 @@ class Fleet:
             transfer.computed(worker.name, seq.done)
 
     def on_first_token(self, worker: SimWorker, seq: SimSequence) -> None:
-        seq.request.first_token_s = self._clock.now_s
+        if seq.request.first_token_s < 0:
+            seq.request.first_token_s = self._clock.now_s
         self._transfers.pop(seq.request.number, None)
         self._router(seq.request).on_first_token(seq.request)
 

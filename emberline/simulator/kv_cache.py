@@ -22,7 +22,7 @@ class SimKVCache:
         self._held: dict[int, list[int]] = {}  # segment -> [holders, blocks]
         self._idle: OrderedDict[int, int] = OrderedDict()  # segment -> blocks; oldest first, children before parents
         self._n_held = self._n_idle = 0
-        self._changed = changed
+        self.changed = changed
 
     @property
     def n_used(self) -> int:
@@ -88,7 +88,7 @@ class SimKVCache:
         entry[0] += not held_before
         new = length - entry[1]
         if new:
-            self._changed(True, segment, entry[1], length)
+            self.changed(True, segment, entry[1], length)
             entry[1] = length
             self._n_held += new
             self.reserved -= new
@@ -118,4 +118,4 @@ class SimKVCache:
                 self._idle[segment] = blocks - evicted
             self._n_idle -= evicted
             excess -= evicted
-            self._changed(False, segment, blocks - evicted, blocks)
+            self.changed(False, segment, blocks - evicted, blocks)

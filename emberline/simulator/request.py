@@ -23,6 +23,7 @@ class SimRequest:
     n_output: int
     block_tokens: int
     arrival_s: float
+    streamed: bool = True  # the router sees its first token when it comes, not at its end
     reply: tuple[int, int] = (0, 0)  # (segment, blocks) that the reply fills, if known
     known_tokens: int = 0  # prompt tokens that an unbounded shared cache would have had
     cached_tokens: int = 0  # prompt tokens that were not computed
@@ -31,6 +32,8 @@ class SimRequest:
     first_token_s: float = -1.0
     end_s: float = -1.0
     n_preempted: int = 0
+    n_written: int = 0  # tokens of the reply that workers before this one have generated
+    n_failovers: int = 0
 
     @property
     def time_per_token_s(self) -> float:

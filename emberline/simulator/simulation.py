@@ -7,9 +7,20 @@ from random import Random
 import msgspec
 
 from emberline.protocol.errors import BadInput
-from emberline.simulator.baselines import DynamoRouter, LeastLoadedRouter, RoundRobinRouter, SGLangRouter, SimRouter
-from emberline.simulator.emberline_router import EmberlineRouter, cost_model_of
+from emberline.simulator.baselines import (
+    DYNAMO_DEFAULTS,
+    SGLANG_DEFAULTS,
+    DynamoKnobs,
+    DynamoRouter,
+    LeastLoadedRouter,
+    RoundRobinRouter,
+    SGLangKnobs,
+    SGLangRouter,
+    SimRouter,
+)
+from emberline.simulator.emberline_router import EmberlineRouter
 from emberline.simulator.experiment import BASELINE_POLICIES, LOG_BINS, SimulationConfig, SimulationResult
+from emberline.simulator.faults import random_faults
 from emberline.simulator.fleet import Fleet
 from emberline.simulator.request import BlockKeys, SimRequest
 from emberline.simulator.trace import SessionStart, TrafficTrace, session_starts
@@ -37,6 +48,7 @@ class _Simulation:
         self._trace, self._config = trace, config
         self._clock = VirtualClock()
         self._rng = Random(config.seed)
+        self._streamed = Random(config.seed)  # which requests are; of its own, as that of the faults
         self._fleet = Fleet(
             config.roles,
             config.model,
@@ -58,6 +70,10 @@ class _Simulation:
         config, clock = self._config, self._clock
         for number, start in enumerate(session_starts(self._trace, config.load, config.end_s, self._rng)):
             clock.at(max(0.0, start.at_s), self._send, start, number, start.turn)
+        rng = Random(config.seed)  # of its own: the arrivals are the same without faults
+        names = [worker.name for worker in self._fleet.workers]
+        for fault in random_faults(config.faults, names, config.warmup_s, config.end_s, rng):
+            self._fleet.inject(fault)
         clock.run(config.warmup_s)
         workers = self._fleet.workers
         before = [(worker.busy_at(clock.now_s), worker.computed, worker.n_output) for worker in workers]
@@ -75,6 +91,7 @@ class _Simulation:
             output_tokens=[b[2] - a[2] for a, b in zip(before, after)],
             preemptions=sum(worker.n_preempted for worker in workers),
             rejected=sum(router.n_rejected() for router in self._fleet.routers),
+            failovers=sum(request.n_failovers for request in self._measured),
             transferred_bytes=self._fleet.network.n_bytes,
             intervals=self._intervals,
             now_s=clock.now_s,
@@ -89,21 +106,23 @@ class _Simulation:
             case "plain_least_loaded":
                 return LeastLoadedRouter(workers, send)
             case "sglang":
-                return SGLangRouter(workers, send)
+                knobs = config.knobs if isinstance(config.knobs, SGLangKnobs) else SGLANG_DEFAULTS
+                return SGLangRouter(workers, send, knobs)
             case "dynamo":
-                return DynamoRouter(workers, send, config.seed)
+                weights = config.knobs if isinstance(config.knobs, DynamoKnobs) else DYNAMO_DEFAULTS
+                return DynamoRouter(workers, send, config.seed, weights)
         assert config.policy not in BASELINE_POLICIES
         stride = max(1, config.key_tokens // self._trace.block_tokens)
         settings = msgspec.structs.replace(
             config.settings,
             policy=config.policy,
-            cost=cost_model_of(config.model, config.link.bytes_per_s),
             block_tokens=stride * self._trace.block_tokens,
         )
         return EmberlineRouter(
             *(workers, send, self._clock, settings, BlockKeys(stride)),
             session_affinity=config.session_affinity,
             report_delay_s=config.report_delay_s,
+            upstream=config.upstream,
         )
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -128,6 +147,7 @@ class _Simulation:
             block_tokens=self._trace.block_tokens,
             arrival_s=now_s,
             reply=(start.base + turn.reply[0], turn.reply[1]),
+            streamed=self._streamed.random() >= self._config.unstreamed,
         )
         self._n_requests += 1
         request.known_tokens = self._known_tokens(request)

@@ -63,10 +63,16 @@ class SimWorker:
         self._n_fused = 0
         self._step_s = self._growth_s = 0.0  # duration of the first of them, and its increase per step
         self._event = 0  # id of the only completion event that is valid
+        self._end_s = 0.0  # when it comes
+        self._hung_s: float | None = None  # since when nothing moves
 
     @property
     def n_running(self) -> int:
         return len(self._prefilling) + len(self._awaiting_kv) + self._n_decoding
+
+    @property
+    def is_hung(self) -> bool:
+        return self._hung_s is not None
 
     def busy_at(self, now_s: float) -> float:
         """Seconds of computing up to now, including the running step."""
@@ -88,18 +94,56 @@ class SimWorker:
         )
 
     def submit(self, request: SimRequest, n_output: int, awaits_kv: bool = False) -> SimSequence:
-        seq = SimSequence(request, self._n_arrived, request.n_prompt, n_output, awaits_kv)
+        """After a failover, `request.n_written` tokens of the reply are part of what is to be computed."""
+        n_prompt = request.n_prompt + request.n_written
+        seq = SimSequence(request, self._n_arrived, n_prompt, n_output, awaits_kv, written=request.n_written)
         self._n_arrived += 1
         self._waiting.append(seq)
         _, n_blocks = self.cache.match(request.path, request.lengths)
         seq.done = min(n_blocks * self.block_tokens, seq.n_prompt - 1)  # an estimate until it is admitted
         self._prefill_tokens += 0 if awaits_kv else seq.n_prompt - seq.done
+        if self._hung_s is not None:
+            return seq
         if not self._is_running:
             self._start_step()
         elif self._n_fused > 1 and (awaits_kv or not self._chunks):
             self._shorten()
         self._listener.on_change(self)
         return seq
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def hang(self) -> None:
+        """Nothing moves until `resume`; requests are still taken."""
+        self._hung_s = self._clock.now_s
+        self._event += 1
+
+    def resume(self) -> None:
+        assert self._hung_s is not None
+        hung_s, self._hung_s = self._clock.now_s - self._hung_s, None
+        if self._is_running:
+            self._start_s += hung_s
+            self._schedule_completion(self._end_s + hung_s)
+        else:
+            self._start_step()
+        self._listener.on_change(self)
+
+    def die(self) -> list[SimRequest]:
+        """Lose all sequences and the cache: the requests that were here, in the order of their arrival."""
+        sequences = [*self._waiting, *self._prefilling, *(seq for _, _, seq in self._decoding)]
+        sequences.sort(key=lambda seq: seq.rank)
+        for seq in sequences:
+            decoded = self.n_steps - seq.decode_start_step if seq.decode_start_step >= 0 else 0
+            seq.request.n_written = seq.written + decoded
+        if self._is_running:
+            self.busy_s += self._clock.now_s - self._start_s
+        self._waiting.clear()
+        self._prefilling, self._decoding, self._chunks = [], [], []
+        self._pending.clear()
+        self._n_decoding = self._context = self._reply_tokens = self._prefill_tokens = 0
+        self._is_running, self._event = False, self._event + 1
+        self.cache = SimKVCache(self.cache.capacity, self.cache.changed)
+        return [seq.request for seq in sequences]
 
     def kv_arrived(self, seq: SimSequence) -> None:
         """The KV transfer of the prompt's full blocks is complete; the remaining tokens are computed here."""
@@ -134,8 +178,12 @@ class SimWorker:
             self._growth_s += model.pair_s * k * k
             whole = (seq.n_prompt - seq.done - 1) // k  # other prompts may join the last chunk's step
             self._n_fused = max(1, min(MAX_FUSED_PREFILL_STEPS, whole, self._steps_until_event()))
+        self._schedule_completion(self._start_s + self._steps_s(self._n_fused))
+
+    def _schedule_completion(self, at_s: float) -> None:
         self._event += 1
-        self._clock.at(self._start_s + self._steps_s(self._n_fused), self._complete, self._event)
+        self._end_s = at_s
+        self._clock.at(at_s, self._complete, self._event)
 
     def _steps_until_event(self) -> int:
         """Steps until a sequence finishes or memory may run out."""
@@ -154,9 +202,7 @@ class SimWorker:
             low, high = (low, middle) if self._steps_s(middle) >= elapsed_s else (middle + 1, high)
         if low < self._n_fused:
             self._n_fused = low
-            self._event += 1
-            end_s = max(self._clock.now_s, self._start_s + self._steps_s(low))
-            self._clock.at(end_s, self._complete, self._event)
+            self._schedule_completion(max(self._clock.now_s, self._start_s + self._steps_s(low)))
 
     def _complete(self, event: int) -> None:
         if event != self._event:
@@ -225,9 +271,10 @@ class SimWorker:
             self._release(seq)
             self._listener.on_finish(self, seq)
             return
+        is_first = seq.written == seq.request.n_written  # here; after a preemption it is not
         seq.written += 1
         self.n_output += 1
-        if seq.written == 1:
+        if is_first:
             self._listener.on_first_token(self, seq)
         if seq.written >= seq.n_output:
             self._finish(seq)
@@ -290,7 +337,7 @@ class SimWorker:
             self._listener.on_prefill(self, seq, 0)
             return True
         self._prefill_tokens += expected - seq.done
-        if not request.n_preempted:
+        if not request.n_preempted and not request.n_failovers:
             self.cached += seq.done
             request.cached_tokens += seq.done
         self._prefilling.append(seq)

@@ -66,3 +66,11 @@ def test_invalid_options_are_one_line(words: list[str], message: str, capsys: py
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_several_seeds_give_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--seeds", "2", "--faults", "1", "--upstream", "--unstreamed", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "2 seeds" in out
+    assert "±" in out
+    assert main(["simulate", *SMALL, "--seeds", "0"]) != 0

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_fields
 
+from emberline.balancer.cost_model import Settings
 from emberline.protocol.errors import BadInput
+from emberline.simulator.baselines import DynamoKnobs, SGLangKnobs
 from emberline.simulator.coefficients import Coefficients, FixedTokenBudget, load, names
-from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult
-from emberline.simulator.simulation import load_at_utilization, simulate
+from emberline.simulator.emberline_router import EmberlineRouter
+from emberline.simulator.experiment import POLICIES, SimulationConfig, SimulationResult, interval, percentile
+from emberline.simulator.simulation import _Simulation, load_at_utilization, simulate
 from emberline.simulator.trace import TraceSession, TraceTurn, TrafficTrace
 
 MODEL = with_fields(load("h200-llama-8b"), context_len=20_000, kv_tokens=60_000)
@@ -105,6 +108,10 @@ def test_load_at_utilization() -> None:
         ({"load": 0.0}, "above 0"),
         ({"policy": "dynamo", "balancers": 2}, "own policies"),
         ({"policy": "dynamo", "prefill_workers": 1, "decode_workers": 1}, "disaggregation"),
+        ({"policy": "sglang", "faults": 1}, "own policies"),
+        ({"policy": "sglang", "upstream": True}, "own policies"),
+        ({"workers": 0, "faults": 1, "prefill_workers": 1, "decode_workers": 1}, "role both"),
+        ({"unstreamed": 1.5}, "share"),
     ],
 )
 def test_invalid_config_is_refused(changes: dict[str, object], message: str) -> None:
@@ -140,6 +147,67 @@ def test_tokens_within_a_time_limit() -> None:
 def test_latency_target_lowers_inter_token_latency() -> None:
     trace = agents()
     fixed, timed = (
-        simulate(trace, config(load=1.0, **more)) for more in ({"prefill_policy": FixedTokenBudget(8192)}, {})
+        simulate(trace, config(load=3.0, **more)) for more in ({"prefill_policy": FixedTokenBudget(8192)}, {})
     )
     assert timed.figures()["interval_p99_ms"] < fixed.figures()["interval_p99_ms"]
+
+
+def test_the_balancer_runs_with_the_settings_of_production() -> None:
+    """The cost model is not that of the simulated workers: only its scale is measured."""
+    router = _Simulation(agents(), config())._fleet.routers[0]
+    assert isinstance(router, EmberlineRouter)
+    assert router.balancer._settings == with_fields(Settings(), block_tokens=256)
+
+
+def test_no_request_is_lost_when_workers_die_hang_and_return() -> None:
+    faulty = config(faults=8, drain_s=600.0)
+    result = simulate(agents(), faulty)
+    check(result)
+    assert result.failovers > 0
+    assert result.figures() == simulate(agents(), faulty).figures()
+
+
+def test_a_fleet_whose_only_worker_dies_serves_again_when_it_returns() -> None:
+    result = simulate(agents(), config(workers=1, load=1.0, faults=6, drain_s=600.0))
+    check(result)
+    assert result.rejected > 0  # while it was down; the clients tried again
+
+
+def test_a_request_that_moves_keeps_its_tokens() -> None:
+    """And its first token: what the client has seen is not taken back."""
+    result = simulate(agents(), config(load=1.0, faults=8, drain_s=600.0))
+    moved = [request for request in result.requests if request.n_failovers and request.n_written]
+    assert moved
+    for request in moved:
+        assert request.n_written < request.n_output
+
+
+def test_servers_without_kv_events_are_routed_to_by_what_they_were_sent() -> None:
+    result = simulate(agents(), config(upstream=True))
+    check(result)
+    assert result.hit_ratio > 0.8 * simulate(agents(), config()).hit_ratio
+
+
+def test_requests_whose_first_token_is_not_seen_hold_up_others() -> None:
+    """Their prompts count as pending until they end. That is why production streams from every server."""
+    streamed, unstreamed = (
+        simulate(agents(), config(load=4.0, warmup_s=10.0, measured_s=15.0, unstreamed=share)) for share in (0.0, 1.0)
+    )
+    check(unstreamed)
+    assert percentile(sorted(unstreamed.ttft_s()), 50) > 5 * percentile(sorted(streamed.ttft_s()), 50)
+
+
+def test_an_interval_covers_the_mean_of_few_seeds() -> None:
+    assert interval([3.0]) == (3.0, float("inf"))
+    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(2.776 * (2.5 / 5) ** 0.5, rel=1e-3)
+    assert interval([2.0] * 40) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("knobs", [SGLangKnobs(balance_absolute=0, balance_relative=1), DynamoKnobs(overlap_weight=0)])
+def test_the_knobs_of_compared_policies_change_their_decisions(knobs: SGLangKnobs | DynamoKnobs) -> None:
+    policy = "sglang" if isinstance(knobs, SGLangKnobs) else "dynamo"
+    default, changed = (simulate(agents(), config(policy=policy, load=2.0, knobs=one)) for one in (None, knobs))
+    check(changed)
+    assert [r.decode_worker for r in default.requests] != [r.decode_worker for r in changed.requests]
