@@ -104,10 +104,12 @@ class App:
         raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
         found = self._router.find(raw_path)
         call.dialect = found.dialect
-        if origin := self._guard.check(scope):
+        origin = self._guard.readable_by(scope)
+        if origin is not None:
             call.send = with_cors_headers(call.send, origin)
-            if reply := preflight(scope):
-                return reply
+        self._guard.check(scope)
+        if origin is not None and (reply := preflight(scope)):
+            return reply
         route = found.route(scope["method"])
         call.path_param = found.path_param
         if route.policy is not Policy.OPEN:

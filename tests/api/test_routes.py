@@ -1,5 +1,6 @@
 """Every route declares its policy, and the policy is enforced."""
 
+import httpx
 import pytest
 
 from emberline.api.batch_loader import BatchService
@@ -82,3 +83,15 @@ def test_every_kind_of_error_has_codes() -> None:
         return {cls.kind}.union(*(kinds(sub) for sub in cls.__subclasses__()))
 
     assert kinds(EmberlineError) <= set(CODES)
+
+
+@pytest.mark.parametrize("path", ["embeddings", "audio/speech", "images/generations", "rerank"])
+async def test_apis_of_others_are_named_in_the_refusal(client: httpx.AsyncClient, path: str) -> None:
+    for base in ("/v1", "/client/v4/accounts/a/ai/v1"):
+        answer = await client.post(f"{base}/{path}", json={"model": MODEL, "input": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "unknown_url")
+        assert error["message"].startswith("This server generates text and has no ")
+        assert ("errors" in answer.json()) is (base != "/v1")
+    other = await client.post("/v1/nothing", json={})
+    assert other.json()["error"]["message"] == "No route for that URI"

@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
 from emberline.api.common.answer import collect, json_arguments
-from emberline.api.http.body import read_json
+from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.http.sse import EventEncoder, named_event, stream
@@ -24,7 +24,7 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 
 
 async def messages(call: Call) -> Reply | None:
-    body = await read_json(call, _messages_decoder)
+    body = decode(await read_model_body(call), _messages_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     events = call.service.generate(request, call.principal)
     if body.stream:
@@ -36,7 +36,7 @@ async def messages(call: Call) -> Reply | None:
 
 
 async def count_tokens(call: Call) -> Reply:
-    body = await read_json(call, _count_decoder)
+    body = decode(await read_model_body(call), _count_decoder)
     request, call.field_names = body.to_request(call.id)
     n_tokens = await call.service.count_tokens(request, call.principal)
     return json_reply({"input_tokens": n_tokens}, headers=_headers(call))

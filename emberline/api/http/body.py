@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from emberline.api.http.call import Call, ClientDisconnected, LargeRequest
+from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import NoBody
 from emberline.protocol.errors import BadInput, DeadlineExceeded, TooLarge, Unavailable
 
@@ -23,8 +23,6 @@ LARGE_BYTES = 1 << 20  # a longer body, or one with more values, is decoded in a
 LARGE_VALUES = 10_000  # tens of milliseconds, in which no stream goes on
 _SCAN_BYTES = 256 << 10
 _NOT_JSON = ("multipart/", "audio/", "image/", "application/octet-stream")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"^Object missing required field `([^`]+)`")
 
 
 class HeldBodies:
@@ -87,7 +85,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_
             str(body, "utf-8")  # msgspec does not validate the strings of fields that it skips
         return _decode(body, decoder)
     except msgspec.ValidationError as bad:
-        raise BadInput(str(bad), param=_param(str(bad))) from None
+        message, field = explain(str(bad))
+        raise BadInput(message, param=field) from None
     except UnicodeDecodeError as bad:
         raise BadInput(f"the body is not valid UTF-8: {bad.reason} at byte {bad.start}") from None
     except msgspec.DecodeError as bad:
@@ -137,10 +136,30 @@ def n_separators(body: bytes) -> int:
     return len(body) - len(body.translate(None, b",[{"))  # unlike bytes.count, as fast where there are many
 
 
-def _param(message: str) -> str | None:
-    """The field a validation message is about: its path, and the name of a field missing there."""
-    parts = [found[1] for found in (_PATH.search(message), _MISSING.search(message)) if found and found[1]]
-    return ".".join(parts) or None
+class _ModelField(msgspec.Struct):
+    """The one field of any body that tells which model it is for."""
+
+    model: Any = None
+
+
+_model_decoder = msgspec.json.Decoder(_ModelField)
+
+
+def named_model(body: bytes) -> str | None:
+    """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
+    try:
+        name = _model_decoder.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+async def read_model_body(call: Call) -> bytes:
+    """A JSON body, not yet decoded. An unknown model is refused here, before anything else in the body."""
+    body = await read_body(call)
+    if (name := named_model(body)) is not None:
+        call.service.resolve(name)
+    return body
 
 
 async def body_chunks(call: Call, max_bytes: int) -> AsyncIterator[bytes]:

@@ -23,19 +23,23 @@ class Guard:
         self._hosts = {"localhost", *(_name(host) or host.lower() for host in hosts)}
         self._origins = {origin.rstrip("/").lower() for origin in origins}
 
-    def check(self, scope: Scope) -> str | None:
-        """Raise Forbidden, or return the Origin for the CORS headers (None: not a cross-origin request)."""
+    def readable_by(self, scope: Scope) -> str | None:
+        """The Origin whose pages may read the response, refusals included; None: no CORS headers."""
+        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        if len(origins) != 1:
+            return None
+        host = hosts[0] if len(hosts) == 1 and self._host_allowed(hosts[0], scope) else ""
+        return origins[0] if self._origin_allowed(origins[0], host) else None
+
+    def check(self, scope: Scope) -> None:
+        """Raise Forbidden for a Host or an Origin that is not allowed."""
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not self._host_allowed(hosts[0], scope):
             shown = hosts[0][:100] if hosts else ""
             raise Forbidden(f"the host {shown!r} is not allowed; add it with --allowed-host")
         origins = _values(scope, b"origin")
-        if not origins:
-            return None
-        if len(origins) > 1 or not self._origin_allowed(origins[0], hosts[0]):
-            shown = origins[0][:100]
-            raise Forbidden(f"the origin {shown!r} is not allowed; add it with --cors-origin")
-        return origins[0]
+        if origins and (len(origins) > 1 or not self._origin_allowed(origins[0], hosts[0])):
+            raise Forbidden(f"the origin {origins[0][:100]!r} is not allowed; add it with --cors-origin")
 
     def _host_allowed(self, host: str, scope: Scope) -> bool:
         name = _name(host)
@@ -52,7 +56,7 @@ class Guard:
 
     def _origin_allowed(self, origin: str, host: str) -> bool:
         origin = origin.lower()
-        own = origin.partition("://")[2] == host.lower()
+        own = bool(host) and origin.partition("://")[2] == host.lower()
         return own or origin in self._origins or ANY in self._origins
 
 

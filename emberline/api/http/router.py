@@ -50,10 +50,11 @@ class Match:
     account: str | None
     path_param: str
     dialect: Dialect  # also of paths without a route
+    missing: str  # what to say if there is no route
 
     def route(self, method: str) -> Route:
         if not self.methods:
-            raise NotFound("No route for that URI")
+            raise NotFound(self.missing)
         route = self.methods.get("GET" if method == "HEAD" else method)
         if route is None:
             raise MethodNotAllowed(method, ", ".join(sorted(self.methods)))
@@ -82,8 +83,9 @@ class Router:
         if methods:
             dialect = next(iter(methods.values())).dialect
         else:
-            dialect = Dialect.NATIVE if raw_path.startswith(b"/client/") else Dialect.OPENAI
-        return Match(methods or {}, unquote(account) if account is not None else None, unquote(path_param), dialect)
+            dialect = _unrouted_dialect(path)
+        found = unquote(account) if account is not None else None
+        return Match(methods or {}, found, unquote(path_param), dialect, _missing(path))
 
     def _by_id(self, path: str) -> tuple[dict[str, Route] | None, str]:
         for collection in self._collections:
@@ -97,6 +99,39 @@ class Router:
             if path.startswith(prefix) and len(path) > len(prefix):
                 return methods, path[len(prefix) :]
         return None, ""
+
+
+_V1 = f"{ACCOUNTS}{_ACCOUNT}/ai/v1/"
+_MISSING = {
+    "embeddings": "embeddings",
+    "rerank": "reranking",
+    "score": "reranking",
+    "audio": "speech: neither transcription nor synthesis",
+    "images": "image generation",
+    "videos": "video generation",
+    "moderations": "moderation",
+    "realtime": "realtime sessions",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants; the Responses API replaces them",
+    "threads": "threads; the Responses API replaces them",
+    "vector_stores": "vector stores",
+    "conversations": "conversations; send `previous_response_id`",
+}
+
+
+def _missing(path: str) -> str:
+    """What to say of a path without a route: an API that others have is named."""
+    start = next((start for start in (_V1, "/v1/") if path.startswith(start)), None)
+    what = None if start is None else _MISSING.get(path[len(start) :].partition("/")[0])
+    if what is None:
+        return "No route for that URI"
+    return f"This server generates text and has no {what}. `GET /openapi.json` lists what there is."
+
+
+def _unrouted_dialect(path: str) -> Dialect:
+    if path.startswith(_V1):
+        return Dialect.OPENAI_ENVELOPED
+    return Dialect.NATIVE if path.startswith("/client/") else Dialect.OPENAI
 
 
 def _split_account(path: str) -> tuple[str, str | None]:

@@ -6,12 +6,13 @@ import msgspec
 
 from emberline.api.common.answer import collect
 from emberline.api.common.model_list import openai_model
-from emberline.api.http.body import decode, read_body
+from emberline.api.http.body import decode, named_model, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
 from emberline.api.openai.completions import CompletionRequest, CompletionStream, completion_body, generate_all
-from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion, upstream_card
+from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
+from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
@@ -21,8 +22,8 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def chat_completions(call: Call) -> Reply | None:
-    raw = await read_body(call)
-    if (card := upstream_card(call, raw)) is not None:
+    raw = await read_model_body(call)
+    if (card := _upstream_card(call, raw)) is not None:
         return await forward_chat(call, card, raw)
     body = decode(raw, _chat_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
@@ -36,8 +37,8 @@ async def chat_completions(call: Call) -> Reply | None:
 
 
 async def completions(call: Call) -> Reply | None:
-    raw = await read_body(call)
-    if (card := upstream_card(call, raw)) is not None:
+    raw = await read_model_body(call)
+    if (card := _upstream_card(call, raw)) is not None:
         return await forward_completion(call, card, raw)
     body = decode(raw, _completion_decoder)
     requests, call.field_names = body.to_requests(call.id, call.session)
@@ -52,6 +53,12 @@ async def completions(call: Call) -> Reply | None:
         return None
     answer = await collect(call, events, n_choices)
     return json_reply(completion_body(call.id, body, created, answer), headers=call.id_headers)
+
+
+def _upstream_card(call: Call, raw: bytes) -> ModelCard | None:
+    """The card of the model that the body names, if upstream servers compute it."""
+    name = named_model(raw)
+    return None if name is None else call.service.upstream_card(name)
 
 
 async def list_models(call: Call) -> Reply:

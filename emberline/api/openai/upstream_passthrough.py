@@ -24,6 +24,7 @@ from emberline.api.common.sampling_fields import (
 from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported, supported_fields
 from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply, encode, while_connected
+from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, HeaderList, error_body
 from emberline.api.openai.chat import ChatRequest, StreamOptions
 from emberline.api.openai.completions import CompletionRequest
@@ -48,12 +49,6 @@ _OPENAI_FIELDS = frozenset(  # known to any OpenAI-compatible server; the others
         *("reasoning_effort", "echo", "suffix", "best_of"),
     }
 )
-
-
-class ModelField(msgspec.Struct):
-    """The one field of any body that tells which servers it is for."""
-
-    model: Any = None
 
 
 class PassthroughBody(SamplingFields, kw_only=True):
@@ -120,7 +115,8 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         try:
             messages = _messages.decode(self.messages)
         except msgspec.ValidationError as error:
-            raise BadInput(f"`messages`: {error}", param="messages") from None
+            text, field = explain(str(error), "messages")
+            raise BadInput(text, param=field) from None
         if not messages:
             raise BadInput("`messages` is empty; send at least one message", param="messages")
         for number, message in enumerate(messages):
@@ -177,22 +173,12 @@ def _check_part(part: _Part, where: str) -> None:
         raise BadInput("images must come inside the request, as data:image/…;base64,… URLs", param=where)
 
 
-_model_field = msgspec.json.Decoder(ModelField)
 _chat = msgspec.json.Decoder(PassthroughChat)
 _completion = msgspec.json.Decoder(PassthroughCompletion)
 _canonical_chat = msgspec.json.Decoder(ChatRequest)
 _canonical_completion = msgspec.json.Decoder(CompletionRequest)
 
 log = logging.getLogger(__name__)
-
-
-def upstream_card(call: Call, raw: bytes) -> ModelCard | None:
-    """The card of the model that the body names, if upstream servers compute it."""
-    try:
-        name = _model_field.decode(raw).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # what is wrong with it is reported where the body is decoded in full
-    return call.service.upstream_card(name) if isinstance(name, str) else None
 
 
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:

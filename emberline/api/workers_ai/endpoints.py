@@ -10,7 +10,7 @@ from emberline.api.batches.job_format import FileLine, Result, batch_request, ba
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
-from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body
+from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
@@ -65,14 +65,18 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 async def run(call: Call) -> Reply | None:
     raw = await read_body(call)
-    body = decode(raw, _run_decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
+    try:
+        body = decode(raw, _run_decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
+    except BadInput:
+        call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
+        raise
     if body.for_queue or _queue_requested(call):
         return await _run_queued(call, call.path_param, raw, body)
     return await _run(call, call.path_param, body)
 
 
 async def run_universal(call: Call) -> Reply | None:
-    raw = await read_body(call)
+    raw = await read_model_body(call)
     body = decode(raw, _universal_decoder, decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values)
     if body.input.for_queue or _queue_requested(call):
         return await _run_queued(call, body.model, bytes(decode(raw, _raw_decoder).input), body.input)

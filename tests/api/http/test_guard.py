@@ -118,6 +118,22 @@ async def test_configured_origins_are_allowed(service: FakeService) -> None:
             assert answer.headers["vary"] == "Origin"
 
 
+async def test_refusals_can_be_read_by_an_allowed_page(service: FakeService) -> None:
+    page = {"origin": "https://app.example"}
+    async with client_of(service, KEY, origins=("https://app.example",)) as client:
+        refused_host = await client.get("/v1/models", headers=page | {"host": "rebound.example"})
+        no_key = await client.get("/v1/models", headers=page)
+        no_route = await client.post("/v1/embeddings", headers=page)
+        preflight = page | {"host": "rebound.example", "access-control-request-method": "POST"}
+        refused_preflight = await client.options("/v1/models", headers=preflight)
+        foreign = await client.get("/v1/models", headers={"origin": "https://evil.example"})
+    for answer, status in ((refused_host, 403), (no_key, 401), (no_route, 404), (refused_preflight, 403)):
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert "--allowed-host" in refused_preflight.text
+    assert (foreign.status_code, foreign.headers.get("access-control-allow-origin")) == (403, None)
+
+
 async def test_any(service: FakeService) -> None:
     async with client_of(service, hosts=("*",), origins=("*",)) as client:
         headers = {"host": "evil.example", "origin": "http://evil.example"}

@@ -86,7 +86,7 @@ async def test_requests(client: httpx.AsyncClient, batches: BatchService, servic
         "external_reference": "ref-1",
     }
     assert (second["id"], second["external_reference"]) == (1, "ref-2")
-    for number, said in ((0, "max_tokens"), (1, "stream"), (2, "Expected `object`")):
+    for number, said in ((0, "max_tokens"), (1, "stream"), (2, "must be an object")):
         assert (bad[number]["id"], bad[number]["success"]) == (number + 2, False)
         assert bad[number]["error"]["code"] == 5006
         assert said in bad[number]["error"]["message"]

@@ -10,7 +10,7 @@ import msgspec
 
 from emberline.api.batches.submission import submit_once
 from emberline.api.common.unsupported_fields import refuse_unsupported
-from emberline.api.http.body import LARGE_BYTES, decode, read_body, read_json
+from emberline.api.http.body import LARGE_BYTES, decode, read_model_body
 from emberline.api.http.call import Call, Events, LargeRequest, Reply, encode, json_reply, list_reply, while_connected
 from emberline.api.http.errors import NoPreviousResponse, NoSuchResponse
 from emberline.api.http.sse import stream
@@ -70,7 +70,7 @@ class Turn:
 
 
 async def create(call: Call) -> Reply | None:
-    raw = await read_body(call)
+    raw = await read_model_body(call)
     body = decode(raw, _decoder)
     if body.background:
         return await _create_in_background(call, raw, body)
@@ -105,7 +105,7 @@ async def _create_in_background(call: Call, raw: bytes, body: ResponsesRequest) 
 
 
 async def count_tokens(call: Call) -> Reply:
-    turn = await _prepare(call, await read_json(call, _decoder))
+    turn = await _prepare(call, decode(await read_model_body(call), _decoder))
     n_tokens = await call.service.count_tokens(turn.request, call.principal)
     return json_reply({"object": "response.input_tokens", "input_tokens": n_tokens})
 

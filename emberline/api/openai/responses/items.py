@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from emberline.api.http.decode_errors import explain
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Message, ToolCall
 
 SEAL = "ember1."  # prefix of `encrypted_content`: reasoning that the client stores and sends back
 CUSTOM_ARGUMENT = "input"  # the argument of the function that represents a custom tool
-_PATH = re.compile(r"`\$\.([^`]*)`$")
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[io][0-9]+")
 _NOT_TEXT = frozenset({"input_image", "input_file", "input_audio", "computer_screenshot"})
 
@@ -140,9 +140,8 @@ def parse_input(given: str | Sequence[dict[str, Any]] | None) -> list[Item | Ite
     try:
         return msgspec.convert(typed, list[Item | ItemReference])
     except msgspec.ValidationError as bad:
-        text = str(bad).replace("`$", "`$.input", 1)
-        where = _PATH.search(text)
-        raise BadInput(text, param=where[1] if where else "input") from None
+        message, field = explain(str(bad), "input")
+        raise BadInput(message, param=field) from None
 
 
 def with_ids(items: Iterable[Item], key: str) -> list[Item]:

@@ -15,6 +15,7 @@ from emberline.api.common.tools import (
     choose,
     declare,
 )
+from emberline.api.http.decode_errors import explain
 from emberline.api.openai.responses.items import CUSTOM_ARGUMENT, tool_name
 from emberline.protocol.errors import BadInput, Unsupported
 from emberline.protocol.request import Tool
@@ -124,7 +125,7 @@ def _converted(raw: dict[str, Any], kind: type[T], field: str) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as bad:
-        raise BadInput(str(bad).replace("`$", f"`$.{field}", 1), param=field) from None
+        raise BadInput(explain(str(bad), field)[0], param=field) from None
 
 
 _OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')

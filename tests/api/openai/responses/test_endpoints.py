@@ -525,7 +525,7 @@ async def test_hosted_tools_when_none_may_be_called(client: httpx.AsyncClient, s
             "input_image",
         ),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0]", "arguments"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "missing"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]}, "input[0]", "answers no call"),
         ({"input": [{"type": "reasoning", "encrypted_content": "ember1.é"}]}, "input", "altered"),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type", "file_search"),
