@@ -148,7 +148,7 @@ class AdmissionQueue:
 
 
 def no_worker(model: str) -> Unavailable:
-    return Unavailable(f"no engine of {model} is connected; it may be starting again: retry", retry_after_s=2)
+    return Unavailable(f"no engine of {model} takes requests; it may be starting again, or drained", retry_after_s=2)
 
 
 def _order(record: InFlightRequest) -> tuple[int, float, float, int]:

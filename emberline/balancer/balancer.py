@@ -131,9 +131,8 @@ class Balancer:
         return list(self._workers)
 
     def in_flight_on(self, name: str) -> int:
-        """Sequences of ours on the worker, and prompts that it computes for others."""
         worker = self._workers.get(name)
-        return worker.in_flight.active + worker.in_flight.pushes if worker is not None else 0
+        return worker.in_flight.total if worker is not None else 0
 
     def report(self, name: str, load: EngineLoad, now_s: float) -> None:
         """A load report, straight from the worker."""

@@ -93,6 +93,11 @@ class InFlightLoad:
     started: int = 0  # and the sum of `LoadReports.progress` when they had
 
     @property
+    def total(self) -> int:
+        """Sequences, and prompts for other workers."""
+        return self.active + self.pushes
+
+    @property
     def sync_active(self) -> int:
         return self.active - self.batch_active
 

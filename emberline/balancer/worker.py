@@ -34,7 +34,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     load: EngineLoad  # as last reported
     prefill_tokens: int  # uncached, in flight
     decode_tokens: int
-    active: int  # sequences of ours
+    in_flight: int  # sequences of ours, and prompts that are computed for other workers
+    active: int  # of them, the sequences
     batch_active: int
     foreign_active: int  # sequences of other cores that are not preemptible
     waiting: int  # requests in its queue
@@ -231,6 +232,7 @@ class Worker:
             load=self.load,
             prefill_tokens=self.in_flight.prefill_tokens,
             decode_tokens=self.in_flight.decode_tokens,
+            in_flight=self.in_flight.total,
             active=self.in_flight.active,
             batch_active=self.in_flight.batch_active,
             foreign_active=self.reports.foreign_active(now_s),

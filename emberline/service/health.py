@@ -14,7 +14,7 @@ from emberline.protocol.frames import EngineInfo
 PROBE_BYTES = 256 << 10  # more than the store writes for one request
 
 _BREAKER = {
-    "open": "it failed too many requests; it gets none for a minute",
+    "open": "it failed too many requests; others are preferred for a minute",
     "half_open": "it failed too many requests; it is being tried",
 }
 
@@ -71,7 +71,7 @@ def _describe(worker: WorkerSnapshot, connection: Connection) -> dict[str, Any]:
         "ok": worker.healthy,
         "problem": connection.problem or stalled or _BREAKER.get(worker.state, "") or worker.problem,
         "state": worker.state,
-        "in_flight": worker.active,
+        "in_flight": worker.in_flight,
         "load": msgspec.structs.asdict(worker.load),
     }
     if notes := getattr(connection, "notes", ""):

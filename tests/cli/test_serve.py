@@ -118,9 +118,20 @@ def test_run_starts_a_temporary_server(home: Path) -> None:
     assert done.stdout.strip()
 
 
-async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+async def test_http_workers_share_one_port_and_a_worker_leaves(
+    smollm2: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
-    config = resolve({"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2}, {}, home)
+    config = resolve(
+        {"server.port": 0, "server.http_workers": 2, "engine.replicas": 2, "server.drain_timeout_s": 2}, {}, home
+    )
     entry = pull(DEFAULT_MODEL, ModelStore(home))
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
@@ -136,6 +147,17 @@ async def test_http_workers_share_one_port(smollm2: Path, home: Path, monkeypatc
         chats = [client.chat(ready.result(), body, timing) for timing in timings]
         await asyncio.gather(*(asyncio.to_thread(list, chat) for chat in chats))
         assert [timing.output_tokens for timing in timings] == [3] * 8
+        names = [
+            engine["name"] for engine in (await asyncio.to_thread(client.get, ready.result(), "/api/ps"))["engines"]
+        ]
+        pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if names[1] in _text(path)]
+        assert pids
+        await asyncio.to_thread(client.post, ready.result(), "/api/workers/leave", {"name": names[1]})
+        async with asyncio.timeout(20):
+            while any(names[1] in _text(Path(f"/proc/{pid}/cmdline")) for pid in pids):
+                await asyncio.sleep(0.01)
+        engines = (await asyncio.to_thread(client.get, ready.result(), "/api/ps"))["engines"]
+        assert [engine["name"] for engine in engines] == names[:1]
         stop.set()
         await asyncio.wait_for(serving, 30)
 
