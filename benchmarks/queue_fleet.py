@@ -24,6 +24,7 @@ from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.worker import Worker
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import StepPlan
+from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.jobs.batches.batch import NewBatch
 from emberline.jobs.batches.blobs import BlobStore
@@ -41,7 +42,7 @@ from emberline.testing.standin_engine import LAYOUT
 
 MODEL = "m"
 N_PROMPT, N_OUTPUT = 256, 32
-PLACES = 16
+PLACES, TOKEN_BUDGET = 16, 2048
 STEP_S, ROW_S, PROMPT_S = 25e-3, 2e-4, 1e-4  # per step, sequence and prompt token
 KV_TOKENS = 4 * PLACES * (N_PROMPT + N_OUTPUT)
 _AGES = "SELECT ended_us - created_us FROM lines WHERE created_us >= ? AND state = 'succeeded'"
@@ -63,8 +64,11 @@ class ModelledEngine:
         endpoint = Endpoint(name=name, address="unix:/modelled", models=(MODEL,))
         self.worker = Worker(endpoint, Capacity(max_running=PLACES), Cost(), 0)  # as admission sees it
         cache = KVCache([LAYOUT], [blocks_of(KV_TOKENS) + 1], chunk=2048)
-        limits = Limits(context_len=4096, vocab_size=50_000, eos_ids=(2,), max_running=PLACES, token_budget=2048)
-        self._scheduler = Scheduler(cache, limits, name)
+        limits = Limits(
+            context_len=4096, vocab_size=50_000, eos_ids=(2,), max_running=PLACES, token_budget=TOKEN_BUDGET
+        )
+        self._prefill = BatchTimeLimit()  # as engines on a CPU have it
+        self._scheduler = Scheduler(cache, limits, name, prefill=self._prefill)
         self._waiting: dict[str, tuple[asyncio.Future[None], asyncio.Future[None]]] = {}  # first token, finish
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -95,13 +99,16 @@ class ModelledEngine:
 
     async def _run(self) -> None:
         while True:
+            self._scheduler.advance(asyncio.get_running_loop().time())
             plan = self._scheduler.plan()
             if not plan.rows:
                 self._work.clear()
                 await self._work.wait()
                 continue
             self._scheduler.launched(plan)
-            await asyncio.sleep(took_s(plan))
+            work, step_s = work_of(plan), took_s(plan)
+            await asyncio.sleep(step_s)
+            self._prefill.observe(work, step_s)
             for delta in self._scheduler.absorb(plan, [Drawn() for row in plan.rows if row.samples]):
                 if delta.id in self._waiting:
                     first, last = self._waiting[delta.id]
@@ -112,9 +119,13 @@ class ModelledEngine:
             self.worker.load = self._scheduler.load()
 
 
+def work_of(plan: StepPlan) -> StepWork:
+    chunks = [row for row in plan.rows if row.end - row.start > 1]
+    return StepWork.of(len(plan.rows) - len(chunks), chunks)
+
+
 def took_s(plan: StepPlan) -> float:
-    n_decodes = sum(row.end - row.start == 1 for row in plan.rows)
-    return STEP_S + ROW_S * len(plan.rows) + PROMPT_S * (plan.n_tokens - n_decodes)
+    return STEP_S + ROW_S * len(plan.rows) + PROMPT_S * work_of(plan).n_tokens
 
 
 class ModelledFleet:
@@ -241,11 +252,12 @@ async def silent(run: Run, rate: float, seconds: float) -> float:
     return done / took_s
 
 
-async def asking(run: Run, rate: float, seconds: float, seed: int) -> list[float]:
+async def asking(run: Run, rate: float, seconds: float, seed: int, name: str = "q") -> list[float]:
+    """TTFT of requests whose arrivals depend on the seed, and their prompts on the name too."""
     rng = random.Random(seed)
     tasks, end_s = [], asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < end_s:
-        tasks.append(asyncio.create_task(run.fleet.ask(f"q-{seed}-{len(tasks)}-{rng.random()}")))
+        tasks.append(asyncio.create_task(run.fleet.ask(f"{name}-{seed}-{len(tasks)}-{rng.random()}")))
         await asyncio.sleep(rng.expovariate(rate))
     return list(await asyncio.gather(*tasks))
 
@@ -278,7 +290,7 @@ async def measured(n: int, seconds: float, folder: Path) -> dict[str, Any]:
         off = await asking(run, 0.7 * rate, seconds, seed=1)
         backlog = await run.submit(int(rate * (seconds + 2)))
         await asyncio.sleep(2)
-        on = await asking(run, 0.7 * rate, seconds, seed=1)
+        on = await asking(run, 0.7 * rate, seconds, seed=1, name="on")  # the same arrivals, no cached prompts
         left = (await run.queue.batch("a", backlog)).counts.left
         assert left, "the queue ran empty"
         await run.queue.cancel("a", backlog)

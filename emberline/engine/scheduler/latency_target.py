@@ -67,7 +67,7 @@ class LatencyTarget(BatchTimeLimit):
     """
 
     def __init__(self, shape: ShapePolicy, target_s: float = TARGET_S) -> None:
-        super().__init__()
+        super().__init__(shape.tile)
         self._shape = shape
         self._target_s = target_s
         self._fits: dict[int, dict[int, DurationFit]] = {}  # by power of two of the decodes, then by tiles
@@ -79,11 +79,11 @@ class LatencyTarget(BatchTimeLimit):
 
     def observe(self, work: StepWork, seconds: float) -> None:
         bucket = work.n_decodes.bit_length()
+        super().observe(work, seconds)
         if not work.n_tokens:
             smooth(self._decode_s, bucket, seconds)
             self._decode_n[bucket] = work.n_decodes
             return
-        super().observe(work, seconds)
         if not work.n_decodes:
             if work.n_tokens >= EFFICIENT_TOKENS:
                 smooth(self._prefill_s, 0, seconds / work.n_tokens)

@@ -14,7 +14,7 @@ from emberline.engine.scheduler.prefill_policy import (
     PrefillPolicy,
     StepWork,
 )
-from emberline.engine.scheduler.queues import BatchYielding, PreemptionPolicy, Queues, by_rank
+from emberline.engine.scheduler.queues import BATCH_DECODE_S, BatchYielding, PreemptionPolicy, Queues, by_rank
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.kv.cache import KVCache
 from emberline.protocol.block_hash import BLOCK_TOKENS
@@ -58,6 +58,9 @@ class StepPlanner:
         self._batch_class.promote(queues, self._totals.steps)
         self._displace()
         paused = self._batch_class.pauses(queues)
+        resting: set[int] = set()
+        if self._batch_class.is_limited and not paused:
+            resting = self._batch_class.resting(queues, self._prefill.n_decodes(BATCH_DECODE_S))
         prefills = []
         self._decoding, self._n_suspects = DecodingSequences(), 0
         for seq in tuple(queues.running):
@@ -70,6 +73,8 @@ class StepPlanner:
                 prefills.append(seq)
                 continue
             self._decoding.add(seq)
+            if seq.number in resting:
+                continue
             if (not seq.n_sampling or _can_run_ahead(seq)) and not (seq.suspicion and self._holds_back(seq)):
                 self._add_row(plan, seq, 1)
         self._plan_prefills(plan, prefills)
@@ -123,7 +128,7 @@ class StepPlanner:
         """Tokens that the step may compute of the sequence's prompt, of those that its budget has left."""
         if left <= 0:
             return 0
-        limit_s = self._batch_class.prefill_limit_s(seq, self._totals.steps)
+        limit_s = self._batch_class.prefill_limit_s(seq)
         return self._prefill.chunk(work, seq.n_computed, left, self._slack(seq), limit_s)
 
     def _n_untargeted(self, plan: StepPlan, prefills: list[Sequence]) -> int:

@@ -13,8 +13,9 @@ from emberline.engine.scheduler.plan import Row
 from emberline.engine.scheduler.sequence import Sequence
 from emberline.protocol.request import Priority
 
-MIN_TIMED_CHUNK = 128  # tokens that a chunk under a time limit has at least
+MIN_CHUNK = 16  # tokens that a chunk under a time limit has at least
 NO_TARGET = 4.0  # slack from which on a chunk ignores the latency target
+_GAIN = 0.2  # of a new measurement
 MAX_BURST_STEPS = 128  # of a burst of prompts; then the sequences that decode are protected from further prompts
 MAX_BURST_GAP = 8  # steps without prompts inside a burst
 
@@ -67,6 +68,10 @@ class PrefillPolicy:
         """
         return most
 
+    def n_decodes(self, limit_s: float) -> float:
+        """Sequences that lengthen a step by `limit_s`."""
+        return inf
+
     def align(self, work: StepWork, start: int, n: int) -> int:
         """How many of the next n tokens to take from a prompt that has more than n left."""
         return n
@@ -75,22 +80,60 @@ class PrefillPolicy:
         """The runner reports how long a step took."""
 
 
-class BatchTimeLimit(PrefillPolicy):
-    """Learns the time of a prompt token, by context length, and keeps chunks with a time limit to it."""
+class DecodeTimes:
+    """How long steps without prompts take: a line over the number of sequences that they decode."""
 
     def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # sequences and seconds, by power of two of the sequences
+
+    def add(self, n: int, seconds: float) -> None:
+        mean_n, mean_s = self._means.get(n.bit_length(), (n, seconds))
+        seconds = min(seconds, 2 * mean_s)  # of an outlier
+        self._means[n.bit_length()] = mean_n + _GAIN * (n - mean_n), mean_s + _GAIN * (seconds - mean_s)
+
+    @property
+    def sequence_s(self) -> float:
+        """By which one more sequence lengthens a step; 0 while that is unknown."""
+        if len(self._means) < 2:
+            return 0.0
+        (n_few, few_s), (n_many, many_s) = self._means[min(self._means)], self._means[max(self._means)]
+        return max(0.0, (many_s - few_s) / (n_many - n_few))
+
+    def of(self, n: int) -> float:
+        if not n or not self._means:
+            return 0.0
+        mean_n, mean_s = self._means[min(self._means, key=lambda bits: abs(bits - n.bit_length()))]
+        return max(0.0, mean_s + (n - mean_n) * self.sequence_s)
+
+
+class BatchTimeLimit(PrefillPolicy):
+    """Learns the time of a prompt token, by context length, and keeps chunks with a time limit to it; and the time of a
+    sequence that decodes.
+
+    min_chunk: tokens that are computed in any case, however slow the device: fewer are no faster there.
+    """
+
+    def __init__(self, min_chunk: int = MIN_CHUNK) -> None:
+        self._min_chunk = min_chunk
         self._token_s: dict[int, float] = {}  # by power of two of the context
+        self._decodes = DecodeTimes()
 
     def chunk(self, work: StepWork, context: int, most: int, slack: float = 1.0, limit_s: float = inf) -> int:
         if limit_s == inf:
             return most
         nearest = min(self._token_s, key=lambda octave: abs(octave - _octave(context)), default=None)
-        n = MIN_TIMED_CHUNK if nearest is None else max(MIN_TIMED_CHUNK, int(limit_s / self._token_s[nearest]))
+        n = self._min_chunk if nearest is None else max(self._min_chunk, int(limit_s / self._token_s[nearest]))
         return max(0, min(most, n - work.n_tokens))
 
+    def n_decodes(self, limit_s: float) -> float:
+        return limit_s / self._decodes.sequence_s if self._decodes.sequence_s else inf
+
     def observe(self, work: StepWork, seconds: float) -> None:
-        if work.n_tokens >= MIN_TIMED_CHUNK // 2:
-            smooth(self._token_s, _octave(work.context), seconds / work.n_tokens)
+        if not work.n_tokens:
+            self._decodes.add(work.n_decodes, seconds)
+        elif work.n_tokens >= self._min_chunk // 2:
+            prefill_s = max(seconds / 4, seconds - self._decodes.of(work.n_decodes))
+            smooth(self._token_s, _octave(work.context), prefill_s / work.n_tokens)
 
 
 def smooth(averages: dict[int, float], key: int, measured: float) -> None:

@@ -8,8 +8,11 @@ from operator import attrgetter
 from emberline.engine.scheduler.sequence import NO_SLOT, Sequence
 from emberline.protocol.request import Priority
 
-BATCH_PREFILL_S = 0.02  # of prompts in a step of batch-class work: an interactive request may arrive and wait for it
-QUIET_STEPS = 512  # without an interactive request, after which batch-class prompts are not limited in time
+# An interactive request may arrive and wait for the end of a step. So batch-class sequences lengthen a step by so much,
+# until there was no interactive request for QUIET_S:
+BATCH_PREFILL_S = 0.02  # with their prompts
+BATCH_DECODE_S = 0.025  # with their replies, together with those of others: they take turns
+QUIET_S = 5.0
 MAX_PAUSED_STEPS = 16  # consecutive steps that running batch-class sequences yield to prompts of better classes
 STARVED_STEPS = 1000  # that a batch-class sequence waits for a slot before it is ranked with the default class
 
@@ -71,20 +74,41 @@ class BatchYielding:
     """Sequences of the batch class yield to the others: in turns, in time, and without starving."""
 
     def __init__(self) -> None:
-        self._interactive_step = -QUIET_STEPS  # when a request of another class last ended
+        self._now_s = 0.0
+        self._interactive_s = -QUIET_S  # when there was last a request of another class
         self._n_paused = 0  # consecutive steps that batch-class sequences have yielded
         self._promoted: Sequence | None = None
 
-    def ended(self, seq: Sequence, step: int) -> None:
+    def advance(self, queues: Queues, now_s: float) -> None:
+        """Before a plan."""
+        self._now_s = now_s
+        n_interactive = len(queues.running) - n_batch(queues.running) + len(queues.waiting) - n_batch(queues.waiting)
+        if n_interactive > (self._promoted is not None):
+            self._interactive_s = now_s
+
+    def ended(self, seq: Sequence) -> None:
         if seq is self._promoted:
             self._promoted = None
-        if seq.request.priority != Priority.BATCH:
-            self._interactive_step = step
 
-    def prefill_limit_s(self, seq: Sequence, step: int) -> float:
+    @property
+    def is_limited(self) -> bool:
+        """Whether an interactive request is here, or may be soon."""
+        return self._now_s - self._interactive_s < QUIET_S
+
+    def prefill_limit_s(self, seq: Sequence) -> float:
         """How long the prompts of a step may take for this sequence's chunk to join them."""
-        batch = seq.effective_class == Priority.BATCH
-        return BATCH_PREFILL_S if batch and step - self._interactive_step < QUIET_STEPS else inf
+        return BATCH_PREFILL_S if self.is_limited and seq.effective_class == Priority.BATCH else inf
+
+    def resting(self, queues: Queues, most: float) -> set[int]:
+        """Numbers of the batch-class sequences that have no row in this step, so that no more than `most` sequences
+        decode, one of the batch class at least: those whose last row is the most recent."""
+        running = queues.running
+        n_others = len(running) - n_batch(running)
+        decoding = [seq for seq in running[n_others:] if seq.n_due == 1]
+        if len(decoding) <= max(1, most - n_others):
+            return set()
+        decoding.sort(key=attrgetter("planned_step"))
+        return {seq.number for seq in decoding[max(1, int(most) - n_others) :]}
 
     def promote(self, queues: Queues, step: int) -> None:
         """Rank a starved sequence with the default class; one at a time."""

@@ -128,6 +128,7 @@ class Scheduler:
 
     def advance(self, now_s: float) -> list[TokenDelta]:
         """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
+        self._batch_class.advance(self._queues, now_s)
         return self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
 
     def plan(self) -> StepPlan:
@@ -299,7 +300,7 @@ class Scheduler:
     ) -> TokenDelta:
         """The only way out: everything the sequence held is given back, and its terminal delta is made."""
         del self._by_id[seq.id], self._by_number[seq.number]
-        self._batch_class.ended(seq, self._totals.steps)
+        self._batch_class.ended(seq)
         self._guides.drop(seq)
         if seq.pending_guide is not None:
             self._compiling.remove(seq)

@@ -143,6 +143,19 @@ def test_without_a_latency_target_only_the_time_limit_applies():
     assert policy.chunk(StepWork(3), 100, 511, limit_s=0.25) == pytest.approx(255, abs=5)
 
 
+def test_the_time_of_a_prompt_token_is_without_that_of_decoding():
+    policy = BatchTimeLimit()
+    for _ in range(30):
+        for n in (1, 3, 8):
+            policy.observe(StepWork(n), 0.004 + 0.005 * n)
+        mixed = StepWork(8)
+        mixed.add(20, 20)
+        policy.observe(mixed, 0.004 + 0.005 * 8 + 0.001 * 20)
+    assert policy.chunk(StepWork(8), 0, 511, limit_s=0.05) == pytest.approx(50, abs=2)
+    assert policy.n_decodes(0.05) == pytest.approx(10, abs=0.5)
+    assert BatchTimeLimit().n_decodes(0.05) == inf
+
+
 def test_mixed_steps_never_exceed_the_largest_cuda_graph():
     policy = LatencyTarget(GPU_SHAPES)
     for _ in range(30):

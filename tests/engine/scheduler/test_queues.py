@@ -4,7 +4,7 @@ import pytest
 
 from emberline.engine.scheduler import queues
 from emberline.engine.scheduler.prefill_policy import BatchTimeLimit, StepWork
-from emberline.engine.scheduler.queues import BATCH_PREFILL_S, MAX_PAUSED_STEPS
+from emberline.engine.scheduler.queues import BATCH_DECODE_S, BATCH_PREFILL_S, MAX_PAUSED_STEPS
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol.request import Priority
 from tests.engine.fakes import FakeRunner, request, scheduler_of
@@ -91,14 +91,17 @@ def test_the_load_counts_the_batch_class_separately(places, classes, told):
     assert (load.running, load.waiting, load.waiting_batch, load.running_batch) == told
 
 
-def limited(seconds_per_token: float):
+def limited(seconds_per_token: float, max_running: int = 4):
     prefill = BatchTimeLimit()
     for _ in range(20):
         prefill.observe(StepWork(0, 200, 0), 200 * seconds_per_token)
-    scheduler, cache = scheduler_of(token_budget=512, n_blocks=128, context_len=1024)
+    scheduler, cache = scheduler_of(token_budget=512, n_blocks=256, context_len=1024, max_running=max_running)
     scheduler._planner._prefill = prefill
-    scheduler._batch_class._interactive_step = 0  # an interactive request has just ended
-    return scheduler, StepLoop(scheduler, FakeRunner(cache))
+    loop = StepLoop(scheduler, FakeRunner(cache))
+    scheduler.submit(request("earlier", [1, 2, 3], max_tokens=1), 0.0)
+    while loop.busy:
+        loop.step(0.0)  # an interactive request has just ended
+    return scheduler, loop
 
 
 def test_batch_class_prefill_is_limited_in_time():
@@ -111,10 +114,46 @@ def test_batch_class_prefill_is_limited_in_time():
 
 def test_batch_class_prefill_is_unlimited_without_recent_interactive_requests():
     scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 200)
-    scheduler._batch_class._interactive_step = -queues.QUIET_STEPS
     scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 0.0)
-    loop.step(0.0)
+    loop.step(queues.QUIET_S)
     assert next(iter(scheduler._by_number.values())).n_computed == 500
+
+
+def test_batch_class_prefill_is_limited_as_long_as_an_interactive_request_runs():
+    scheduler, loop = limited(seconds_per_token=BATCH_PREFILL_S / 50)
+    scheduler.submit(request("long", [1, 2, 3], max_tokens=400, ignore_eos=True), 0.0)
+    for step in range(20):
+        loop.step(float(step))
+    scheduler.submit(request("batch", [n % 7 for n in range(500)], priority=Priority.BATCH), 20.0)
+    loop.step(20.0)
+    assert 40 <= next(seq for seq in scheduler._by_number.values() if seq.id == "batch").n_computed <= 60
+
+
+def test_batch_class_replies_take_turns_beside_an_interactive_request():
+    scheduler, loop = limited(seconds_per_token=1e-6, max_running=12)
+    for n_decodes in (1, 2, 4, 8):
+        for _ in range(50):  # every sequence takes as long as a quarter of what they may take together
+            scheduler._planner._prefill.observe(StepWork(n_decodes), 0.004 + n_decodes * BATCH_DECODE_S / 4)
+    for n in range(8):
+        scheduler.submit(
+            request(f"b{n}", [n % 6, 5, n // 6], priority=Priority.BATCH, max_tokens=200, ignore_eos=True), 0.0
+        )
+    loop.step(queues.QUIET_S)
+    assert rows_of(scheduler, loop, queues.QUIET_S) == 8  # no interactive request
+    scheduler.submit(request("live", [1, 2, 3], max_tokens=100, ignore_eos=True), 10.0)
+    loop.step(10.0)  # its prompt
+    before = {seq.id: seq.n_computed for seq in scheduler._by_number.values()}
+    n_steps = 24
+    assert {rows_of(scheduler, loop, 10.0) for _ in range(n_steps)} == {4}  # three of them, and the live one
+    gained = {seq.id: seq.n_computed - before[seq.id] for seq in scheduler._by_number.values()}
+    assert gained.pop("live") == n_steps
+    assert min(gained.values()) == n_steps // 3  # each at least in every third step
+
+
+def rows_of(scheduler, loop, now_s: float) -> int:
+    before = sum(seq.n_computed for seq in scheduler._by_number.values())
+    loop.step(now_s)
+    return sum(seq.n_computed for seq in scheduler._by_number.values()) - before
 
 
 def test_interactive_prefill_is_not_limited_in_time():
@@ -129,6 +168,7 @@ def test_interactive_prefill_is_not_limited_in_time():
 def test_batch_class_prefill_progresses_on_a_slow_machine():
     scheduler, loop = limited(seconds_per_token=1.0)
     scheduler.submit(request("batch", [n % 7 for n in range(200)], priority=Priority.BATCH, max_tokens=1), 0.0)
-    for _ in range(2):
+    for _ in range(13):
+        assert loop.busy
         loop.step(0.0)
-    assert not loop.busy
+    assert not loop.busy  # 16 tokens a step: no interactive request waits for more than these
