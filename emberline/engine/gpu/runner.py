@@ -140,7 +140,7 @@ class GpuRunner:
         self._n_launched = 0
         self._graphs = CudaGraphs[StepKind](self._device, graphs)
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
-        self._replayed = False  # the last step was; the duration of another says little about the next
+        self._typical = False  # the last step was replayed in its own shape: others like it take as long
         self._pads = graphs
         self._sharing: tuple[list[int], int] | None = (
             None  # the rows that were last searched, and Slots.n_admitted then
@@ -247,7 +247,7 @@ class GpuRunner:
                 slots.ban(row, slot)
         slots.upload()
         n_decodes, sample = self._launch_mixed(batch) if batch.chunks else self._launch_decode(batch)
-        typical = self._replayed or (bool(batch.chunks) and batch.n_tokens > MAX_GRAPH_TOKENS)
+        typical = self._typical or (bool(batch.chunks) and batch.n_tokens > MAX_GRAPH_TOKENS)
         return _Launched(
             batch, outputs, StepWork.of(len(batch.decodes), batch.chunks) if typical else None, n_decodes, sample
         )
@@ -278,16 +278,18 @@ class GpuRunner:
 
     def _launch_decode(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         n_rows = decode_rows(len(batch.decodes), self._max_rows) if self._pads else len(batch.decodes)
-        kind = self._prepared(StepKind(n_rows, self._find_shared(batch)))
+        wanted = StepKind(n_rows, self._find_shared(batch))
+        kind = self._prepared(wanted)
         assert isinstance(kind.shape, int)
         self._decode.send(batch.decodes, kind.shape)
-        logits = self._run(kind)
+        logits = self._run(kind, wanted)
         return len(batch.decodes), (lambda: self._sample_decode(logits, guided=True)) if batch.masked else None
 
-    def _run(self, kind: StepKind) -> Tensor:
-        """Run the step from the uploaded buffers."""
-        self._replayed = kind in self._graphs
-        return self._graphs.replay(kind) if self._replayed else self._body(kind)
+    def _run(self, kind: StepKind, wanted: StepKind) -> Tensor:
+        """Run the step from the uploaded buffers; it was padded from the wanted kind."""
+        replayed = kind in self._graphs
+        self._typical = replayed and kind == wanted
+        return self._graphs.replay(kind) if replayed else self._body(kind)
 
     def _body(self, kind: StepKind) -> Tensor:
         shape, cascade = kind
@@ -329,16 +331,17 @@ class GpuRunner:
     def _launch_mixed(self, batch: StepBatch) -> tuple[int, Callable[[], None] | None]:
         shape = MixedShape.of(batch, self._max_rows) if self._pads else MixedShape.exact(batch)
         if shape.padded:
-            kind = self._prepared(StepKind(shape, self._find_shared(batch)))
+            wanted = StepKind(shape, self._find_shared(batch))
+            kind = self._prepared(wanted)
             assert isinstance(kind.shape, MixedShape)
             shape = kind.shape
             self._mixed.send(batch, shape, self._slots.spare)
-            logits, rows = self._run(kind), self._mixed.sampled_rows(shape, None)
+            logits, rows = self._run(kind, wanted), self._mixed.sampled_rows(shape, None)
         else:
             longest = self._mixed.send(batch, shape, self._slots.spare)
             inputs = self._mixed.inputs(shape, self._slots.state, batch, longest)
             rows = self._mixed.sampled_rows(shape, batch)
-            logits, self._replayed = self._mixed_body(inputs, rows), False
+            logits, self._typical = self._mixed_body(inputs, rows), False
         return shape.n_decodes, (lambda: self._sample(logits, *rows, guided=True)) if batch.masked else None
 
     def _mixed_body(self, inputs: StepInputs, rows: SampledRows) -> Tensor:

@@ -1,6 +1,7 @@
 """The GPU runner's logic on the CPU: its tokens against those of a model computed without blocks."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -389,6 +390,22 @@ def test_a_step_that_is_not_captured_yet_is_padded_to_one_that_is():
     later = StepPlan(rows=[Row(n, n, 4, b"", None, [0], True, follows=True) for n in range(20)])
     drawn(runner.launch(later))
     assert graphs.replayed[-1] == StepKind(32)
+
+
+def test_only_steps_in_their_own_shape_tell_how_long_such_steps_take():
+    seen = []
+    runner = runner_of(max_running=80)
+    runner._graphs = Captured()
+    runner._prefill = SimpleNamespace(observe=lambda work, seconds: seen.append(work.n_decodes))
+    for outputs in runner._outputs:
+        outputs.done.seconds_since = lambda earlier: 0.01
+    runner.capture(StepKind(16))
+    plan = StepPlan([admitted(0, [1])], [Row(0, 0, 0, pack([1]), [[1]], [0], True)])
+    drawn(runner.launch(plan))
+    assert seen == [], "padded from 1 to 16 rows"
+    runner.capture(StepKind(1))
+    drawn(runner.launch(StepPlan([], [Row(0, 0, 1, b"", None, [0], True, follows=True)])))
+    assert seen == [1]
 
 
 def test_padded_shapes_are_among_the_common_steps():
