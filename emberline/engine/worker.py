@@ -17,7 +17,7 @@ from emberline.engine.scheduler.prefill_policy import BatchTimeLimit
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.socket_server import Server
 from emberline.engine.step_loop import StepLoop
-from emberline.kernels.cpu.build import cache_dir
+from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.manager import host_transfers
@@ -62,7 +62,8 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
     ahead = _read_ahead(args)
     checkpoint = open_checkpoint(args.model)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+    if "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     import torch  # takes a second or more: not before a start that fails

@@ -2,12 +2,16 @@
 
 The sources compile in seconds, and compiling here lets them use every instruction the processor has. The cache key
 covers everything that determines the result, so a changed processor, compiler or source never loads a stale library.
+Its name can be predicted, so nothing is loaded that another user could have written: neither file nor folder.
 """
 
+import atexit
 import ctypes
+import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -18,6 +22,9 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-pthread", "-fno-strict-aliasing", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
 
 
+_log = logging.getLogger(__name__)
+
+
 class BuildError(RuntimeError):
     """The kernels cannot be compiled here; the message says why and how to fix it."""
 
@@ -25,6 +32,40 @@ class BuildError(RuntimeError):
 def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("EMBERLINE_KERNEL_CACHE") or Path(base) / "emberline" / "kernels")
+
+
+def private_cache_dir() -> Path:
+    """The cache folder, if only this user can write to it; else a folder of this process."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _is_private(folder):
+            return folder.resolve()
+    except OSError as error:
+        _log.warning("no kernels are cached: %s", error)
+    else:
+        _log.warning("no kernels are cached: %s may be written by other users; chmod 700 makes it private", folder)
+    return _process_folder()
+
+
+@cache
+def _process_folder() -> Path:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="emberline-kernels-"))
+    except OSError as error:
+        raise BuildError(f"the CPU kernels need a folder to be compiled into: {error}") from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _is_private(path: Path) -> bool:
+    """Whether only this user, and root, can write it. Of a folder: the folder itself, not what holds it."""
+    found = path.stat()
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_trusted(library: Path) -> bool:
+    return library.is_file() and not library.is_symlink() and _is_private(library)
 
 
 def compiler() -> str:
@@ -55,22 +96,22 @@ def library_path(target: str | None = None) -> Path:
     key = blake2b(digest_size=12)
     for part in (version, target, *FLAGS, _processor(), *(f.read_text() for f in sorted(SOURCES.glob("*.[ch]")))):
         key.update(part.encode())
-    library = cache_dir() / f"emberline-{key.hexdigest()}.so"
-    if not library.exists():
+    library = private_cache_dir() / f"emberline-{key.hexdigest()}.so"
+    if not _is_trusted(library):
         _compile(cc, target, library)
     return library
 
 
 def _compile(cc: str, target: str, library: Path) -> None:
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as work:
             output = Path(work) / "kernels.so"
             command = [cc, *FLAGS, target, str(SOURCES / "kernels.c"), "-o", str(output), "-lm"]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
                 raise BuildError(f"the CPU kernels did not compile with {cc}: {result.stderr.strip()[-600:]}")
-            output.rename(library)  # atomic: another process never loads a partial library
+            output.chmod(0o700)
+            output.replace(library)  # atomic: another process never loads a partial library
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be written to {library.parent}: {error}") from error
 

@@ -1,5 +1,8 @@
 """Compiling the CPU kernels: cached, and optional for serving."""
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,89 @@ def test_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.library_path() == first
     assert first.stat().st_mtime_ns == stamp
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder, and a compiler that only writes a file."""
+    cc = tmp_path / "cc"
+    cc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit 0; done\necho compiled > "$2"\n')
+    cc.chmod(0o755)
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("CC", str(cc))
+    monkeypatch.setenv("EMBERLINE_KERNEL_CACHE", str(folder))
+    build._process_folder.cache_clear()
+    yield folder
+    build._process_folder.cache_clear()
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To another user."""
+    if os.getuid() == 0:
+        os.chown(path, 4242, -1)
+    else:
+        monkeypatch.setattr(build.os, "getuid", lambda: 4242)
+
+
+def replace_by_link(library: Path, target: Path) -> None:
+    target.write_text("planted")
+    library.unlink()
+    library.symlink_to(target)
+
+
+@pytest.mark.parametrize("how", ["group", "others", "owner", "link"])
+def test_a_library_that_another_user_may_have_written_is_compiled_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "owner" and os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    library = build.library_path()
+    assert library.parent == cache
+    library.write_text("planted")
+    if how == "owner":
+        give_away(library, monkeypatch)
+    elif how == "link":
+        replace_by_link(library, cache.parent / "planted.so")
+    else:
+        library.chmod(0o770 if how == "group" else 0o707)
+    assert build.library_path() == library
+    assert library.read_text() == "compiled\n"
+    assert not library.is_symlink()
+    assert library.stat().st_mode & 0o777 == 0o700
+    library.write_text("kept")
+    assert build.library_path().read_text() == "kept"
+
+
+@pytest.mark.parametrize("how", ["group", "others", "owner"])
+def test_in_a_folder_that_another_user_may_write_nothing_is_loaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    planted = cache / build.library_path().name
+    planted.write_text("planted")
+    if how == "owner":
+        give_away(cache, monkeypatch)
+    else:
+        cache.chmod(0o770 if how == "group" else 0o707)
+    library = build.library_path()
+    assert library.parent != cache
+    assert library.read_text() == "compiled\n"
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert build.library_path() == library, "once per process"
+    assert "may be written by other users" in caplog.text
+    shutil.rmtree(library.parent)
+
+
+def test_a_new_cache_folder_is_private_whatever_the_umask(cache: Path) -> None:
+    cache.rmdir()
+    umask = os.umask(0)
+    try:
+        library = build.library_path()
+    finally:
+        os.umask(umask)
+    assert library.parent == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert library.stat().st_mode & 0o777 == 0o700
 
 
 def test_missing_compiler_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
