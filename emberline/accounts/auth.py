@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
 
@@ -17,7 +18,7 @@ class Authenticator:
     """Turns a request's headers and account into a Principal, or raises Unauthorized."""
 
     def __init__(self, secret: Secret, key: str | None = None) -> None:
-        self._secret = secret
+        self._salt_of = lru_cache(1024)(lambda account: secret.derive("kv", account))
         self._key_digest = _digest(key) if key else None
         self._key_id = secret.derive("key-id", key, size=6).hex() if key else ""
 
@@ -27,7 +28,7 @@ class Authenticator:
 
     def principal(self, account: str, key_id: str) -> Principal:
         """The principal of an account whose key was checked before: for queued jobs."""
-        return Principal(account=account, key_id=key_id, salt=self._secret.derive("kv", account))
+        return Principal(account=account, key_id=key_id, salt=self._salt_of(account))
 
     def authenticate(self, headers: Mapping[str, str], account: str = LOCAL_ACCOUNT) -> Principal:
         """headers: by lower-case name. The account is the tenant; its salt isolates its cached KV blocks."""

@@ -7,6 +7,7 @@ be an allowed name, and the Origin header, where a browser sends one, must be ou
 import ipaddress
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from emberline.api.http.call import Message, Reply, Scope, Send
 from emberline.api.http.errors import HeaderList
@@ -47,12 +48,9 @@ class Guard:
             return False
         if ANY in self._hosts or name in self._hosts or name.endswith(".localhost"):
             return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
+        address = _address(name)
         # DNS rebinding needs a name: an address is safe if it is the one this connection arrived at.
-        return address.is_loopback or name == (scope.get("server") or ("",))[0]
+        return address is not None and (address.is_loopback or name == (scope.get("server") or ("",))[0])
 
     def _origin_allowed(self, origin: str, host: str) -> bool:
         origin = origin.lower()
@@ -95,6 +93,15 @@ def _values(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
 
 
+@lru_cache(256)
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+@lru_cache(256)
 def _name(host: str) -> str | None:
     """The name or address in a Host header, lower case, without port, brackets and final dot."""
     match = _HOST.fullmatch(host)
