@@ -46,6 +46,7 @@ class UpstreamModels:
     def _make_cards(self) -> None:
         ids = dict.fromkeys(model for client in self.clients.values() for model in client.models)
         self._by_name = {model.lower(): _card(model, self._serving(model)) for model in ids}
+        self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
 
     async def add(self, client: UpstreamClient) -> None:
         """A server joins. It is known when this returns; its tokenizer is loaded in another thread before."""
@@ -81,7 +82,7 @@ class UpstreamModels:
         return self._by_name.get(model_id.lower())
 
     def kind_of(self, card: ModelCard) -> str:
-        return self._serving(card.id)[0].config.kind
+        return self._kinds[card.id]
 
     def cache_salt(self, card: ModelCard, principal: Principal) -> dict[str, Any]:
         """The field that keeps tenants' prefix caches apart, for servers that know it."""
