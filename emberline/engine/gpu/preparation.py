@@ -45,19 +45,19 @@ class StepPreparation:
         return not kind.cascade and is_essential(shape.n_decodes, shape.n_tokens, most)
 
     def first(self) -> None:
-        """While weights are read: the step of a first prompt, and loading cuDNN. More would slow that down."""
+        """While weights are read: the step of a first prompt. More would slow that down."""
         began_s = time.perf_counter()
         self._compile([self._essential[0]])
         self._runner.capture(self._essential.popleft())
-        self._model.kernels.long_plans = True
-        self._compile([], self._long_chunks)
-        self._model.kernels.long_plans = False
         _log.info("the first step is prepared", extra={"seconds": round(time.perf_counter() - began_s, 3)})
 
     def finish_essential(self) -> None:
         """Once weights are there, before requests are accepted."""
         began_s = time.perf_counter()
         self._compile([*self._essential, *self._others], self._many_chunks + self._long_chunks)
+        self._model.kernels.long_plans = True
+        self._compile([], self._long_chunks)
+        self._model.kernels.long_plans = False
         compiled_s = time.perf_counter()
         with self._model.distinct_layers():
             for chunks in self._many_chunks:

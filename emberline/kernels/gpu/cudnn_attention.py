@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from emberline.kernels.backend import Attention
-from emberline.kernels.gpu.launch import INTERPRETED, launch_options, next_power_of_two
+from emberline.kernels.gpu.launch import INTERPRETED, is_compiling, launch_options, next_power_of_two
 from emberline.protocol.block_hash import BLOCK_TOKENS
 
 MIN_TOKENS = 2048  # of a chunk; shorter ones use Triton
@@ -120,6 +120,8 @@ def has_exact_plan(n: int) -> bool:
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """q: [n, heads, dim], k, v: [m, kv_heads, dim]. Returns out [n, heads, dim] and log-sum-exp [n, heads]."""
+    if is_compiling():
+        return torch.empty_like(q), torch.empty(q.shape[1], len(q), device=q.device).T
     batch = (t.unsqueeze(0).transpose(1, 2) for t in (q, k, v))
     results: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *batch, None, True, 0.0, causal, False, scale=scale

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_compiling = False
 SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measured on; other GPUs are balanced less well
 
 
@@ -30,6 +31,7 @@ def supports_pdl() -> bool:
 @contextmanager
 def compiling_only() -> Iterator[None]:
     """Inside, kernels are not launched but compiled, on all cores. Waits for the compilers in the end."""
+    global _compiling
     kernel_class = triton.JITFunction
     run = kernel_class.run
 
@@ -37,11 +39,16 @@ def compiling_only() -> Iterator[None]:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
-        kernel_class.run = compile_only
+        kernel_class.run, _compiling = compile_only, True
         try:
             yield
         finally:
-            kernel_class.run = run
+            kernel_class.run, _compiling = run, False
+
+
+def is_compiling() -> bool:
+    """Inside `compiling_only`: a library need not compute anything either."""
+    return _compiling
 
 
 def launch_options(pdl: bool, **more: Any) -> dict[str, Any]:

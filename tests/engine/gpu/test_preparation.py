@@ -16,7 +16,7 @@ from emberline.engine.gpu.preparation import StepPreparation
 from emberline.engine.gpu.runner import StepKind
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost
-from emberline.kernels.gpu.launch import compiling_only
+from emberline.kernels.gpu.launch import compiling_only, is_compiling
 from tests.engine.fakes import request
 
 LONGEST_STEP_S = 0.15
@@ -116,8 +116,8 @@ def test_essential_steps_come_before_requests_and_the_others_when_idle():
     kinds = runner.step_kinds()
     preparation.first()
     assert runner.captured == runner.compiled == kinds[:1]
-    assert runner.eager == [(1, True)], "loads cuDNN"
     preparation.finish_essential()
+    assert runner.eager == [(64, False), (1, False), (1, True), (64, False)], "the last one is not only compiled"
     essential = [kind for kind in kinds if not kind.cascade and kind.shape not in (2, 4)]
     assert runner.captured == essential
     assert set(runner.compiled) == set(kinds), "no kernel is left to compile"
@@ -148,5 +148,7 @@ def test_kernels_are_compiled_without_being_launched(monkeypatch):
     before = triton.JITFunction.run
     with compiling_only():
         triton.JITFunction.run(None, grid=(1,), warmup=False)
+        assert is_compiling()
     assert ran == [True]
+    assert not is_compiling()
     assert triton.JITFunction.run is before
