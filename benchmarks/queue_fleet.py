@@ -203,7 +203,7 @@ class Run:
         self.fleet = ModelledFleet(n)
         self.queue = Queue(store, BlobStore(folder / "blobs"), QueueLimits(max_jobs=1_000_000))
         self.queue.start_sweeping()
-        self.puller = Puller(self.queue, self.fleet, self.fleet.grants, [MODEL], Principal, LeaseOwner(folder))
+        self.puller = Puller(self.queue, self.fleet, self.fleet.grants, lambda: [MODEL], Principal, LeaseOwner(folder))
         self.puller.start()
         self.store = store
 

@@ -235,7 +235,10 @@ async def _open_queue(
     stack.push_async_callback(batches.close)
     batches.start_loading()
     auth = Authenticator(Secret.open(config.home))
-    models = [card.id for card in service.models()]
+
+    def models() -> list[str]:
+        return [card.id for card in service.models()]
+
     puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
     stack.push_async_callback(puller.close)
     core.register(puller.metrics)

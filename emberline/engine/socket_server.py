@@ -188,10 +188,11 @@ class Server:
 
         def beat() -> None:
             while not stopped.wait(HEARTBEAT_S):
-                beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
-                frame = frames.encode(beat)
-                for connection in [c for c in tuple(self._connections) if c.heartbeats]:
-                    connection.send_heartbeat(frame)
+                if wanting := [c for c in tuple(self._connections) if c.heartbeats]:
+                    beat = Heartbeat(loop.computed_tokens, loop.in_step, loop.preparing, loop.n_prepared, loop.step_s)
+                    frame = frames.encode(beat)
+                    for connection in wanting:
+                        connection.send_heartbeat(frame)
 
         thread = threading.Thread(target=beat, name="heartbeats", daemon=True)
         thread.start()

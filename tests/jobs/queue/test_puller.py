@@ -27,10 +27,13 @@ class Bench:
         self.queue = make_queue(store, folder, backoff_s=(0.01, 0.02), sweep_s=0.05, **limits)
         self.service = FakeService()
         self.admission = FakeAdmission()
+        self.models = [MODEL]
         self.pullers: list[Puller] = []
 
     def pull(self) -> Puller:
-        puller = Puller(self.queue, self.service, self.admission, [MODEL], Principal, LeaseOwner(self.folder))
+        puller = Puller(
+            self.queue, self.service, self.admission, lambda: self.models, Principal, LeaseOwner(self.folder)
+        )
         self.pullers.append(puller)
         puller.start()
         return puller
@@ -96,6 +99,15 @@ async def test_concurrency_is_bounded_by_grants(bench: Bench) -> None:
     bench.pull()
     await bench.ended(await bench.queue.submit(new_batch(), new_jobs(30)))
     assert bench.service.max_running == 3
+
+
+async def test_jobs_of_a_model_that_joins_later_run(bench: Bench) -> None:
+    bench.pull()
+    batch = await bench.queue.submit(new_batch(model="later"), new_jobs(3, "later"))
+    await bench.ended(await bench.submit("x"))
+    assert states(await bench.queue.jobs(batch.id)) == ["queued"] * 3
+    bench.models.append("later")
+    await bench.ended(batch)
 
 
 async def test_nothing_is_claimed_without_a_grant(bench: Bench) -> None:
@@ -220,7 +232,7 @@ async def test_closing_returns_unfinished_jobs_to_the_queue(bench: Bench) -> Non
 
 async def test_a_draining_puller_claims_nothing_and_finishes_running_jobs(bench: Bench) -> None:
     stop = asyncio.Event()
-    puller = Puller(bench.queue, bench.service, bench.admission, [MODEL], Principal, LeaseOwner(bench.folder))
+    puller = Puller(bench.queue, bench.service, bench.admission, lambda: [MODEL], Principal, LeaseOwner(bench.folder))
     bench.pullers.append(puller)
     puller.start(stop)
     running = await bench.submit("hold", "hold")
