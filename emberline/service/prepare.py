@@ -88,11 +88,8 @@ class Preparer:
         self, request: GenerateRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
     ) -> Prepared:
         """Refuses everything that can be refused without an engine."""
-        asked = served.card.defaults.apply(validate(request, info.vocab_size), request.left_to_model)
-        n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
-        _check_length(n_chars, request, served.text, info.context_len)
-        digests, rendered = await self._run(request, lambda: _read(served.text, request))
-        _check_length(len(rendered.text) if rendered else 0, request, served.text, info.context_len)
+        valid, digests, rendered = await self._run(request, lambda: _read(served.text, request, info))
+        asked = served.card.defaults.apply(valid, request.left_to_model)
         known = await self._core.find(principal.account, info.fingerprint, digests) if digests else None
         thinking = reasoning_begun(served.text, rendered, request.continue_final)
         spec = grammar_spec(served.text, request, thinking)
@@ -120,8 +117,11 @@ class Preparer:
         )
 
     async def count(self, request: GenerateRequest, served: Served) -> int:
-        validate_prompt(request, served.text.vocab_size)
-        return (await self._run(request, lambda: build_prompt(served.text, request))).n_ids
+        def tokenize() -> int:
+            validate_prompt(request, served.text.vocab_size)
+            return build_prompt(served.text, request).n_ids
+
+        return await self._run(request, tokenize)
 
     async def session_entries(self, prepared: Prepared, replies: list[tuple[Message, bytes]]) -> list[SessionEntry]:
         """What the next turn of this conversation can reuse; `replies` with their token ids."""
@@ -135,21 +135,28 @@ class Preparer:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
     async def _run(self, request: GenerateRequest, work: Callable[[], T]) -> T:
-        if _n_bytes(request) <= OFF_LOOP_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if _is_long(request):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return work()
 
 
-def _n_bytes(request: GenerateRequest) -> int:
-    """Of the request's text, estimated: about three bytes for a character beyond ASCII. Messages cost time too."""
-    texts = [*_texts(request), request.prompt or ""]
-    n_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
-    n_messages = MESSAGE_BYTES * len(request.messages or ())
-    return n_tools + n_messages + sum(len(text) if text.isascii() else 3 * len(text) for text in texts)
+def _is_long(request: GenerateRequest) -> bool:
+    """Whether its text is more than OFF_LOOP_BYTES, estimated: about three bytes for a character beyond ASCII. Looks at
+    no more of it than it has to."""
+    n_bytes = MESSAGE_BYTES * len(request.messages or ())
+    for text in _texts(request):
+        n_bytes += len(text) if text.isascii() else 3 * len(text)
+        if n_bytes > OFF_LOOP_BYTES:
+            return True
+    try:
+        return n_bytes + len(msgspec.json.encode(request.tools)) > OFF_LOOP_BYTES
+    except (UnicodeEncodeError, RecursionError):  # which validation refuses
+        return False
 
 
 def _texts(request: GenerateRequest) -> Iterator[str]:
-    """All texts in the messages."""
+    """All texts of the prompt."""
+    yield request.prompt or ""
     for message in request.messages or ():
         yield message.content
         if message.reasoning is not None:
@@ -158,12 +165,18 @@ def _texts(request: GenerateRequest) -> Iterator[str]:
             yield call.arguments
 
 
-def _read(text: TextModel, request: GenerateRequest) -> tuple[list[bytes], Rendered | None]:
-    """The digests of a conversation's messages, and its rendered text."""
+def _read(
+    text: TextModel, request: GenerateRequest, info: EngineInfo
+) -> tuple[SamplingParams, list[bytes], Rendered | None]:
+    """The sampling parameters, checked; the digests of a conversation's messages, and its rendered text."""
+    valid = validate(request, info.vocab_size)
+    n_chars = sum(len(message.content) for message in request.messages or ()) + len(request.prompt or "")
+    _check_length(n_chars, request, text, info.context_len)
     rendered = render_prompt(text, request)
     if rendered is None:
-        return [], None
-    return chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools), rendered
+        return valid, [], None
+    _check_length(len(rendered.text), request, text, info.context_len)
+    return valid, chain_digests(request.messages or (), prompt_kwargs(text, request), request.tools), rendered
 
 
 def _prompt_field(request: GenerateRequest) -> str:
