@@ -4,6 +4,7 @@ import math
 import re
 from typing import Any
 
+from emberline.balancer.stall_detector import FIRST_STEP_S, MIN_STALL_S, STALL_STEPS
 from emberline.protocol.block_hash import BLOCK_TOKENS
 from emberline.protocol.frames import EngineLoad
 
@@ -117,9 +118,9 @@ class ConcurrencyLimit:
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
-MIN_PATIENCE_S = 10.0
-PATIENCE_STEPS = 20  # of the last measured duration
-FIRST_PATIENCE_S = 60.0  # before a step was measured: a server may compile its kernels at the first request
+# As of our own engines, but for the time in which a canary is answered.
+MIN_PATIENCE_S = 2 * MIN_STALL_S
+FIRST_PATIENCE_S = FIRST_STEP_S
 MAX_PATIENCE_S = 300.0
 
 
@@ -148,7 +149,7 @@ class ProgressCheck:
     def patience_s(self) -> float:
         if self._step_s is None:
             return FIRST_PATIENCE_S
-        return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, PATIENCE_STEPS * self._step_s))
+        return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, STALL_STEPS * self._step_s))
 
     def is_suspect(self, now_s: float) -> bool:
         """Time to try a generation."""

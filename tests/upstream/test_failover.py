@@ -1,6 +1,7 @@
 """Requests to upstream servers through the real core: events, usage, failover, resume, and nothing left in flight."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -302,6 +303,16 @@ async def test_a_slow_server_is_not_taken_for_a_stuck_one(bench: Opener, short_p
     assert found.choices[0].text == expected()
     assert made.clients["a"].connected
     assert len(made.standins["a"].requests) > 1  # canaries
+
+
+async def test_a_server_that_reports_no_load_is_never_taken_for_stalled(bench: Opener, short_probes: None) -> None:
+    made = await bench(("a", "openai", "both"), a=ServerScript(ttft_ms=600))
+    task = asyncio.create_task(answer(made, request()))
+    await until(lambda: made.standins["a"].running == 1)
+    (worker,) = made.core.admission.balancer.workers_of(MODEL)
+    assert not worker.is_stalled(time.monotonic() + 3600)
+    assert (await task).choices[0].text == expected()
+    assert made.clients["a"].connected
 
 
 async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, short_probes: None) -> None:
