@@ -7,7 +7,7 @@ move, and it is trusted again once it has generated a token for a canary request
 
 from emberline.protocol.frames import Heartbeat
 
-SILENT_S = 5.0  # without a frame
+SILENT_S = 5.0  # without a byte
 MIN_STALL_S = 5.0  # of a step without a computed token,
 STALL_STEPS = 20  # or so many times as long as was predicted,
 FIRST_STEP_S = 60.0  # or so long where nothing was measured yet: kernels may be compiled, weights read from the disk
@@ -34,7 +34,7 @@ class StallDetector:
         self._last = Heartbeat()
 
     def heard(self) -> None:
-        """A frame has arrived."""
+        """Something has arrived."""
         self._heard = True
 
     def beat(self, heartbeat: Heartbeat) -> None:

@@ -342,8 +342,11 @@ class _EngineLink(Link):
                 else:
                     self.drop(f"its canary request failed: {delta.error.message if delta.error else delta.finish}")
 
+    def data_received(self, data: bytes) -> None:
+        self._client.heard()  # also a part of a large frame
+        super().data_received(data)
+
     def on_frame(self, payload: bytes) -> None:
-        self._client.heard()
         message = decode(from_engine_decoder, payload)
         if type(message) is Step:
             if self.canary:

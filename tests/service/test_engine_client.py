@@ -10,7 +10,7 @@ from emberline.balancer.endpoint import Capacity, Endpoint
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import ErrorInfo, Unavailable
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad, Heartbeat, KVEvents, Step, Vocabulary
+from emberline.protocol.frames import EngineLoad, Heartbeat, KVEvents, Step, Vocabulary, encode
 from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service.engine_client import EngineClient
 from tests.service.fake_engine import FakeEngine
@@ -266,6 +266,18 @@ async def test_an_engine_that_sends_nothing_is_given_up_idle_or_not(watched: tup
             await stream.next()
     assert stalled == ["e0"]
     assert "sent nothing" in client.problem
+
+
+async def test_a_large_frame_that_arrives_slowly_is_no_silence(watched: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = watched
+    engine.heartbeat = None
+    (link,) = engine.links
+    assert link._transport is not None
+    for byte in encode(Step([], EngineLoad(steps=7))):
+        link._transport.write(bytes([byte]))
+        await asyncio.sleep(0.02)
+    await until(lambda: client.load.steps == 7)
+    assert client.connected
 
 
 async def test_an_engine_that_hangs_in_a_step_is_given_up(watched: tuple[FakeEngine, EngineClient]) -> None:
