@@ -117,6 +117,9 @@ class LatencyTarget(BatchTimeLimit):
         least = scheduled // tile + 1 if not work.n_tokens else 0  # the first prompt always makes progress
         return min(most, max(0, max(tiles, least) * tile - scheduled))
 
+    def n_decodes(self, limit_s: float) -> float:
+        return inf  # one more makes hardly a difference on a GPU
+
     def align(self, work: StepWork, start: int, n: int) -> int:
         end = (start + n) // self._shape.prompt_multiple * self._shape.prompt_multiple
         return n if work.n_decodes or end <= start else end - start

@@ -58,9 +58,8 @@ class StepPlanner:
         self._batch_class.promote(queues, self._totals.steps)
         self._displace()
         paused = self._batch_class.pauses(queues)
-        resting: set[int] = set()
-        if self._batch_class.is_limited and not paused:
-            resting = self._batch_class.resting(queues, self._prefill.n_decodes(BATCH_DECODE_S))
+        most_decodes = self._prefill.n_decodes(BATCH_DECODE_S) if self._batch_class.is_limited and not paused else inf
+        resting = self._batch_class.resting(queues, most_decodes) if most_decodes < inf else ()
         prefills = []
         self._decoding, self._n_suspects = DecodingSequences(), 0
         for seq in tuple(queues.running):
