@@ -66,10 +66,10 @@ def count_under_load(journal: Path, lines: Sequence[Row], moments_us: Sequence[i
 
 
 def _runs(journal: Path) -> Mapping[str, list[int]]:
-    """When engines received each request."""
+    """When engines received each request. The id of a job's attempt ends with the fencing token."""
     runs: defaultdict[str, list[int]] = defaultdict(list)
     for entry in journal.read_text().splitlines():
         at_us, _, request_id = entry.partition(" ")
         if request_id:
-            runs[request_id].append(int(at_us))
+            runs[request_id.partition(".")[0]].append(int(at_us))
     return runs
