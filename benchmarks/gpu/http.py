@@ -91,8 +91,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         env = {"EMBERLINE_HOME": str(args.work / "home")}
     else:
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", MODEL]
-        command += ["--port", str(port), "--max-num-seqs", "256", "--max-model-len", "40960", "--disable-log-requests"]
+        command += ["--port", str(port), "--max-num-seqs", "256", "--max-model-len", "40960"]
         env = {"PYTHONPATH": str(args.vllm), "TRITON_CACHE_DIR": str(args.work / "triton-vllm"), "HF_HUB_OFFLINE": "1"}
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # as in `benchmarks.peers.vllm_gpu`
     with Process([sys.executable, *command], args.work / f"{name}-http.log", {**os.environ, **env}) as server:
         return asyncio.run(_measure(port, server, args))
 
