@@ -50,9 +50,8 @@ sys.meta_path.append(Absent())  # here, and so in the processes that vLLM starts
 
 
 def model_folder() -> str:
-    shapes = runpy.run_path(
-        str(Path(__file__).parents[1] / "gpu" / "model_files.py")
-    )  # alone: a `kernels` is beside it
+    file = Path(__file__).parents[1] / "gpu" / "model_files.py"
+    shapes = runpy.run_path(str(file))  # alone: its folder has a `kernels`
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(shapes["LLAMA_8B"]))
     return folder

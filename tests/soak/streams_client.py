@@ -85,6 +85,8 @@ def send(
             record.left = leave_after_s is not None and not record.request_id
             record.problem = "" if record.left else f"nothing for {SILENCE_S} s"
             return record
+        except ConnectionRefusedError:
+            pass  # the server is being restarted: nothing was sent
         except (OSError, http.client.HTTPException) as error:
             record.broke = True
             record.problem = f"the connection broke: {error!r}"
