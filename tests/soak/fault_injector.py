@@ -82,7 +82,7 @@ class FaultInjector(threading.Thread):
         self._mean_s = mean_s
         self._lasting: dict[str, threading.Thread] = {}
         self.injected: Counter[str] = Counter()
-        self.disconnects_s: list[float] = []  # when a core or an HTTP worker was killed: client connections break
+        self.disconnects_s: list[tuple[float, float]] = []  # from when until when connections of clients may break
         self.problems: list[str] = []
         self.stopped = threading.Event()
 
@@ -130,22 +130,23 @@ class FaultInjector(threading.Thread):
     def _kill_http_worker(self) -> bool:
         killed = self._kill("http_worker")
         if killed:
-            self.disconnects_s.append(time.monotonic())
+            self.disconnects_s.append((time.monotonic(), time.monotonic()))
         return killed
 
     def _kill_core(self) -> bool:
+        killed_s = time.monotonic()
         if not self._kill("core"):
             return False
-        self.disconnects_s.append(time.monotonic())
         time.sleep(0.2)
         self._server.wait_ready()
-        self.disconnects_s.append(time.monotonic())  # HTTP workers of the old core may have served until now
+        self.disconnects_s.append((killed_s, time.monotonic()))  # its HTTP workers end when they notice
         return True
 
     def _stop_engine(self) -> bool:
-        """SIGSTOP: the server itself has to notice, move the streams and replace the process."""
+        """SIGSTOP: the server itself has to notice, move the streams and replace the process. Not while one starts: how
+        long that may take depends on the model, so that a start that hangs is noticed much later."""
         pids = self._server.pids("engine")
-        if len(pids) < 2:
+        if len(pids) < 2 or not self._server.all_connected():
             return False
         pid = self._rng.choice(pids)
 
@@ -197,8 +198,12 @@ class FaultInjector(threading.Thread):
 
     def _slow_store(self) -> bool:
         """Every connection stands still for two seconds."""
-        assert self._postgres is not None
-        pids = self._postgres.backend_pids()
+        postgres, pids = self._postgres, list[int]()
+        assert postgres is not None
+
+        def stop() -> None:
+            pids.extend(postgres.backend_pids())
+            signal_all(signal.SIGSTOP)
 
         def signal_all(number: int) -> None:
             for pid in pids:
@@ -209,7 +214,7 @@ class FaultInjector(threading.Thread):
             time.sleep(2.0)
             signal_all(signal.SIGCONT)
 
-        return self._last("store", lambda: signal_all(signal.SIGSTOP), go_on)
+        return self._last("store", stop, go_on)
 
     def _last(self, group: str, begin: Callable[[], object], end: Callable[[], None]) -> bool:
         """A fault that lasts, at most one of its group at a time."""

@@ -203,7 +203,8 @@ class Soak:
         return "left" if record.left else "finished"
 
     def _disconnected(self, ended: Ended) -> bool:
-        return any(ended.asked_s - 2 < at_s < ended.ended_s + 2 for at_s in self.injector.disconnects_s)
+        spans = self.injector.disconnects_s
+        return any(ended.asked_s - 2 < until_s and from_s < ended.ended_s + 2 for from_s, until_s in spans)
 
     def _check_bills(self) -> None:
         rows = asyncio.run(_usage_rows(self._where))

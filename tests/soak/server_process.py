@@ -1,5 +1,6 @@
 """The server under test, restarted whenever it dies, and the thread that kills its processes."""
 
+import json
 import os
 import random
 import signal
@@ -67,6 +68,14 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def all_connected(self) -> bool:
+        """Whether every engine and upstream is connected."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/ps", timeout=5) as answer:
+                return all(engine["ok"] for engine in json.load(answer)["engines"])
         except (OSError, urllib.error.URLError):
             return False
 
