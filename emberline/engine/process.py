@@ -2,13 +2,17 @@
 
 import argparse
 import contextlib
+import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import stat
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -23,8 +27,10 @@ from emberline.protocol.frames import WorkerRole
 
 TOKEN_VARIABLE = "EMBERLINE_WORKER_TOKEN"
 SWITCH_INTERVAL_S = 0.0005  # the step loop asks for the interpreter's lock after every kernel; 0.005 is the default
+PARENT_GONE_S = 5.0  # for this process to end after its parent
 DRAIN_S = 30.0  # after SIGTERM; a Drain frame has its own limit
 
+_PR_SET_PDEATHSIG = 1  # of prctl
 _log = logging.getLogger(__name__)
 
 
@@ -115,13 +121,16 @@ def _remove_stale(path: Path) -> None:
 
 
 class Parent:
-    """Ends this process when the one that started it dies, however it died: no orphan keeps the memory."""
+    """Ends this process when the one that started it dies, however it died: no orphan keeps the memory, also if this
+    process is stopped (the kernel continues it) or its step hangs (a thread of its own ends it, a moment later)."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
         self._descriptor: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or gone already
             self._descriptor = os.pidfd_open(self._pid)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+            threading.Thread(target=self._exit_if_hanging, args=(self._descriptor,), daemon=True).start()
 
     def watch(self, server: Server) -> None:
         if os.getppid() != self._pid:
@@ -131,6 +140,11 @@ class Parent:
         else:
             signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == self._pid else self._gone())
             signal.setitimer(signal.ITIMER_REAL, 5.0, 5.0)
+
+    def _exit_if_hanging(self, descriptor: int) -> None:
+        select.select([descriptor], [], [])
+        time.sleep(PARENT_GONE_S)
+        os._exit(1)
 
     def _gone(self) -> None:
         _log.warning("the parent process is gone")

@@ -1,6 +1,7 @@
 """The stand-in engine as a process: protocol, scripts and faults; and what every engine process has in common."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -171,7 +172,8 @@ def test_idle_costs_no_cpu(tmp_path):
         assert (ticks(), switches()) == before
 
 
-def test_engine_exits_with_its_parent(tmp_path):
+@pytest.mark.parametrize("state", ["idle", "stopped", "hanging"])
+def test_engine_exits_with_its_parent(tmp_path, state):
     path = tmp_path / "a.sock"
     code = (
         "import subprocess, sys, os\n"
@@ -183,11 +185,18 @@ def test_engine_exits_with_its_parent(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     assert json.loads(parent.stdout.readline())["ready"]
+    if state == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    elif state == "hanging":
+        with Client(f"unix:{path}", token="") as client:
+            client.submit(request("r", [7], max_tokens=4, session="standin:say=count,hang_after=1"))
+            client.step()  # the one before it hangs
     parent.stdin.close()
     parent.wait(5)
     parent.stdout.close()
     wait_until(lambda: _gone(pid))
-    wait_until(lambda: not path.exists())
+    if state != "hanging":
+        wait_until(lambda: not path.exists())
 
 
 def _gone(pid):
