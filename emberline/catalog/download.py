@@ -80,7 +80,7 @@ def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
     """Raise NoSpace at once if `needed_bytes` do not fit, or later when the disk fills up inside the block."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise _no_space(folder, f"{needed_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+        raise _no_space(folder, f"{needed_bytes / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free")
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def room_for(needed_bytes: int, folder: Path) -> Iterator[None]:
 
 
 def no_space(folder: Path) -> NoSpace:
-    return _no_space(folder, f"it filled up while writing, {shutil.disk_usage(folder).free / 1e6:.0f} MB are free")
+    return _no_space(folder, f"it filled up while writing, {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free")
 
 
 def _no_space(folder: Path, detail: str) -> NoSpace:

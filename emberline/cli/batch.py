@@ -117,7 +117,7 @@ def format_progress(batch: dict[str, Any], throughput: Throughput, width: int) -
     total, failed, finished = int(batch["request_counts"]["total"]), _count(batch, "failed"), _finished(batch)
     if not total or batch["status"] == "validating":
         return f"{batch['status']}: {total:,} lines read"[: width - 1]
-    parts = [f"{finished:,}/{total:,} done"]
+    parts = [f"{_count(batch, 'completed'):,}/{total:,} done"]
     if failed:
         parts.append(f"{failed:,} failed")
     if batch["status"] not in ("in_progress", "finalizing"):

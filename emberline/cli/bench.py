@@ -13,7 +13,7 @@ from typing import Any
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
-from emberline.cli.server_target import server
+from emberline.cli.server_target import served_names, server
 from emberline.protocol.errors import EmberlineError, Unavailable
 
 WORDS = (
@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
-    served = client.served_models(ServerAddress.of(config))
+    required = common.names_server(args)
+    served = served_names(config, required=required)
     n_words, n_tokens = args.input_words, args.output_tokens
-    with server(config, args.model, served) as (address, model):
+    with server(config, args.model, served, required=required) as (address, model):
         rows = [measure(address, model, n, n_words, n_tokens) for n in (1, 8)]
     if args.json:
         common.print_json({"model": model, "input_words": n_words, "output_tokens": n_tokens, "runs": rows})

@@ -24,6 +24,11 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", dest="server.port", metavar="PORT", help="port (EMBERLINE_PORT; default 8686)")
 
 
+def names_server(args: argparse.Namespace) -> bool:
+    """Whether the user has named a server by a flag: then no other one will do."""
+    return any(vars(args).get(name) is not None for name in ("server.host", "server.port"))
+
+
 def add_client_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command that asks a running server and prints a table or JSON."""
     add_address(parser)

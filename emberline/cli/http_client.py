@@ -60,9 +60,16 @@ def is_running(address: ServerAddress) -> bool:
         return False
 
 
-def served_models(address: ServerAddress) -> list[str]:
-    """The ids of the models of the server at the address; none if no server runs there."""
-    return [str(card["id"]) for card in get(address, "/v1/models")["data"]] if is_running(address) else []
+def served_models(address: ServerAddress) -> dict[str, str]:
+    """The ids of the server's models by their names, ids and aliases, in lower case; the default model first."""
+    cards = get(address, "/v1/models")["data"]
+    ids = {str(card["id"]).lower(): str(card["id"]) for card in cards}
+    return ids | {
+        str(alias).lower(): str(card["id"])
+        for card in reversed(cards)
+        for alias in card.get("aliases", ())
+        if str(alias).lower() not in ids
+    }
 
 
 def get(address: ServerAddress, path: str, timeout_s: float = 10.0) -> Any:

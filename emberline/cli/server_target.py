@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,21 +12,39 @@ import msgspec
 from emberline import log as logs
 from emberline.catalog.model_card import built_in
 from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.cli import http_client as client
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.terminal import transient_line
 from emberline.config import Config
+from emberline.protocol.errors import BadInput
+
+
+def served_names(config: Config, *, required: bool) -> dict[str, str]:
+    """The models of the server at the configured address, as `served_models`; none if no server runs there.
+
+    `required`: the user has named the address, so it is an error if none does.
+    """
+    address = ServerAddress.of(config)
+    return client.served_models(address) if required or client.is_running(address) else {}
 
 
 @contextlib.contextmanager
-def server(config: Config, model: str | None, served: Sequence[str]) -> Iterator[tuple[ServerAddress, str]]:
+def server(
+    config: Config, model: str | None, served: Mapping[str, str], *, required: bool
+) -> Iterator[tuple[ServerAddress, str]]:
     """Yields the address of a server and the id of the model there; without `model`, the server's first one.
 
-    `served`: the models of the server that runs at the configured address, if any.
+    `served` is from `served_names`. With `required`, a model that it lacks is an error, and no server is started.
     """
-    wanted = _model_id(model, config) if model else next(iter(served), None)
-    if wanted is not None and wanted in served:
-        yield ServerAddress.of(config), wanted
+    address = ServerAddress.of(config)
+    names = (model.lower(), _model_id(model, config).lower()) if model else tuple(served)[:1]
+    wanted = next((served[name] for name in names if name in served), None)
+    if wanted is not None:
+        yield address, wanted
         return
+    if required:
+        others = ", ".join(dict.fromkeys(served.values()))
+        raise BadInput(f"the server at {address.url} has no model {model or ''}; it has {others or 'none'}")
     with temporary_server(config, model) as target:
         yield target
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,60 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 def printable(text: str) -> str:
     """Text without control characters: a model's output must not control the terminal."""
     return text.translate(_CONTROL)
+
+
+class WordWrap:
+    """Breaks lines between words, in text that arrives in pieces. The last word is held back until it is complete."""
+
+    def __init__(self, columns: int | None = None) -> None:
+        self._fixed = columns
+        self._column = 0
+        self._gap = ""  # spaces that are only written if a word follows on the same line
+        self._word = ""
+
+    def push(self, text: str) -> str:
+        """The text to write now."""
+        return "".join(map(self._take, text))
+
+    def finish(self) -> str:
+        return self._flush()
+
+    def _take(self, char: str) -> str:
+        if char == "\n":
+            written = self._flush() + char
+            self._column, self._gap = 0, ""
+            return written
+        if char in " \t":
+            written = self._flush()
+            self._gap += " " if char == " " else "    "
+            return written
+        if unicodedata.east_asian_width(char) in "WF":  # scripts without spaces break anywhere
+            written = self._flush()
+            self._word = char
+            return written + self._flush()
+        self._word += char
+        return ""
+
+    def _flush(self) -> str:
+        if not self._word:
+            return ""
+        width = sum(_width(char) for char in self._word)
+        gap, word, self._gap, self._word = self._gap, self._word, "", ""
+        if self._column and self._column + len(gap) + width > self._columns:
+            self._column = width
+            return "\n" + word
+        self._column += len(gap) + width
+        return gap + word
+
+    @property
+    def _columns(self) -> int:
+        return self._fixed or shutil.get_terminal_size().columns or 80
+
+
+def _width(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 @contextlib.contextmanager

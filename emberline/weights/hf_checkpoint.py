@@ -270,7 +270,7 @@ def _json(folder: Path, name: str, *, optional: bool = False) -> dict[str, objec
             return {}
         raise BadCheckpoint(f"{folder.name} has no {name}")
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise BadCheckpoint(f"{name} is larger than {MAX_JSON_BYTES >> 20} MB")
+        raise BadCheckpoint(f"{name} is larger than {MAX_JSON_BYTES >> 20} MiB")
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.headers.append(dict(self.headers))
         bodies: dict[str, Any] = {
             "/health": lambda: {"status": "ok"},
-            "/v1/models": lambda: {"data": [{"id": MODEL}]},
+            "/v1/models": lambda: {"data": [{"id": MODEL, "aliases": ["model", "Short"]}, {"id": "@cf/test/other"}]},
             "/api/ps": self.server.ps,
             "/api/queue": lambda: QUEUE,
             "/v1/batches/batch_1": self.server.batch,

@@ -102,7 +102,7 @@ def test_ps_without_a_server(tmp_path: Path, free_port: str) -> None:
 
 
 def test_run_refuses_an_empty_prompt(tmp_path: Path, free_port: str) -> None:
-    done = emberline("run", "--port", free_port, home=tmp_path, stdin="  \n")
+    done = emberline("run", home=tmp_path, stdin="  \n", EMBERLINE_PORT=free_port)
     assert done.returncode == 2
     assert "the prompt is empty" in done.stderr
 

@@ -98,6 +98,37 @@ def test_model_alone_with_the_prompt_on_stdin(tmp_path: Path, fake_server: FakeS
     assert fake_server.chats[0]["messages"] == [{"role": "user", "content": "a text"}]
 
 
+def test_a_server_that_was_named_must_answer(tmp_path: Path) -> None:
+    for command in (
+        ("run", "--port", "1", "hello", "there"),
+        ("run", "--host", "127.0.0.2", "x y"),
+        ("bench", "--port", "1"),
+    ):
+        done = emberline(*command, home=tmp_path, EMBERLINE_PORT="1")
+        assert done.returncode == 1
+        assert "no Emberline server answers at http://127.0.0." in done.stderr
+
+
+def test_a_server_that_was_named_must_have_the_model(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", fake_server.port, "smollm2", "hi", home=tmp_path)
+    assert done.returncode == 1
+    assert f"has no model smollm2; it has {MODEL}, @cf/test/other" in done.stderr
+    assert fake_server.chats == []
+
+
+def test_a_short_name_of_the_server_s_is_its_model(tmp_path: Path, fake_server: FakeServer) -> None:
+    for name in ("short", "MODEL"):
+        done = emberline("run", name, "hi", home=tmp_path, EMBERLINE_PORT=fake_server.port)
+        assert (done.returncode, done.stdout) == (0, "Hello!\n")
+    assert [sent["model"] for sent in fake_server.chats] == [MODEL, MODEL]
+
+
+def test_abbreviated_flags_are_refused(tmp_path: Path, fake_server: FakeServer) -> None:
+    done = emberline("run", "--port", fake_server.port, "--temp", "3", "hello", "there", home=tmp_path)
+    assert done.returncode == 2
+    assert "--temp" in done.stderr
+
+
 def test_verbose_figures_go_to_stderr(tmp_path: Path, fake_server: FakeServer) -> None:
     done = emberline("run", "--port", fake_server.port, "-v", MODEL, "x", home=tmp_path)
     assert done.stdout == "Hello!\n"
@@ -230,3 +261,31 @@ def test_control_characters_are_removed(terminal: Terminal, fake_server: FakeSer
     terminal.expect(">>> ")
     terminal.type("\x04")
     assert terminal.close() == 0
+
+
+def test_commands_of_a_chat(terminal: Terminal, fake_server: FakeServer, tmp_path: Path) -> None:
+    terminal.expect(">>> ")
+    for line, said in (
+        ("/set temperature 0.5", ">>> "),
+        ("/set system Be brief.", ">>> "),
+        ("/set temperature hot", "temperature is a number, not 'hot'"),
+        ("/set mood 5", "there is no option 'mood'"),
+        ("/set max_tokens 9", ">>> "),
+        ("/model nobody", "this server has no model 'nobody'"),
+        ("/model @cf/test/other", "@cf/test/other"),
+        ("first", "Hello!"),
+        ("/set max_tokens", ">>> "),
+        ("second", "Hello!"),
+        (f"/save {tmp_path / 'chat.json'}", "The conversation is in"),
+        (f"/save {tmp_path / 'chat.json'}", "exists already"),
+    ):
+        terminal.type(line + "\n")
+        terminal.expect(said)
+    terminal.type("/exit\n")
+    assert terminal.close() == 0
+    one, two = fake_server.chats
+    assert (one["model"], one["max_tokens"], one["temperature"]) == ("@cf/test/other", 9, 0.5)
+    assert "max_tokens" not in two
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert saved["model"] == "@cf/test/other"
+    assert [message["content"] for message in saved["messages"]] == ["Be brief.", "first", "Hello!", "second", "Hello!"]

@@ -113,7 +113,7 @@ def test_sighup_drains_as_sigterm_does(ready: dict[str, Any]) -> None:
 
 
 def test_run_starts_a_temporary_server(home: Path) -> None:
-    done = emberline("run", "--port", "1", "--max-tokens", "4", "smollm2", "Hello", home=home)
+    done = emberline("run", "--max-tokens", "4", "smollm2", "Hello", home=home, EMBERLINE_PORT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from emberline.cli.terminal import transient_line
+from emberline.cli.terminal import WordWrap, transient_line
 
 
 class Screen(io.StringIO):
@@ -21,3 +21,27 @@ def test_transient_line_is_shown_on_terminals_only_and_erased(
     with transient_line("wait …"):
         assert stream.getvalue() == shown
     assert stream.getvalue() == (f"{shown}\r\x1b[K" if shown else "")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_lines_break_between_words(size: int) -> None:
+    text = "The quick brown fox  jumps\n\nover the\tlazy dog: extraordinarily-long-word 你好世界你好世界你好 end"
+    wrap = WordWrap(columns=20)
+    out = "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.finish()
+    assert out.split("\n") == [
+        "The quick brown fox",
+        "jumps",
+        "",
+        "over the    lazy",
+        "dog:",
+        "extraordinarily-long-word",
+        "你好世界你好世界你好",
+        "end",
+    ]
+
+
+def test_words_are_written_when_they_are_complete() -> None:
+    wrap = WordWrap(columns=20)
+    assert wrap.push("Hel") == ""
+    assert wrap.push("lo wor") == "Hello"
+    assert wrap.finish() == " wor"
