@@ -146,7 +146,14 @@ class ParsingChoiceDecoder(ChoiceDecoder):
     def __init__(self, index: int, prepared: Prepared, inter_token: Histogram) -> None:
         super().__init__(index, prepared, inter_token)
         text, request = prepared.served.text, prepared.request
-        parser = text.reply_parser(prepared.prompt.ids, request.tools, prepared.thinking, self._detokenizer)
+        callable_tools = request.tools if request.tool_choice.mode != "none" else ()
+        parser = text.reply_parser(
+            prepared.prompt.ids,
+            callable_tools,
+            prepared.thinking,
+            self._detokenizer,
+            parallel=request.parallel_tool_calls,
+        )
         self._parser: ReplyParser | None = parser
         self._tool_format = text.tool_format
         self._origin = f"{request.id}/{index}"

@@ -128,11 +128,18 @@ class TextModel:
         return with_system_text(self.template.turns(messages, self.tool_format), formats.tools_system_prompt(tools))
 
     def reply_parser(
-        self, prompt_ids: bytes, tools: Sequence[Tool], begun: bool | None, detokenizer: Detokenizer | None = None
+        self,
+        prompt_ids: bytes,
+        tools: Sequence[Tool],
+        begun: bool | None,
+        detokenizer: Detokenizer | None = None,
+        *,
+        parallel: bool = True,
     ) -> ReplyParser:
         """For the reply to a prompt that declares these tools; `begun` is the result of `reasoning.begun` for it."""
         names = frozenset(tool.name for tool in tools)
-        return ReplyParser(self._reply_formats[bool(tools)], detokenizer or self.detokenizer(prompt_ids), names, begun)
+        form, detokenizer = self._reply_formats[bool(tools)], detokenizer or self.detokenizer(prompt_ids)
+        return ReplyParser(form, detokenizer, names, begun, parallel=parallel)
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of one token, special ones included."""

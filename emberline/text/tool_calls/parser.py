@@ -20,6 +20,8 @@ from emberline.text.tool_calls.reasoning import ReasoningFormat
 
 HEAD_CHARS = 256  # from the opening of a call to its arguments
 TAIL_CHARS = 64  # of the white space and markers that close a call
+FENCE = "```json"
+FENCE_CHARS = 1 << 14  # of a fenced block that may be a call; a longer one is text
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,64}?)"
 
 
@@ -178,7 +180,7 @@ class ReplyFormat:
         self.reasoning_start = with_sentinels(reasoning.start, self.sentinels) if reasoning is not None else ""
         self.reasoning_end = with_sentinels(reasoning.end, self.sentinels) if reasoning is not None else ""
         anywhere = () if self.calls is None or self.calls.alone else self.calls.openings
-        self.in_text = MarkerFinder(anywhere)
+        self.in_text = MarkerFinder((*anywhere, FENCE) if tools is not None and tools.fenced else anywhere)
         self.in_reasoning = MarkerFinder((self.reasoning_end, *anywhere))
 
 
@@ -187,13 +189,21 @@ class ReplyParser:
     ended it (False), or leaves it to the reply (None)."""
 
     def __init__(
-        self, form: ReplyFormat, detokenizer: Detokenizer, names: Collection[str], reasoning: bool | None
+        self,
+        form: ReplyFormat,
+        detokenizer: Detokenizer,
+        names: Collection[str],
+        reasoning: bool | None,
+        *,
+        parallel: bool = True,
     ) -> None:
         assert not (reasoning and not form.reasoning_end)
         self.reasoning = bool(reasoning)
         self._form = form
         self._calls = form.calls
         self._names = names
+        self._parallel = parallel  # a reply may have several calls; the grammar sees to that except in fenced blocks
+        self._n_calls = 0
         self._detokenizer = detokenizer
         self._held = ""  # decoded, not yet emitted
         self._gap = ""  # white space before a possible call
@@ -290,7 +300,25 @@ class ReplyParser:
             self.reasoning, self._trim = False, True
         else:
             self._held, self._gap = self._held[len(gap) :], gap
-            self._state = self._head
+            self._state = self._fence if found[0] == FENCE else self._head
+        return True
+
+    def _fence(self, final: bool, pieces: list[ReplyPiece]) -> bool:
+        """A fenced block of JSON: a call if it is exactly one of a declared tool, otherwise text."""
+        end = self._held.find("```", len(FENCE))
+        if end < 0 and not final and len(self._held) <= FENCE_CHARS and _may_be_call(self._held[len(FENCE) :]):
+            return False
+        may_call = end >= 0 and (self._parallel or not self._n_calls)
+        call = _fenced_call(self._held[len(FENCE) : end]) if may_call else None
+        self._state = self._text
+        if call is None or call.name not in self._names:
+            self._held, self._gap = self._gap + self._held, ""
+            self._out(len(self._held) - len(self._held.lstrip()) + len(FENCE), pieces)
+            return True
+        pieces += [CallStart(call.name, ""), ArgumentsPiece(bytes(call.arguments).decode()), CallEnd()]
+        self._held, self._gap = self._held[end + len("```") :], ""
+        self._at_start, self._trim = False, True
+        self._n_calls += 1
         return True
 
     def _text_or_call_only(self, final: bool) -> bool:
@@ -395,6 +423,7 @@ class ReplyParser:
 
     def _begin(self, name: str, number: str, end: int, pieces: list[ReplyPiece]) -> None:
         pieces.append(CallStart(name, number))
+        self._n_calls += 1
         self._held, self._gap = self._held[end:], ""
         self.reasoning = self._at_start = False
         self._arguments = ArgumentScanner()
@@ -407,6 +436,25 @@ class ReplyParser:
         if text:
             pieces.append(ReasoningPiece(text) if self.reasoning else TextPiece(text))
             self._at_start = self._at_start and self.reasoning
+
+
+class _FencedCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: msgspec.Raw
+
+
+def _fenced_call(text: str) -> _FencedCall | None:
+    try:
+        call = msgspec.json.decode(text, type=_FencedCall)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return call if bytes(call.arguments).startswith(b"{") else None
+
+
+def _may_be_call(text: str) -> bool:
+    """Whether the beginning of a fenced block may become a call."""
+    begun, name = _spaceless(text[:HEAD_CHARS]), '{"name":'
+    return name.startswith(begun) or begun.startswith(name)
 
 
 def _before_spaces(text: str, end: int) -> int:
