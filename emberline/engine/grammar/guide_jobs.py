@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-STEP_WAIT_S = 0.02  # that a step waits for its jobs together; those that take longer are taken in later
+STEP_WAIT_S, JOB_WAIT_S = 0.02, 0.002  # that a step waits, and more for each of its jobs; what is late comes later
 SLOW_CPU_S = 0.005  # of a job, after which the sequence's next job runs in the slow lane, and no step waits for it
 BASE_CPU_S, TOKEN_CPU_S = 0.5, 0.001  # of all jobs of a sequence, and more per token; then it is ended
 MAX_JOB_S = 10.0  # of one job by the clock: a thread that does not return is given up
@@ -104,9 +104,9 @@ class GuideThreads:
         self._lanes[slow].put(job)
         return job
 
-    def wait(self) -> None:
+    def wait(self, n_jobs: int) -> None:
         """Wait for the jobs of the quick lane; those behind a job that takes too long go on in another thread."""
-        if False in self._lanes and not self._lanes[False].wait(STEP_WAIT_S):
+        if False in self._lanes and not self._lanes[False].wait(STEP_WAIT_S + JOB_WAIT_S * n_jobs):
             self._replace(slow=False)
 
     def give_up(self, job: GuideJob) -> None:

@@ -45,8 +45,9 @@ class GuideJobs:
 
     def wait(self, seqs: list[Sequence]) -> None:
         """For the jobs of these, as long as a step may wait."""
-        if not all(seq.slow_guide for seq in seqs):
-            self._threads.wait()
+        n_quick = sum(not seq.slow_guide for seq in seqs)
+        if n_quick:
+            self._threads.wait(n_quick)
 
     def ended(self) -> list[Sequence]:
         """Those whose job can be taken in, or is stuck."""

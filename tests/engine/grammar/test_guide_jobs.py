@@ -134,9 +134,18 @@ def test_jobs_behind_one_that_takes_too_long_run_in_another_thread(monkeypatch):
     threads, go = GuideThreads(), threading.Event()
     jobs = [threads.start(lambda: go.wait(30), False), threads.start(lambda: 5, False)]
     wait_until(lambda: jobs[0].started_s)
-    threads.wait()
+    threads.wait(2)
     wait_until(lambda: jobs[1].done)
     assert jobs[1].result == 5
     assert not jobs[0].done
     go.set()
     wait_until(lambda: jobs[0].done)
+
+
+def test_a_step_waits_longer_for_many_jobs(monkeypatch):
+    monkeypatch.setattr(guide_jobs, "STEP_WAIT_S", 0.0)
+    monkeypatch.setattr(guide_jobs, "JOB_WAIT_S", 10.0)
+    threads = GuideThreads()
+    jobs = [threads.start(lambda: time.sleep(0.02), False) for _ in range(3)]
+    threads.wait(3)
+    assert all(job.done for job in jobs)
