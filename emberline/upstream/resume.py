@@ -91,11 +91,22 @@ class Transcript:
 
 
 class Continuation:
-    """The request that resumes a stream, and what makes its chunks look like the first stream's."""
+    """The request that resumes a stream, and what makes its chunks look like the first stream's.
+
+    `complete`: all its tokens were delivered and only its end is missing. Servers generate one token at least, which is
+    dropped.
+    """
 
     def __init__(
-        self, path: str, fields: dict[str, Any], first: dict[str, Any], n_tokens: int, prompt_tokens: int | None
+        self,
+        path: str,
+        fields: dict[str, Any],
+        first: dict[str, Any],
+        n_tokens: int,
+        prompt_tokens: int | None,
+        complete: bool = False,
     ) -> None:
+        self._complete = complete
         self.path = path
         self.fields = fields
         self.n_tokens = n_tokens  # of the reply, delivered before
@@ -111,7 +122,7 @@ class Continuation:
         if isinstance(prompt, int) and isinstance(output, int):
             known = self.prompt_tokens
             usage["prompt_tokens"] = max(0, prompt - self.n_tokens) if known is None else known
-            usage["completion_tokens"] = output + self.n_tokens
+            usage["completion_tokens"] = self.n_tokens + (0 if self._complete else output)
             usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
 
     def _line(self, line: bytes) -> bytes:
@@ -133,6 +144,13 @@ class Continuation:
             choice["delta"] = {"content": choice.pop("text")}
         if isinstance(delta := choice.get("delta"), dict):
             delta.pop("role", None)
+        if self._complete:
+            if "text" in choice:
+                choice["text"] = ""
+            elif isinstance(delta, dict):
+                delta["content"] = ""
+            if choice.get("finish_reason"):
+                choice["finish_reason"] = "length"
 
 
 def continuation(
@@ -162,10 +180,12 @@ def continuation(
     else:
         n_tokens = 0
         transcript.replace([])
+    complete = False
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if isinstance(most := fields.get(name), int):
+            complete = complete or (name != "min_tokens" and most <= n_tokens)
             fields[name] = max(0 if name == "min_tokens" else 1, most - n_tokens)
-    return Continuation(path, fields, first, n_tokens, prompt_tokens)
+    return Continuation(path, fields, first, n_tokens, prompt_tokens, complete)
 
 
 def _text(chunk: dict[str, Any]) -> str | None:

@@ -149,6 +149,20 @@ async def test_a_broken_stream_is_resumed_at_another_server(bench: Opener, kind:
     assert await made.idle()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_stream_that_lost_only_its_end_gets_no_more_tokens(bench: Opener, kind: str) -> None:
+    script = ServerScript(cut_after=20, itl_ms=0.2, times=1)
+    made = await bench(
+        ("a", kind, "both"), ("b", kind, "both"), a=script, b=ServerScript(cut_after=20, itl_ms=0.2, times=1)
+    )
+    found = await answer(made, request(sampling=SamplingParams(temperature=0, max_tokens=20)))
+    assert found.choices[0].text == expected(n=20)
+    assert found.choices[0].finish == "length"
+    assert found.usage.completion_tokens == 20
+    assert [row[3] for row in await made.rows()] == [20]
+    assert len(made.standins["a"].requests) + len(made.standins["b"].requests) >= 2
+
+
 async def test_a_stream_of_an_openai_server_is_not_resumed(bench: Opener) -> None:
     made = await bench(
         ("a", "openai", "both"), ("b", "openai", "both"), a=ServerScript(cut_after=5), b=ServerScript(cut_after=5)
