@@ -275,7 +275,7 @@ class UpstreamClient:
         """None: servers of its kind report no load. ConnectionFailed where it is not healthy."""
         kind = self.config.kind
         if kind == "vllm":
-            await self._check_health("/health")
+            await self._check_health("/health", optional=True)
             status, body = await self._probe("/metrics")
             if status == 200:
                 return vllm_load(body.decode("utf-8", "replace"))
@@ -289,9 +289,10 @@ class UpstreamClient:
         await self._check_health("/v1/models")  # a plain server has that at most
         return None
 
-    async def _check_health(self, path: str) -> None:
+    async def _check_health(self, path: str, optional: bool = False) -> None:
+        """`optional`: a proxy in front of the server may not have the path."""
         status, _ = await self._probe(path)
-        if status != 200:
+        if status != 200 and not (optional and status == 404):
             raise ConnectionFailed(f"it answers {status} to health checks")
 
     async def _generate_token(self) -> None:

@@ -338,6 +338,21 @@ async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, sho
     assert made.standins["a"].requests == []
 
 
+async def test_a_proxy_without_health_checks_is_no_dead_server(bench: Opener, short_probes: None) -> None:
+    made = await bench(("a", "vllm", "both"))
+    standin, n_asked = made.standins["a"], 0
+    status = standin._status
+
+    def without_health(path: str) -> bytes | None:
+        nonlocal n_asked
+        n_asked += path == "/health"
+        return None if path == "/health" else status(path)
+
+    standin._status = without_health  # type: ignore[method-assign]
+    await until(lambda: n_asked > 5)
+    assert made.clients["a"].connected
+
+
 async def test_no_server_is_an_error(bench: Opener) -> None:
     made = await bench(("a", "vllm", "both"))
     await made.standins["a"].close()
