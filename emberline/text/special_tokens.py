@@ -50,6 +50,7 @@ def _branch(node: _Node) -> str:
     return body + "?" if "" in node else body
 
 
+MAX_DEPTH = 256  # of the values that a template gets
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters
 
 
@@ -80,14 +81,19 @@ class Guard:
 
 
 def _strings(*values: Any) -> Iterator[str]:
-    """All strings inside, without recursion: that would cost every string as many steps as it is nested deep."""
-    left = list(values)
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            left += value.keys()
-            left += value.values()
-        elif isinstance(value, list | tuple):
-            left += value
+    """All strings inside, level by level: recursion would cost every string as many steps as it is nested deep, and its
+    limit is another in every version of Python."""
+    level = list(values)
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping):
+                below += value.keys()
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+        level = below
+    if level:
+        raise BadInput("the tool arguments in the messages are nested too deeply", param="messages")
