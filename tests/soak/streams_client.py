@@ -67,13 +67,14 @@ def send(
         asked_s = time.monotonic()
         try:
             connection.connect()
-            connection.sock.settimeout(leave_after_s or SILENCE_S)
+            sock = connection.sock  # which the connection forgets where the server closes it after the response
+            sock.settimeout(leave_after_s or SILENCE_S)
             connection.request("POST", path, raw, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             request_id = answer.getheader("x-request-id") or ""
             if answer.status == 200:
                 record.request_id = request_id
-                connection.sock.settimeout(SILENCE_S)
+                sock.settimeout(SILENCE_S)
                 _read(answer, record, bool(body.get("stream")), leave_after, asked_s)
                 return record
             if answer.status not in (429, 503) or not answer.getheader("Retry-After"):
