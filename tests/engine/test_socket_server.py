@@ -1,5 +1,6 @@
 """The socket server of an engine, with a fake model in pure Python."""
 
+import contextlib
 import socket
 import struct
 import threading
@@ -195,8 +196,8 @@ def test_no_bytes_without_a_token_disturb_the_engine(engine, data):
     with Client(engine.address) as client, Client(engine.address, greet=False) as attacker:
         client.submit(request("a", [1], max_tokens=300))
         attacker.sock.sendall(data)
-        with pytest.raises(ConnectionError):
-            attacker.receive()
+        with contextlib.suppress(ConnectionError):  # Python decides how deep a frame may be nested; or it is refused
+            assert isinstance(attacker.receive(), Refused)
         assert client.finish("a").finish == "length"
 
 
