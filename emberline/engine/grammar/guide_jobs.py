@@ -109,10 +109,11 @@ class GuideThreads:
         if False in self._lanes and not self._lanes[False].wait(STEP_WAIT_S + JOB_WAIT_S * n_jobs):
             self._replace(slow=False)
 
-    def give_up(self, job: GuideJob) -> None:
-        """The job is stuck: its thread is abandoned."""
-        if self._lanes[job.slow].current is job:
-            self._replace(job.slow)
+    def replace_stuck(self) -> None:
+        """Abandon threads whose job is stuck, whether or not its sequence still exists: others wait behind it."""
+        for slow, lane in tuple(self._lanes.items()):
+            if (job := lane.current) is not None and job.stuck:
+                self._replace(slow)
 
     def _replace(self, slow: bool) -> None:
         left = self._lanes[slow].retire()

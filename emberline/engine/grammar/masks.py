@@ -51,6 +51,9 @@ class GuideJobs:
 
     def ended(self) -> list[Sequence]:
         """Those whose job can be taken in, or is stuck."""
+        if not self._open:
+            return []
+        self._threads.replace_stuck()
         return [s for s in self._open.values() if s.job is not None and (s.job.done or s.job.stuck)]
 
     def result(self, seq: Sequence) -> Any:
@@ -59,7 +62,6 @@ class GuideJobs:
         assert job is not None
         self.drop(seq)
         if not job.done:
-            self._threads.give_up(job)
             raise BadInput(TOO_SLOW, param="grammar")
         seq.guide_cpu_s += job.cpu_s
         seq.slow_guide = job.cpu_s > SLOW_CPU_S

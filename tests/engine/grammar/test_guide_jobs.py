@@ -99,6 +99,18 @@ def test_a_grammar_that_never_returns_ends_its_request(monkeypatch):
     guide.go.set()
 
 
+def test_a_grammar_that_never_returns_delays_no_others_after_its_request_was_aborted(monkeypatch):
+    monkeypatch.setattr(masks, "SLOW_CPU_S", -1.0)  # all take in their tokens in one slow thread
+    monkeypatch.setattr(guide_jobs, "MAX_JOB_S", 0.05)
+    bench, guide = blocked_bench(1)
+    bench.scheduler.abort("bound")
+    bench.scheduler._grammars._guide = Fake()
+    bench.submit("next", "json")
+    bench.finish(limit_s=15.0)
+    assert bench.tokens("next") == [97, 98]
+    guide.go.set()
+
+
 def test_a_request_whose_grammar_used_too_much_time_is_ended(monkeypatch):
     monkeypatch.setattr(masks, "BASE_CPU_S", -1.0)
     guides = Slow(Fake())
