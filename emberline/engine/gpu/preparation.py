@@ -72,8 +72,14 @@ class StepPreparation:
         if self._others:
             self._runner.capture(self._others.popleft())
             return True
-        with torch.inference_mode():
-            more = next(self._plans, False)
+        try:
+            with torch.inference_mode():
+                more = next(self._plans, False)
+        except Exception as error:  # then Triton's kernel goes on computing what the plans are for
+            if isinstance(lost := fatal(error), DeviceLost):
+                raise lost from error
+            _log.warning("cuDNN could not plan attention: %s", error)
+            return False
         if not more:
             self._model.kernels.long_plans = True
             _log.info("every common step is prepared", extra={"graphs": self._runner.n_graphs})

@@ -95,8 +95,15 @@ class RecordingRunner:
         self.eager.append((len(chunks), self.kernels.long_plans))
 
 
-def preparation_of(compile_error=None):
-    kernels = SimpleNamespace(warm_up=lambda attentions, pools: iter([True, True]), long_plans=True)
+def plans(error):
+    yield True
+    if error is not None:
+        raise error
+    yield True
+
+
+def preparation_of(compile_error=None, plan_error=None):
+    kernels = SimpleNamespace(warm_up=lambda attentions, pools: plans(plan_error), long_plans=True)
     model = SimpleNamespace(kernels=kernels, attentions=(), distinct_layers=nullcontext)
     runner = RecordingRunner(kernels)
     if compile_error is not None:
@@ -140,6 +147,20 @@ def test_a_kernel_that_cannot_be_compiled_does_not_prevent_the_start(caplog):
     preparation, _ = preparation_of(RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(DeviceLost):
         preparation.first()
+
+
+def test_attention_that_cannot_be_planned_does_not_end_the_engine(caplog):
+    preparation, runner = preparation_of(plan_error=RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+    while preparation.next():
+        pass
+    assert "Tried to allocate 2 GiB" in caplog.text
+    assert len(runner.captured) == 3, "the steps that are not essential"
+    assert not runner.kernels.long_plans, "Triton's kernel goes on"
+    preparation, _ = preparation_of(plan_error=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    for _ in range(4):
+        assert preparation.next()
+    with pytest.raises(DeviceLost):
+        preparation.next()
 
 
 def test_kernels_are_compiled_without_being_launched(monkeypatch):
