@@ -26,7 +26,7 @@ from emberline.engine.gpu.batch import (
 from emberline.engine.gpu.graphs import CudaGraphs
 from emberline.engine.gpu.shapes import CHUNK_ROWS, MAX_GRAPH_TOKENS, all_decode_rows, decode_rows, table_width
 from emberline.engine.gpu.slots import Slots, SlotSampler
-from emberline.engine.gpu.stream import SampledToken, StepOutputs, sampled_tensors
+from emberline.engine.gpu.stream import SampledToken, StepOutputs, device_event, sampled_tensors
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost, Masks, Row, StepPlan
 from emberline.engine.scheduler.prefill_policy import PrefillPolicy, StepWork
@@ -101,6 +101,7 @@ class GpuStep:
 
     def result(self) -> Sequence[SampledToken]:
         if isinstance(self._launched, Exception):
+            self._runner.wait()  # what was launched of it may write to blocks that others get once it has failed
             raise fatal(self._launched)
         return self._runner.read(self._launched)
 
@@ -225,6 +226,7 @@ class GpuRunner:
             with torch.inference_mode():
                 return GpuStep(self, self._launch(plan))
         except Exception as error:
+            self._slots.forget(plan.rows)
             return GpuStep(self, error)
 
     def _launch(self, plan: StepPlan) -> _Launched:
@@ -262,6 +264,12 @@ class GpuRunner:
                 launched.sample()
             n_rows = launched.n_decodes + len(batch.chunks)
             launched.outputs.fetch(self._sampled, n_rows, batch.logprobs is not None)
+
+    def wait(self) -> None:
+        """Until the device has done all that was launched; raises DeviceLost if it cannot."""
+        done = device_event(self._device)
+        done.record()
+        done.wait()
 
     def read(self, launched: _Launched) -> list[SampledToken]:
         outputs = launched.outputs

@@ -75,6 +75,12 @@ class Slots:
             self._mark_changed(g, admission.slot, 0, len(blocks))
         self.n_admitted += 1
 
+    def forget(self, rows: Sequence[Row]) -> None:
+        """A step with these rows failed before the device knew their tables: nothing runs in their slots, which would
+        write to the blocks of others, until they are admitted again."""
+        for row in rows:
+            self._slots.pop(row.slot, None)
+
     def grow(self, row: Row, blocks: list[list[int]], *, upload: bool) -> None:
         """Append to a row's block table; upload it too, unless the step's packet contains it."""
         first = blocks_of(row.start)
