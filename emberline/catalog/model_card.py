@@ -188,11 +188,14 @@ def read_sampling(path: Path) -> SamplingDefaults:
             file = GGUFFile.open(path)
             found = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
             file.close()
-    except (OSError, BadCheckpoint, msgspec.DecodeError):
+    except (OSError, BadCheckpoint, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return SamplingDefaults()
-    return SamplingDefaults(
-        **{name: value for name, (low, high) in _RANGES.items() if _within(value := found.get(name), low, high)}
-    )
+    given: dict[str, Any] = {
+        name: value for name, (low, high) in _RANGES.items() if _within(value := found.get(name), low, high)
+    }
+    if "top_k" in given:
+        given["top_k"] = int(given["top_k"])  # 20.0 in some files; an engine's frames take integers only
+    return SamplingDefaults(**given)
 
 
 _GGUF_SAMPLING = {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.catalog.model_card import (
@@ -19,7 +20,7 @@ from emberline.catalog.model_card import (
     read_sampling,
     task,
 )
-from emberline.protocol.request import SamplingDefaults
+from emberline.protocol.request import MODEL_DEFAULTS, SamplingDefaults, SamplingParams
 from emberline.weights.checkpoint import open_checkpoint
 from tests.catalog.tiny_models import folder_files, gguf_bytes
 
@@ -79,9 +80,22 @@ def test_sampling_defaults_of_a_folder(tmp_path: Path) -> None:
     given = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 7, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     assert describe_path(tmp_path).sampling == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
-    for broken in ("[]", "{", '{"temperature": "hot", "top_p": true, "top_k": 1e99}'):
-        (tmp_path / "generation_config.json").write_text(broken)
+    for broken in (
+        b"[]",
+        b"{",
+        b'{"temperature": "hot", "top_p": true, "top_k": 1e99}',
+        b'{"a": "\xff"}',
+        b"[" * 100_000,
+    ):
+        (tmp_path / "generation_config.json").write_bytes(broken)
         assert read_sampling(tmp_path) == SamplingDefaults()
+
+
+def test_defaults_that_were_read_can_be_sent_to_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 20.0, "temperature": 1}')
+    sampling = read_sampling(tmp_path).apply(SamplingParams(), MODEL_DEFAULTS)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+    assert (sent.top_k, sent.temperature) == (20, 1.0)
 
 
 def test_sampling_defaults_of_a_gguf_file(tmp_path: Path) -> None:
