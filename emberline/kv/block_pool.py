@@ -20,6 +20,11 @@ class StepFence:
         self.planned = 0  # number of the last step that was planned, or is being planned
         self.completed = 0  # this step and all before it are done
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether some planned step is not done."""
+        return self.completed < self.planned
+
     def next_step(self) -> int:
         self.planned += 1
         return self.planned

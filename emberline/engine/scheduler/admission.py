@@ -25,6 +25,7 @@ class AdmissionPolicy:
         self._totals = totals
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._refused = (-1, -1)  # (number, cache.n_releases) of the sequence that did not fit, and when
+        self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
 
     def match(self, seq: Sequence) -> int:
         """Blocks of the sequence in the cache. Keys are computed as far as those reach, and a few more."""
@@ -68,6 +69,7 @@ class AdmissionPolicy:
 
     def grant_transfers(self, now_s: float) -> None:
         """Reserve blocks for offered prompts, in rank order; not ahead of a waiting sequence that does not fit."""
+        self._n_releases = -1 if self._cache.fence.in_flight else self._cache.n_releases
         for seq in self._transfers.incoming.ungranted():
             first = self._queues.waiting[0] if self._queues.waiting else None
             if first is not None and first.rank < seq.rank and self._refused == (first.number, self._cache.n_releases):
@@ -75,6 +77,11 @@ class AdmissionPolicy:
             seq.extend_keys()
             if not self._transfers.incoming.grant(seq, [n + 1 for n in self._reserved()], now_s):
                 return
+
+    @property
+    def may_grant(self) -> bool:
+        """Whether offered prompts wait for blocks, and some may have become free for them since the last attempt."""
+        return self._n_releases != self._cache.n_releases and bool(self._transfers.incoming.ungranted())
 
     def computes(self, plan: StepPlan, keys: list[bytes]) -> None:
         """The plan computes the blocks with these keys, from now until it is `done`."""

@@ -71,8 +71,10 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Busy, but nothing can be computed before a grammar is compiled or a transfer advances."""
+        if not self.busy or self._queues.running:
+            return False
         n_compiling = sum(not seq.in_transfer for seq in self._compiling)
-        return self.busy and not self._queues.running and len(self._queues.waiting) == n_compiling
+        return len(self._queues.waiting) == n_compiling and not self._admission.may_grant
 
     @property
     def wake_s(self) -> float:

@@ -218,6 +218,32 @@ def test_a_block_is_granted_after_the_last_step_that_may_write_it(how, steps_in_
     assert wire.decode.ended["r1"].finish == "length"
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_an_engine_does_not_sleep_before_it_has_granted_the_blocks_that_became_free(how, steps_in_flight):
+    """Its server calls no step while it is blocked."""
+    decode = {"n_blocks": 9, "max_running": 2, "token_budget": 64, "steps_in_flight": steps_in_flight}
+    checker = TransferChecker((FULL,), {"n_blocks": 24}, decode)
+    wire, loop = checker.wire, checker.wire.decode.loop
+    checker.submit(wire.decode, request("local", [5, 6] * 22, max_tokens=12))
+    while len(wire.decode.tokens["local"]) < 8:
+        checker.step(wire.decode)
+    checker.pair([1, 2, 3, 4] * 24, (1, True, ""))
+    while not any(message[0] == "offer" for message in wire.to_decode):
+        wire.prefill.transfers.tick()
+        checker.step(wire.prefill)
+    wire.decode.runner.meanwhile = lambda: None
+    wire.decode.transfers.tick()  # the offer has arrived
+    checker.step(wire.decode)
+    if how == "abort":
+        checker.take(wire.decode, [wire.decode.scheduler.abort("local")])
+        checker.step(wire.decode)  # a message of a client wakes it
+    for _ in range(20):
+        if not loop.blocked or loop.wake_s <= checker.now_s:
+            checker.step(wire.decode)
+    assert wire.decode.transfers.commands[0][0] == "grant"
+
+
 @pytest.mark.parametrize("how", ["abort", "lease"])
 def test_quarantined_blocks_are_not_reused(how):
     checker = TransferChecker((FULL,), {"n_blocks": 24}, {"n_blocks": 10, "max_running": 4, "token_budget": 64})
