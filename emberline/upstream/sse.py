@@ -18,6 +18,7 @@ _MAX_TOKENS = 1 << 31
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _ERROR = b'"error"'  # never inside a text, where its quotes are escaped
 _DONE = b"[DONE]"
+_HEAD = ("id", "object", "created", "model")  # of a chunk
 _UNFINISHED = b'"finish_reason":null'
 _MORE_TEXT = _UNFINISHED + b"}]}"  # the end of most chunks, which need no further look
 # The usage so far, in a chunk with choices: behind their list, as vLLM and SGLang write it.
@@ -136,6 +137,8 @@ class StreamEditor:
         self._tail: list[bytes] = []  # the pieces of a line that has not ended yet
         self._n_tail_bytes = 0
         self._usage: Usage | None = None  # the last one seen, rewritten
+        self._untold: dict[str, Any] | None = None  # the same, where the client has not seen it
+        self._last = b""  # the lines edited last
         self._running = b""  # a newer one, as the server wrote it,
         self._next_running = b""  # and that of the lines being edited
         self._running_usage = running_usage  # we have asked for the usage so far in every chunk
@@ -149,9 +152,19 @@ class StreamEditor:
             with contextlib.suppress(msgspec.DecodeError):
                 usage = msgspec.json.decode(self._running)
                 self._rewrite(usage)
-                self._usage = read_usage(usage)
+                self._usage, self._untold = read_usage(usage), usage
             self._running = b""
         return self._usage
+
+    def closing(self) -> bytes:
+        """What a server left out that ended, or broke off, behind a finished reply: the usage, if it has told it, and
+        the end marker."""
+        lines = b"" if self._last.endswith((b"\n\n", b"\n\r\n")) else b"\n"
+        if self.usage is not None and self._untold is not None and not self._hides_usage:
+            last = next((data for line in reversed(self._last.splitlines()) if (data := data_of(line))), b"{}")
+            head = {name: value for name, value in _decode(last).items() if name in _HEAD}
+            lines += b"data: " + encode({**head, "choices": [], "usage": self._untold}) + b"\n\n"
+        return lines + b"data: [DONE]\n\n"
 
     def whole(self, data: bytes) -> bytes:
         """The lines that are complete now; the beginning of the next is kept."""
@@ -201,7 +214,8 @@ class StreamEditor:
         for at in reversed(dropped):
             self._drop(parts, at)
         self._running = self._next_running or self._running
-        return b"\n".join(parts) if changed or dropped else lines
+        self._last = b"\n".join(parts) if changed or dropped else lines
+        return self._last
 
     def flush(self) -> bytes:
         """The last line of a stream that ended without a line end."""
@@ -242,7 +256,7 @@ class StreamEditor:
             return line
         for usage in usages:
             self._rewrite(usage)
-        self._usage, self._running, self._next_running = read_usage(usages[-1]), b"", b""
+        self._usage, self._untold, self._running, self._next_running = read_usage(usages[-1]), None, b"", b""
         if self._hides_usage and event.get("choices") == []:
             return None
         if self._hides_usage or (self._running_usage and event.get("choices")):

@@ -152,15 +152,21 @@ class UpstreamTransport(Generic[T]):
     async def _read(self, attempt: Attempt) -> bytes:
         """The next whole lines, usage rewritten; sets `done` with the last of them."""
         editor = self._editor
-        piece = await attempt.piece()
-        lines = editor.whole(piece) if piece else editor.tail
-        if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines):
-            editor.cached = await attempt.cached()
-        lines = editor.edit(lines) if piece else editor.flush()
+        try:
+            piece = await attempt.piece()
+            lines = editor.whole(piece) if piece else editor.tail
+            if attempt.prefill is not None and editor.cached is None and editor.needs_cached(lines):
+                editor.cached = await attempt.cached()
+            lines = editor.edit(lines) if piece else editor.flush()
+        except (EngineLost, StreamError, MalformedLine):
+            if not editor.finished or self._request.route.n > 1:
+                raise
+            piece = lines = b""  # the reply is complete: nothing is to be computed again
         if editor.ended or not piece:
             if not (editor.ended or editor.finished):
                 raise attempt.decode.lost("ended its stream before the reply was complete")
             self.done = True
+            lines += b"" if editor.ended else editor.closing()
         return lines
 
     def _prefill_for(self, decode: UpstreamClient, chosen: UpstreamClient | None) -> UpstreamClient | None:

@@ -129,7 +129,7 @@ class Soak:
             "longest_silence_s": round(silences[-1], 1),
             "silence_p99_s": round(silences[len(silences) * 99 // 100], 1),
             "anomalies": len(self.problems),
-            "problems": self.problems[:20],
+            "problems": self.problems[:50],
             "seconds": round(time.monotonic() - began_s, 1),
         }
 
@@ -222,9 +222,9 @@ class Soak:
                     self.problems.append(f"{record.request_id} is billed {bill}, its client saw {exact}")
             elif bill is not None and bill[2] > n_tokens:
                 self.problems.append(f"{record.request_id} was cut off and is billed {bill}, at most {n_tokens} came")
-            for refused in record.refused_ids:
-                if any(billed.get(refused, ("", 0, 0))[1:]):
-                    self.problems.append(f"{refused} was refused and is billed {billed[refused]}")
+            for failed in record.failed_ids:  # also when it was computed in part: then at most that is billed
+                if failed in billed and (billed[failed][0] == "finished" or billed[failed][2] > n_tokens):
+                    self.problems.append(f"{failed} failed and is billed {billed[failed]}")
 
 
 async def _usage_rows(where: str | Path) -> list[tuple[Any, ...]]:

@@ -149,6 +149,22 @@ async def test_a_broken_stream_is_resumed_at_another_server(bench: Opener, kind:
     assert await made.idle()
 
 
+@pytest.mark.parametrize("fault", [{"cut_after": 21}, {"error_after": 21}, {"cut_after": 22}, {"no_done": True}])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_reply_that_is_complete_but_for_its_usage_or_end_marker(
+    bench: Opener, kind: str, fault: dict[str, object]
+) -> None:
+    made = await bench(("a", kind, "both"), a=ServerScript(itl_ms=0.2, **fault))  # type: ignore[arg-type]
+    asked = forwarded("r1", stream=True)
+    asked.fields["max_tokens"] = 20
+    body = await collect(made.service.forward(asked))
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert body.count(b"[DONE]") == body.count(b'"usage":{') == body.count(b'"finish_reason":"length"') == 1
+    assert b'"completion_tokens":20' in body
+    assert [(row[1], row[3]) for row in await made.rows()] == [("finished", 20)]
+    assert len(made.standins["a"].requests) == 1
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_stream_that_lost_only_its_end_gets_no_more_tokens(bench: Opener, kind: str) -> None:
     script = ServerScript(cut_after=20, itl_ms=0.2, times=1)

@@ -232,3 +232,23 @@ def test_cached_tokens_of_a_whole_answer() -> None:
     assert cached_of(json.dumps({"usage": usage}).encode()) == 64
     assert cached_of(json.dumps({"usage": {**USAGE, "prompt_tokens_details": None}}).encode()) == 0
     assert cached_of(b"{") == cached_of(b"[]") == 0
+
+
+def test_a_finished_reply_is_closed_with_the_usage_that_was_told_so_far() -> None:
+    editor = StreamEditor(running_usage=True)
+    choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
+    editor.edit(
+        event({"id": "x", "model": "m", "choices": [choice], "usage": USAGE}).replace(b", ", b",").replace(b": ", b":")
+    )
+    assert editor.finished
+    assert editor.usage is not None  # asked for in between, it is still closed with
+    assert editor.closing() == b'data: {"id":"x","model":"m","choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % (
+        json.dumps(USAGE, separators=(",", ":")).encode()
+    )
+
+
+def test_usage_that_the_client_has_or_did_not_ask_for_is_not_told_again() -> None:
+    for hides in (False, True):
+        editor = StreamEditor(hides_usage=hides)
+        editor.edit(event(chunk("a")) + event(chunk(usage=USAGE))[:-1])
+        assert editor.closing() == (b"" if hides else b"\n") + b"data: [DONE]\n\n"
