@@ -88,7 +88,7 @@ class MatcherCompiler:
                 f"the grammar has {len(encoded)} bytes, at most {validation.MAX_BYTES} may be", param="grammar"
             )
         found = self._cache.get(encoded)
-        if found is not None:
+        if found is not None and not isinstance(found.error, Internal):  # our failure may be over
             self._cache.move_to_end(encoded)
             return found
         if self._queue.qsize() >= MAX_WAITING:
@@ -118,7 +118,7 @@ class MatcherCompiler:
         while True:
             pending = self._queue.get()
             if pending is None:
-                with suppress(BadInput, OSError):  # llguidance is missing: the first request reports it
+                with suppress(Exception):  # llguidance is missing, for instance: the first request reports it
                     self._tokenizers()
                 continue
             try:

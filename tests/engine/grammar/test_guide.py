@@ -16,7 +16,7 @@ from emberline.engine.grammar.lark import recursive_rules
 from emberline.engine.grammar.matcher import MatcherFailed
 from emberline.engine.grammar.validation import check
 from emberline.engine.grammar.vocabulary import Vocabulary
-from emberline.protocol.errors import BadInput, Overloaded
+from emberline.protocol.errors import BadInput, Internal, Overloaded
 from emberline.protocol.grammar import Chars, Free, Grammar, OneOf, Repeat, Rule, Sequence, Text, Token, encode
 from tests.engine.grammar.samples import ALL, CALLS, END_ID, JSON, SPECIAL, WORDS, choice, frame, grammars, seq
 from tests.examples import n_examples
@@ -187,7 +187,7 @@ def test_a_grammar_needs_the_vocabulary():
         MatcherCompiler(VOCAB).request(encode(JSON))
 
 
-def test_doors_must_agree_on_the_vocabulary(engine):
+def test_clients_must_agree_on_the_vocabulary(engine):
     engine.learn(frame(WORDS))
     with pytest.raises(BadInput, match="differs"):
         engine.learn(frame(("other",)))
@@ -243,6 +243,24 @@ def test_the_cache_is_bounded(engine, monkeypatch):
     monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 60)
     compiled(engine, Grammar((Text("x" * 50),)))
     assert len(engine._cache) == 1
+
+
+def test_a_failure_of_ours_is_not_cached(engine, monkeypatch):
+    grammar = Grammar((Text("once more"),))
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "_compile", lambda pending: 1 / 0)
+        with pytest.raises(Internal):
+            compiled(engine, grammar).guide()
+    compiled(engine, grammar).guide()
+    assert engine._cache_bytes == sum(map(len, engine._cache))
+
+
+def test_a_vocabulary_that_cannot_be_prepared_fails_requests_and_hangs_none(monkeypatch):
+    monkeypatch.setattr(compiler.Vocabulary, "llguidance_tokenizer", lambda self: 1 / 0)
+    made = MatcherCompiler(VOCAB)
+    made.learn(frame())
+    with pytest.raises(Internal):
+        compiled(made, JSON).guide()
 
 
 def test_too_many_concurrent_compilations_are_refused_as_overloaded(monkeypatch):
