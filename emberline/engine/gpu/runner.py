@@ -143,9 +143,7 @@ class GpuRunner:
         self._padded: dict[StepKind, StepKind] = {}  # kinds that are not captured, and the captured one to use instead
         self._typical = False  # the last step was replayed in its own shape: others like it take as long
         self._pads = graphs
-        self._sharing: tuple[list[int], int] | None = (
-            None  # the rows that were last searched, and Slots.n_admitted then
-        )
+        self._sharing: tuple[list[int], int] | None = None  # the rows last searched, and Slots.n_admitted then
         self._shared: SharedPrefix | None = None
 
     @property

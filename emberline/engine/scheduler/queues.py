@@ -22,9 +22,7 @@ by_rank = attrgetter("rank")
 class Queues:
     def __init__(self, n_slots: int) -> None:
         self.running: list[Sequence] = []  # by rank
-        self.waiting: list[
-            Sequence
-        ] = []  # by rank; some cannot be admitted before their grammar is compiled or applied
+        self.waiting: list[Sequence] = []  # by rank; some until their grammar is compiled or applied
         self.waiting_tokens = 0  # of the waiting sequences, without those whose KV was received
         self.free_slots = list(reversed(range(n_slots)))
         self._n_admitted = 0

@@ -44,9 +44,8 @@ class TritonBackend:
         self.kv_dtype = str(self.dtype).removeprefix("torch.")
         self._deterministic = deterministic
         self._pdl = supports_pdl()
-        self.long_plans = (
-            True  # attention of long chunks by cuDNN; it takes a second to plan what it was not prepared for
-        )
+        # Attention of long chunks by cuDNN, which takes a second to plan what it was not prepared for.
+        self.long_plans = True
         self._workspace: Workspace  # set by `reserve`, as is _matmul
         self._matmul: Matmul
 
