@@ -267,6 +267,9 @@ class UpstreamClient:
                     log.warning("endpoint %s: %s; its load is not known", self.name, error)
                 self.load_problem = str(error)
                 self._probe_answered(None)
+            except Exception:  # the watch goes on: without it, nobody would notice when the server dies
+                log.exception("endpoint %s: its answers could not be handled", self.name)
+                self._probe_failed("its answers to health checks could not be handled")
             else:
                 self._probe_answered(load)
             await asyncio.sleep(PROBE_INTERVAL_S)

@@ -10,7 +10,7 @@ from emberline.protocol.frames import EngineLoad
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 
-_SAMPLE = re.compile(r"^vllm:(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^vllm:(\w+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _MOST = 1 << 40
 
@@ -69,7 +69,7 @@ def sglang_load(answer: Any) -> EngineLoad:
 
 def _blocks(labels: dict[str, str]) -> int:
     n_blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    return int(n_blocks) * int(size) // BLOCK_TOKENS if n_blocks.isdecimal() and size.isdecimal() else 0
+    return _count(_number(n_blocks)) * _count(_number(size)) // BLOCK_TOKENS
 
 
 def _number(text: str) -> float:
@@ -81,9 +81,9 @@ def _number(text: str) -> float:
 
 def _count(value: Any) -> int:
     """NaN, negative and absurd numbers count as 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return 0
-    return int(value) if 0 <= value < _MOST else 0
+    return int(value) if 0 <= value < _MOST else 0  # no NaN is
 
 
 # --- capacity ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Overloaded, Unavailable
 from emberline.protocol.events import Completed, Started, TextDelta
+from emberline.protocol.frames import EngineLoad
 from emberline.protocol.request import GenerateRequest, Priority, SamplingParams
 from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
@@ -352,6 +353,20 @@ async def test_a_server_whose_engine_is_dead_gets_no_requests(bench: Opener, sho
     assert "503 to health checks" in made.clients["a"].problem
     await answer(made, request())
     assert made.standins["a"].requests == []
+
+
+async def test_a_load_report_that_cannot_be_handled_does_not_end_the_health_checks(
+    bench: Opener, short_probes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await bench(("a", "vllm", "both"))
+
+    def broken(metrics: str) -> EngineLoad:
+        raise ValueError(metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("emberline.upstream.client.vllm_load", broken)
+        await until(lambda: not made.clients["a"].connected)
+    assert await made.clients["a"].wait_connected(PATIENCE_S)
 
 
 async def test_a_proxy_without_health_checks_is_no_dead_server(bench: Opener, short_probes: None) -> None:

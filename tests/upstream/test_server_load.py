@@ -1,6 +1,7 @@
 """Load reports of upstream servers: valid, missing and implausible ones, and what follows from them."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_implausible_figures_count_as_zero(lie: str) -> None:
         f"vllm:num_requests_running 1.0\nvllm:num_requests_waiting {lie}\nvllm:kv_cache_usage_perc {lie}\n"
     )
     assert (load.running, load.waiting, load.kv_used_blocks) == (1, 0, 0)
+
+
+def test_absurd_figures_count_as_zero() -> None:
+    digits = "9" * 5000
+    metrics = f'vllm:num_requests_running 1.0\nvllm:cache_config_info{{block_size="16",num_gpu_blocks="{digits}"}} 1.0'
+    assert vllm_load(metrics).kv_total_blocks == 0
+    rank = {"num_running_reqs": 1, "num_used_tokens": 10**400, "max_total_num_tokens": -(10**400)}
+    assert sglang_load(rank) == EngineLoad(running=1)
+
+
+def test_metrics_are_read_in_linear_time() -> None:
+    began_s = time.process_time()
+    load = vllm_load("vllm:num_requests_running 1.0\n" + 'vllm:a{b="\n' * 50_000)
+    assert load.running == 1
+    assert time.process_time() - began_s < 2.0  # quadratic, it takes a minute
 
 
 @pytest.mark.parametrize("answer", [None, 3, [], {}, {"loads": []}, {"loads": 3}, [3], {"loads": [{"x": 1}]}])
