@@ -153,9 +153,9 @@ class EngineClient:
         return self._link is not None
 
     def start(self) -> None:
-        """Connect, and stay connected, in the background."""
-        assert self._task is None
-        self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.name}")
+        """Connect, and stay connected, in the background. Idempotent."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.name}")
 
     async def wait_connected(self, timeout_s: float) -> bool:
         if self._link is not None:
@@ -227,6 +227,7 @@ class EngineClient:
         self.problem = self._suspect = ""
         self.progress_s = time.monotonic()
         self._link = link
+        link.trusted = True
         self._ready.set()
         if self.listener is not None:
             endpoint = msgspec.structs.replace(self.endpoint, role=welcome.info.role)
@@ -296,11 +297,11 @@ class EngineClient:
                 await asyncio.wait(
                     [link.welcomed, link.closed], timeout=WELCOME_TIMEOUT_S, return_when="FIRST_COMPLETED"
                 )
-                if link.welcomed.done():
-                    delays = retry_delays()
-                else:
+                if not link.welcomed.done():
                     link.drop(f"no welcome within {WELCOME_TIMEOUT_S:.0f} s")
                 await self._end_of(link)
+                if link.trusted:
+                    delays = retry_delays()
             except OSError as error:  # TimeoutError is one, too
                 self.problem = error.strerror or str(error) or f"no connection within {DIAL_TIMEOUT_S:.0f} s"
             finally:
@@ -315,6 +316,7 @@ class _EngineLink(Link):
     def __init__(self, client: EngineClient) -> None:
         super().__init__()
         self._client = client
+        self.trusted = False  # requests may use it
         self.has_vocabulary = False  # it was sent on this connection
         self.canary = ""  # id of the canary request while it runs
         self.canary_until_s = 0.0

@@ -77,23 +77,23 @@ class WorkerConnections:
         client.on_stall = self._on_stall
         return client
 
-    async def remove(self, name: str) -> None:
-        client = self.engines.pop(name, None) or self.upstream.remove(name)
-        if client is not None:
-            await client.close()
+    async def remove(self, *names: str) -> None:
+        removed = [self.engines.pop(name, None) or self.upstream.remove(name) for name in names]
+        await asyncio.gather(*(client.close() for client in removed if client is not None))
 
     async def follow(self, members: Members) -> None:
-        """What the core says, in a process that is not the core."""
+        """What the core says, in a process that is not the core. Workers are added and removed before this waits for
+        anything: the core's next message may be a route to one of them, or other members."""
         for endpoint in members.engines:
             if endpoint.name not in self.engines:
                 self.add_engine(endpoint).start()
-        for config in members.upstreams:
-            if config.name not in self.upstream.clients:
-                client = UpstreamClient(config)
-                await self.upstream.add(client)
-                client.start(watch=False)
-        for name in members.gone:
-            await self.remove(name)
+        joined = [UpstreamClient(config) for config in members.upstreams if config.name not in self.upstream.clients]
+        for client in joined:
+            self.upstream.add(client)
+            client.start(watch=False)
+        await self.remove(*members.gone)
+        for client in joined:
+            await self.upstream.load_tokenizer(client)
 
 
 class CoreWorkers(Protocol):
@@ -123,12 +123,14 @@ class Membership:
         self._connections = connections
         self._on_leave = on_leave
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._joining = asyncio.Lock()  # one at a time: names are checked before workers are asked
 
     async def change(self, change: WorkerChange) -> list[str]:
         """The names of the workers that it concerns. NotFound, Conflict, BadInput, Unavailable say why it cannot be."""
         if change.action == "join":
             assert change.config is not None
-            return await self._join(change.config)
+            async with self._joining:
+                return await self._join(change.config)
         names = self._named(change.name)
         for name in names:
             if change.action == "undrain":
@@ -204,7 +206,9 @@ class Membership:
     async def _join_upstream(self, config: EndpointConfig) -> list[str]:
         clients = await discover(upstream_configs([config]))
         for client in clients:
-            await self._connections.upstream.add(client)
+            await self._connections.upstream.load_tokenizer(client)
+        for client in clients:
+            self._connections.upstream.add(client)
             self._core.add(client)
             client.start(watch=True)
             self.members.upstreams.append(client.config)

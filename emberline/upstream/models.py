@@ -48,11 +48,14 @@ class UpstreamModels:
         self._by_name = {model.lower(): _card(model, self._serving(model)) for model in ids}
         self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
 
-    async def add(self, client: UpstreamClient) -> None:
-        """A server joins. It is known when this returns; its tokenizer is loaded in another thread before."""
+    async def load_tokenizer(self, client: UpstreamClient) -> None:
+        """In another thread. Requests do not need it: without it their prefix keys are over bytes."""
         for model in client.models:
             if client.config.tokenizer and model not in self.texts:
                 self.texts[model] = await asyncio.to_thread(_load_tokenizer, client.config)
+
+    def add(self, client: UpstreamClient) -> None:
+        """A server joins."""
         self.clients[client.name] = client
         self._make_cards()
 

@@ -1,6 +1,7 @@
 import asyncio
+import itertools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -310,6 +311,30 @@ async def test_a_suspect_is_trusted_after_a_canary_generation(watched: tuple[Fak
     assert await client.wait_connected(PATIENCE_S)
     assert listener.told[2:] == ["joined"]
     client.stream([request()])
+
+
+async def test_canary_requests_that_fail_are_repeated_less_and_less_often(
+    watched: tuple[FakeEngine, EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, client = watched
+    waited: list[int] = []
+
+    def delays() -> Iterator[float]:
+        for n in itertools.count():
+            waited.append(n)
+            yield 0.001
+
+    monkeypatch.setattr("emberline.service.engine_client.retry_delays", delays)
+    engine.heartbeat = None
+    await until(lambda: not client.connected)
+    engine.heartbeat = Heartbeat()
+    for n in (1, 2, 3):
+        canary = (await engine.submission(n))[-1]
+        engine.step(TokenDelta(canary.id, finish="error", error=ErrorInfo("internal", "invalid numbers")))
+    canary = (await engine.submission(4))[-1]
+    engine.step(TokenDelta(canary.id, tokens.pack([5]), "length"))
+    assert await client.wait_connected(PATIENCE_S)
+    assert waited == [0, 1, 2, 3]
 
 
 async def test_a_hung_engine_without_heartbeats_fails_its_streams(

@@ -1,20 +1,25 @@
 """Workers join, leave and drain while the service runs; HTTP workers follow."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from emberline.balancer.endpoint import Endpoint
 from emberline.config import EndpointConfig
 from emberline.protocol import token_ids as tokens
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
-from emberline.service.membership import WorkerChange
+from emberline.service.membership import Members, WorkerChange, WorkerConnections
+from emberline.service.remote_core import RemoteCore
 from emberline.testing.standin_openai import StandinServer
 from emberline.text.text_model import TextModel
+from emberline.upstream.client import UpstreamConfig
+from emberline.upstream.models import UpstreamModels
 from tests.service.conftest import MODEL, PATIENCE_S, Opener, offer
 from tests.service.fake_engine import EOS, FakeEngine, Script
 from tests.service.test_service import ask, events_of, text_of
@@ -156,6 +161,76 @@ async def test_an_upstream_server_joins_and_leaves(service: Service) -> None:
     await standin.close()
 
 
+@pytest.mark.parametrize("kind", ["emberline", "openai"])
+async def test_of_two_workers_that_join_at_once_under_one_name_one_does(
+    service: Service, other: FakeEngine, kind: str
+) -> None:
+    standin = await StandinServer("openai", "far/model").start()
+    config = config_of(other) if kind == "emberline" else EndpointConfig(name="e1", url=standin.url)
+    joins = [change(service, "join", config=config) for _ in range(2)]
+    done = await asyncio.gather(*joins, return_exceptions=True)
+    assert done[0] == ["e1"]
+    assert isinstance(done[1], Conflict)
+    await wait_for_states(service, {"e0": "ready", "e1": "ready"})
+    await change(service, "leave", "e1")
+    await wait_for_states(service, {"e0": "ready"})
+    await standin.close()
+
+
+async def test_members_are_followed_in_order_while_a_tokenizer_is_loaded(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core may send requests to a server that has joined at once, and the server may leave again."""
+    loaded = threading.Event()
+
+    def load(config: UpstreamConfig) -> TextModel:
+        assert loaded.wait(PATIENCE_S)
+        return text_model
+
+    monkeypatch.setattr("emberline.upstream.models._load_tokenizer", load)
+    endpoint = Endpoint(name="far", address="http://127.0.0.1:1", kind="openai", models=("far/model",))
+    joined = Members(upstreams=[UpstreamConfig(endpoint=endpoint, tokenizer="far.json")])
+    connections = WorkerConnections([], UpstreamModels([]))
+    tasks = []
+    for members, known in ((joined, ["far"]), (joined, ["far"]), (Members(gone=["far"]), [])):
+        tasks.append(asyncio.create_task(connections.follow(members)))
+        await asyncio.sleep(0)
+        assert list(connections.upstream.clients) == known
+    loaded.set()
+    await asyncio.gather(*tasks)
+    assert not connections.upstream.clients
+
+
+async def test_an_http_worker_may_hear_of_members_before_it_is_complete(
+    service: Service,
+    engine: FakeEngine,
+    other: FakeEngine,
+    text_model: TextModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = await open_core_server(service, tmp_path / "core.sock")
+    await change(service, "join", config=config_of(other))
+    followed = asyncio.Event()
+    follow, wait_connected = WorkerConnections.follow, RemoteCore.wait_connected
+
+    async def followed_once(self: WorkerConnections, members: Members) -> None:
+        await follow(self, members)
+        followed.set()
+
+    async def wait_until_followed(self: RemoteCore, timeout_s: float) -> bool:
+        await followed.wait()
+        return await wait_connected(self, timeout_s)
+
+    monkeypatch.setattr(WorkerConnections, "follow", followed_once)
+    monkeypatch.setattr(RemoteCore, "wait_connected", wait_until_followed)
+    http_worker = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
+    assert await http_worker.ready(PATIENCE_S)
+    assert list(http_worker._engines) == ["e0", "e1"]
+    await http_worker.close()
+    await server.close()
+
+
 async def test_http_workers_follow(
     service: Service, engine: FakeEngine, other: FakeEngine, text_model: TextModel, tmp_path: Path
 ) -> None:
@@ -169,6 +244,7 @@ async def test_http_workers_follow(
     assert list(http_worker._engines) == ["e1"]
     restarted = await open_http_worker([offer(text_model, engine)], core_socket=tmp_path / "core.sock")
     await until(lambda: list(restarted._engines) == ["e1"])
+    assert await restarted.ready(PATIENCE_S)
     assert text_of(await events_of(restarted, ask())) == "Other!"
     for each in (http_worker, restarted):
         await each.close()
