@@ -56,7 +56,11 @@ class UsageLedger:
         if self._journal is None:
             await self._store.write(*insert_usage(row))
         elif self._away or not await self._write(row):
-            await self._journal.append(row)
+            try:
+                await self._journal.append(row)
+            except Unavailable:
+                self._away = False  # the store may be back: only it can take the next row
+                raise
             self._forward(self._journal)
         self._changed |= self._running.pop(row.id, None) is not None
 

@@ -135,7 +135,10 @@ class AdmissionController:
 
     def observed(self, name: str, load: EngineLoad, age_s: float) -> None:
         """A load report that an HTTP worker received on its own connection, so long ago."""
-        self.balancer.observed(name, load, self._clock() - age_s)
+        now_s = self._clock()
+        self.balancer.observed(name, load, now_s - age_s, now_s)
+        if self._waiting:
+            self._dispatch()
 
     def kv_events(self, name: str, events: KVEvents) -> None:
         now_s = self._clock()

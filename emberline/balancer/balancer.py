@@ -139,10 +139,7 @@ class Balancer:
         worker = self._workers.get(name)
         if worker is None:
             return
-        was_available = worker.available
-        worker.reported(load, now_s)
-        if worker.available != was_available:
-            self._availability_changed(worker, now_s)
+        self._observe(worker, load, now_s, now_s)
         reports = worker.reports
         before, before_s = reports.load, reports.at_s
         if reports.accept(load, worker.in_flight, now_s):
@@ -151,10 +148,17 @@ class Balancer:
             log.warning("worker %s: load report rejected: %s", name, reports.problem, extra={"endpoint": name})
         self._has_freed(worker)
 
-    def observed(self, name: str, load: EngineLoad, at_s: float) -> None:
-        """A load report that an HTTP worker received on its own connection. Too old for routing, it shows progress."""
+    def observed(self, name: str, load: EngineLoad, at_s: float, now_s: float) -> None:
+        """A load report that an HTTP worker received on its own connection at `at_s`. Too old for routing, it shows
+        progress, and whether the worker drains."""
         if (worker := self._workers.get(name)) is not None:
-            worker.reported(load, at_s)
+            self._observe(worker, load, at_s, now_s)
+
+    def _observe(self, worker: Worker, load: EngineLoad, at_s: float, now_s: float) -> None:
+        was_available = worker.available
+        worker.reported(load, at_s)
+        if worker.available != was_available:
+            self._availability_changed(worker, now_s)
 
     def protocol_error(self, name: str, now_s: float) -> None:
         """The worker sent something invalid outside of any request."""

@@ -164,5 +164,5 @@ class _HttpWorkerLink(Link):
             self._cancel_admission(request_id)
             try:
                 await self._server.core.abandon(request_id)
-            except EmberlineError as error:
-                log.error("no usage row: %s", error.message, extra={"request_id": request_id})
+            except Exception as error:  # of this request: the others have to end, too
+                log.error("no usage row", exc_info=error, extra={"request_id": request_id})

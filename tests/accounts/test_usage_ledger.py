@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
@@ -138,6 +139,26 @@ async def test_no_request_waits_for_a_store_that_is_known_to_be_away(
     heir.start()
     assert await recorded(store, 4) == ["a", "b", "c", "d"]
     await heir.close()
+    await store.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_without_room_for_a_spool_rows_are_recorded_once_the_store_is_back(
+    database: DatabaseLocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await database.open()
+    outage = Outage(store)
+    ledger = UsageLedger(outage, UsageJournal(tmp_path))
+    ledger.start()
+    monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(errno.ENOSPC, "no space left"))
+    outage.away = True
+    for row in rows("a", "b"):
+        with pytest.raises(Unavailable, match="no space left"):
+            await ledger.record(row)
+    outage.away = False
+    await ledger.record(rows("c")[0])
+    assert await recorded(store, 1) == ["c"]
+    await ledger.close()
     await store.close()
 
 

@@ -143,6 +143,13 @@ def test_a_worker_that_says_that_it_drains_gets_nothing_new() -> None:
     assert state(balancer, queued_for) == "ready"
 
 
+def test_an_http_worker_may_be_the_first_to_hear_that_a_worker_drains() -> None:
+    balancer = fleet("both", "both")
+    balancer.observed("e0", EngineLoad(draining=True), 0.5, 1.0)
+    balancer.report("e0", EngineLoad(draining=True), 1.5)
+    assert {serve(balancer, request(tokens=5), 2.0).decode for _ in range(9)} == {"e1"}
+
+
 def test_a_draining_worker_finishes_its_requests() -> None:
     balancer = fleet("both", "both")
     there = [request(tokens=10) for _ in range(6)]

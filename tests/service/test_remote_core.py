@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from emberline.accounts import usage_ledger
+from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.balancer.route_request import Route
 from emberline.protocol import token_ids as tokens
@@ -156,6 +157,31 @@ async def test_requests_of_a_dead_core_are_recorded_by_the_next_one(
         row = await row_of(heir, request)
         assert (row.status, row.input_tokens, row.output_tokens) == ("failed", len(sent.prompt_ids) // 4, 2)
     await heir.close()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_one_request_of_a_dead_http_worker_that_cannot_be_recorded_does_not_keep_the_others(
+    service: Service, http_worker: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = None
+    tasks = [asyncio.create_task(events_of(http_worker, ask())) for _ in range(3)]
+    first = (await engine.submission(3))[0]
+    assert isinstance(service.core, LocalCore)
+    record = service.core._usage.record
+
+    async def refuse(row: UsageRow) -> None:
+        if row.id == first.id:
+            raise ValueError("a row that the database refuses")
+        await record(row)
+
+    monkeypatch.setattr(service.core._usage, "record", refuse)
+    link = remote(http_worker)._link
+    assert link is not None
+    link.drop("killed")
+    ledger = service.core.admission.balancer.ledger
+    await until(lambda: not list(ledger))
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
