@@ -6,6 +6,7 @@ take longer than to load them.
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from emberline.catalog.model_store import ModelStore
 from emberline.protocol.errors import BadInput
 
 RECORD = ".verified.json"  # in the model's folder
+_log = logging.getLogger(__name__)
 
 
 class FileState(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +37,10 @@ def verify(store: ModelStore, card: ModelCard) -> None:
     try:
         now = _states(folder, store.pulled_files(card))
         for name, state in now.items():
-            if known.get(name) != state and _sha256(folder / name) != state.sha256:
+            if known.get(name) == state:
+                continue
+            _log.info("verifying %s", folder / name, extra={"mib": state.n_bytes >> 20})
+            if _sha256(folder / name) != state.sha256:
                 problem = "is damaged: its sha256 is not that of the file that was pulled"
                 raise BadInput(f"{folder / name} {problem}; {_advice(card)}")
     except OSError as error:

@@ -129,15 +129,16 @@ def _endpoints_by_model(config: Config) -> dict[str, list[Endpoint]]:
     store = ModelStore(config.home)
     found: dict[str, list[Endpoint]] = {}
     for worker in _remote_workers(config):
-        model = fetch(worker.models[0], store).card.id
+        model = store.resolve(worker.models[0]).card.id
         found.setdefault(model, []).append(msgspec.structs.replace(worker, models=(model,)))
     return found
 
 
-def _local_models(config: Config, entries: Sequence[ModelEntry], remote: Mapping[str, object]) -> dict[str, Path]:
-    """Id → weights of the models for which workers are started here: those requested, and those without a remote."""
+def local_models(config: Config, entries: Sequence[ModelEntry], remote: Mapping[str, object]) -> dict[str, Path]:
+    """Id → weights of the models for which workers are started here: those requested, and those without a remote.
+    All have been fetched."""
     store = ModelStore(config.home)
-    requested = {fetch(name, store).card.id for name in config.engine.models}
+    requested = {store.resolve(name).card.id for name in config.engine.models}
     return {entry.card.id: entry.path for entry in entries if entry.card.id in requested or entry.card.id not in remote}
 
 
@@ -152,7 +153,7 @@ async def serve(
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         remote = _endpoints_by_model(config)
-        workers = EngineWorkers(plan_workers(config.engine, _local_models(config, entries, remote)), config.engine)
+        workers = EngineWorkers(plan_workers(config.engine, local_models(config, entries, remote)), config.engine)
         stack.push_async_callback(workers.stop, WORKER_GRACE_S)
         await workers.start()
 

@@ -16,10 +16,10 @@ import pytest
 from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
-from emberline.cli import doctor
+from emberline.cli import doctor, models
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ChatTiming, ServerAddress
-from emberline.cli.serve import bind, serve
+from emberline.cli.serve import bind, fetch_models, local_models, serve
 from emberline.config import resolve
 from emberline.supervisor import engine_workers
 from tests.cli.console import emberline
@@ -182,6 +182,17 @@ def test_a_killed_core_leaves_no_secret_behind(home: Path, tmp_path: Path) -> No
     assert answer.status_code == 200, answer.text
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_socket()]
     assert not [path for path in files if b"top-secret" in path.read_bytes()]
+
+
+def test_files_are_verified_once_per_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And outside the event loop: gigabytes may have to be hashed."""
+    verified: list[str] = []
+    monkeypatch.setattr(models, "verify", lambda store, card: verified.append(card.id))
+    config = resolve({"engine.models": ("smollm2",)}, {}, home)
+    entries = fetch_models(config)
+    assert verified == [DEFAULT_MODEL]
+    assert local_models(config, entries, {DEFAULT_MODEL: ()}) == {DEFAULT_MODEL: entries[0].path}
+    assert verified == [DEFAULT_MODEL]
 
 
 def test_broken_model_is_reported(tmp_path: Path, home: Path) -> None:
