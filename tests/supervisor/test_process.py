@@ -101,6 +101,8 @@ def test_credentials_are_not_inherited() -> None:
         "MYSQL_PWD": "p",
         "GOOGLE_APPLICATION_CREDENTIALS": "/key.json",
         "api_token": "t",
+        "TAVILY_APIKEY": "k",
+        "GITHUB_PAT": "t",
         "DATABASE_URL": "postgresql://me:pw@db/x",
     }
     assert inherited_environment({**kept, **secret}) == kept
