@@ -118,9 +118,11 @@ class App:
         try:
             return await route.endpoint(call)
         except LargeRequest as large:
-            assert self._large_requests is not None
-            await self._large_requests.relay(call, large.max_bytes)
-            return None
+            max_bytes = large.max_bytes
+        # Not inside `except`: the exception's frames hold the body, and a relayed stream may last for minutes.
+        assert self._large_requests is not None
+        await self._large_requests.relay(call, max_bytes)
+        return None
 
 
 def _error_reply(call: Call, error: EmberlineError) -> Reply:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -108,6 +109,22 @@ async def test_a_long_conversation_is_read_elsewhere(pair: Pair) -> None:
         assert (await client.get(f"/v1/responses/{long.id}/input_items")).status_code == 200
     assert not pair.small.requests
     assert len(pair.large.requests) == 1
+
+
+async def test_the_body_is_not_kept_while_its_response_is_relayed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    relay = LargeRequestRelay.relay
+
+    async def recorded(self: LargeRequestRelay, call: Any, max_bytes: int) -> None:
+        kept.append(sys.exc_info()[1])  # its frames hold what has been read
+        await relay(self, call, max_bytes)
+        kept.extend(call.received)
+
+    monkeypatch.setattr(LargeRequestRelay, "relay", recorded)
+    async with pair.client() as client:
+        assert (await client.post("/v1/chat/completions", json=MANY_VALUES)).status_code == 200
+    assert kept == [None]
+    assert bodies.held_bodies.n_bytes == 0
 
 
 async def test_without_the_worker(tmp_path: Path) -> None:
