@@ -191,7 +191,7 @@ class Soak:
     def _check(self, ended: Ended) -> str:
         """How the request ended; what is wrong with it goes to the problems."""
         record = ended.record
-        if record.problem and not record.n_done and self._disconnected(ended):
+        if record.problem and not record.n_done and self._disconnected(ended.asked_s, ended.ended_s):
             return "broken_off_by_a_kill"
         wrong = check_stream(ended.expected.said, ended.expected.n_tokens, record)
         if record.silence_s > MOVE_LIMIT_S:
@@ -202,9 +202,9 @@ class Soak:
             return "wrong"
         return "left" if record.left else "finished"
 
-    def _disconnected(self, ended: Ended) -> bool:
-        spans = self.injector.disconnects_s
-        return any(ended.asked_s - 2 < until_s and from_s < ended.ended_s + 2 for from_s, until_s in spans)
+    def _disconnected(self, asked_s: float, ended_s: float) -> bool:
+        """Whether a core or an HTTP worker was killed meanwhile."""
+        return any(asked_s - 2 < until_s and from_s < ended_s + 2 for from_s, until_s in self.injector.disconnects_s)
 
     def _check_bills(self) -> None:
         rows = asyncio.run(_usage_rows(self._where))
@@ -222,8 +222,10 @@ class Soak:
                     self.problems.append(f"{record.request_id} is billed {bill}, its client saw {exact}")
             elif bill is not None and bill[2] > n_tokens:
                 self.problems.append(f"{record.request_id} was cut off and is billed {bill}, at most {n_tokens} came")
-            for failed in record.failed_ids:  # also when it was computed in part: then at most that is billed
-                if failed in billed and (billed[failed][0] == "finished" or billed[failed][2] > n_tokens):
+            for failed, asked_s, failed_s in record.failed:
+                # At most what was computed; all of it only where the core died between the bill and the answer.
+                status, _, n_billed = billed.get(failed, ("", 0, 0))
+                if n_billed > n_tokens or (status == "finished" and not self._disconnected(asked_s, failed_s)):
                     self.problems.append(f"{failed} failed and is billed {billed[failed]}")
 
 

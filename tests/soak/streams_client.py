@@ -22,7 +22,7 @@ class StreamRecord:
     usage: list[dict[str, Any]] = field(default_factory=list)
     n_done: int = 0  # [DONE] events
     n_refused: int = 0  # refusals before it started
-    failed_ids: list[str] = field(default_factory=list)  # of the tries that were refused, or failed and may be retried
+    failed: list[tuple[str, float, float]] = field(default_factory=list)  # tries: id, when it was asked, when it failed
     left: bool = False  # the client disconnected
     broke: bool = False  # the server disconnected
     silence_s: float = 0.0  # the longest
@@ -81,7 +81,7 @@ def send(
                 record.problem = f"{answer.status}: {answer.read()!r}"
                 return record
             record.n_refused += 1
-            record.failed_ids.append(request_id)
+            record.failed.append((request_id, asked_s, time.monotonic()))
         except TimeoutError:
             record.left = leave_after_s is not None and not record.request_id
             record.problem = "" if record.left else f"nothing for {SILENCE_S} s"

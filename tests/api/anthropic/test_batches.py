@@ -92,7 +92,7 @@ async def test_multiline_json_is_stored_as_one_line(
 @pytest.mark.parametrize(
     ("requests", "said"),
     [
-        ([], "length >= 1"),
+        ([], "`requests` must have at least 1 entry"),
         ([request("a"), request("a")], "requests.1.custom_id"),
         ([request("a"), {"custom_id": "b"}], "requests.1.params"),
         ([{"params": {}}], "requests.0.custom_id"),
