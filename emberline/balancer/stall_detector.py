@@ -26,16 +26,16 @@ class StallDetector:
     def connected(self, now_s: float) -> None:
         """A new connection: nothing that was seen on the last one counts."""
         self._checked_s = now_s
-        self._heard = True
+        self._has_received = True
         self._silent_s = 0.0
         self._stuck_s = 0.0
         self._computed_tokens = -1
         self._progress: tuple[int, int, bool] | None = None  # what was computed and prepared when it last advanced
         self._last = Heartbeat()
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Something has arrived."""
-        self._heard = True
+        self._has_received = True
 
     def beat(self, heartbeat: Heartbeat) -> None:
         self._last = heartbeat
@@ -44,8 +44,8 @@ class StallDetector:
         """Why the engine hangs; empty while it does not. `computed_tokens`: by its last load report."""
         elapsed_s = min(now_s - self._checked_s, MAX_GAP_S)
         self._checked_s = now_s
-        self._silent_s = 0.0 if self._heard else self._silent_s + elapsed_s
-        self._heard = False
+        self._silent_s = 0.0 if self._has_received else self._silent_s + elapsed_s
+        self._has_received = False
         if self._silent_s > SILENT_S:
             return f"it has sent nothing for {SILENT_S:.0f} s"
         last, computed_tokens = self._last, max(computed_tokens, self._last.computed_tokens)

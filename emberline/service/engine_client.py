@@ -264,8 +264,8 @@ class EngineClient:
         for stream in streams:
             stream.fail(EngineLost(self.name))
 
-    def heard(self, heartbeat: Heartbeat | None = None) -> None:
-        self._stalls.heard()
+    def received(self, heartbeat: Heartbeat | None = None) -> None:
+        self._stalls.received()
         if heartbeat is not None:
             self._stalls.beat(heartbeat)
 
@@ -345,7 +345,7 @@ class _EngineLink(Link):
                     self.drop(f"its canary request failed: {delta.error.message if delta.error else delta.finish}")
 
     def data_received(self, data: bytes) -> None:
-        self._client.heard()  # also a part of a large frame
+        self._client.received()  # also a part of a large frame
         super().data_received(data)
 
     def on_frame(self, payload: bytes) -> None:
@@ -355,7 +355,7 @@ class _EngineLink(Link):
                 return self._await_canary(message)
             self._client.absorb(message)
         elif isinstance(message, Heartbeat):
-            self._client.heard(message)
+            self._client.received(message)
         elif isinstance(message, KVEvents):
             if self._client.listener is not None:
                 self._client.listener.kv_events(self._client.name, message)

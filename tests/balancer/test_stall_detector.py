@@ -19,7 +19,7 @@ class Watched:
         while self.now_s < end_s:
             self.now_s += gap_s
             if heartbeat is not None:
-                self.detector.heard()
+                self.detector.received()
                 self.detector.beat(heartbeat)
             if why := self.detector.check(0, self.now_s):
                 return why
