@@ -205,15 +205,31 @@ def test_no_mask_without_grammars(grammars):
 
 
 def test_masks_are_for_the_rows_that_have_grammars(grammars):
-    bench = Bench(grammars=grammars)
-    bench.submit("plain", None, max_tokens=30)
-    bench.submit("bound", "numbers", max_tokens=30)
-    while not any(r.session and bench.scheduler._by_id["bound"].slot == s for s, r in bench.runner.requests.items()):
-        bench.step()
-    plan = bench.scheduler.plan()
-    masks = bench.scheduler.masks(plan)
-    assert masks.rows == [1]
-    assert masks.bits.shape == (1, 10)
+    seen = set()
+
+    class Watching(Taste):
+        def launch(self, plan):
+            handle = super().launch(plan)
+            bound = [place for place, row in enumerate(handle.rows) if self.requests[row.slot].grammar]
+
+            def sample(masks=None, draw=handle.sample):
+                assert (masks.rows if masks is not None else []) == bound
+                assert masks is None or masks.bits.shape == (len(bound), 10)
+                seen.add((len(handle.rows), tuple(bound)))
+                draw(masks)
+
+            handle.sample = sample
+            return handle
+
+    bench = Bench(grammars=grammars, runner=Watching())
+    for n in range(3):
+        bench.submit(f"plain {n}", None, max_tokens=600, ignore_eos=True)
+    bench.step()
+    bench.submit("bound", "numbers", "digits", max_tokens=60)
+    bench.finish()
+    assert bench.end("bound").error is None
+    alone, after_all = (1, (0,)), (4, (3,))
+    assert seen & {alone, after_all}, "it ran with the others, or after them where its grammar took long to compile"
 
 
 # --- while a grammar is compiled --------------------------------------------------------------------------------------
