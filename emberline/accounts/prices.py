@@ -1,0 +1,97 @@
+"""The price table: the versions of every model's price, and what a usage row costs.
+
+A version is never changed. A new price is a new version that is valid from a later time, so a request is charged what
+was valid when it was accepted, and its row can be calculated again years later.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Literal
+
+import msgspec
+
+from emberline.accounts.usage_row import UsageRow
+from emberline.protocol.price import Price
+
+PriceSource = Literal["card", "config", "admin"]
+
+
+class PriceVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`price` is None where the model has no price from then on."""
+
+    model: str  # lower case
+    number: int  # from 1, per model
+    valid_from_us: int
+    source: PriceSource
+    created_us: int
+    created_by: str = ""  # the admin's key id
+    price: Price | None
+
+
+class PriceTable:
+    """All versions, in memory. Owned by the core; lookups are a dictionary access."""
+
+    def __init__(self, versions: Iterable[PriceVersion] = ()) -> None:
+        self._versions: dict[str, list[PriceVersion]] = {}
+        for version in sorted(versions, key=attrgetter("number")):
+            self.add(version)
+
+    def add(self, version: PriceVersion) -> None:
+        """The next version of a model. It must not begin before the one it follows."""
+        history = self._versions.setdefault(version.model, [])
+        assert not history or version.number > history[-1].number, "versions are added in order"
+        assert not history or version.valid_from_us >= history[-1].valid_from_us, "a version must not begin earlier"
+        if version.price is not None:
+            version = msgspec.structs.replace(
+                version, price=msgspec.structs.replace(version.price, version=str(version.number))
+            )
+        history.append(version)
+
+    def find(self, model: str, at_us: int) -> Price | None:
+        """The price valid at a time. None: the model has no price then."""
+        history = self._versions.get(model) or self._versions.get(model.lower())
+        if not history:
+            return None
+        if history[-1].valid_from_us <= at_us:
+            return history[-1].price
+        place = bisect_right(history, at_us, key=attrgetter("valid_from_us"))
+        return history[place - 1].price if place else None
+
+    def version(self, model: str, number: str) -> Price | None:
+        """The price that a usage row names."""
+        for version in self._versions.get(model.lower(), ()):
+            if str(version.number) == number:
+                return version.price
+        return None
+
+    def history(self, model: str) -> list[PriceVersion]:
+        """Oldest first."""
+        return list(self._versions.get(model.lower(), ()))
+
+    def cost(self, row: UsageRow) -> int | None:
+        """Of a row, by the version it names. None: no price."""
+        price = self.version(row.model, row.price_version)
+        return None if price is None else cost_pico(row, price)
+
+    def worst_case(
+        self, model: str, at_us: int, input_tokens: int, max_output_tokens: int, priority: str = "default"
+    ) -> int | None:
+        """What a request accepted at `at_us` can cost at most, in pico-units. None: no price."""
+        price = self.find(model, at_us)
+        return None if price is None else price.worst_case_pico(input_tokens, max_output_tokens, priority)
+
+    def __iter__(self) -> Iterator[PriceVersion]:
+        return (version for history in self._versions.values() for version in history)
+
+
+def cost_pico(row: UsageRow, price: Price) -> int:
+    """In pico-units. A failed request costs nothing; a cancelled one what was computed for it."""
+    if row.status == "failed":
+        return 0
+    return price.cost_pico(
+        row.priority,
+        input_tokens=row.input_tokens,
+        cached_tokens=row.cached_tokens,
+        output_tokens=row.output_tokens,
+    )

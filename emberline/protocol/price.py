@@ -1,0 +1,112 @@
+"""The price of a model, and what a request costs at it: integers throughout, nothing is rounded.
+
+A *micro-unit* is 10⁻⁶ of the currency, a *pico-unit* 10⁻¹². A price of so many micro-units per million tokens is the
+same number of pico-units per token, so every cost is an integer of pico-units.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from emberline.protocol.errors import BadInput
+
+PICO = 10**12  # pico-units in one unit of the currency
+MICRO = 10**6
+NANO = 10**9
+
+# Bounds that keep the cost of any request within a signed 64-bit integer.
+TokenRate = Annotated[int, Meta(ge=0, le=10**10)]
+SecondRate = Annotated[int, Meta(ge=0, le=10**11)]
+ImageRate = Annotated[int, Meta(ge=0, le=10**9)]
+Percent = Annotated[int, Meta(ge=0, le=1000)]
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model costs. A class is charged its percentage of every rate, which must be a whole number."""
+
+    input: TokenRate = 0  # micro-units per million tokens
+    cached_input: TokenRate = 0  # of the prompt, served from the prefix cache; at most `input`
+    output: TokenRate = 0  # reasoning included
+    audio_second: SecondRate = 0  # nano-units: a minute for 0.0005 is no whole number of micro-units per second
+    image: ImageRate = 0  # micro-units
+    priority: Percent = 100
+    flex: Percent = 100
+    batch: Percent = 100
+    neuron: Annotated[int, Meta(ge=0, le=10**9)] = 0  # micro-units per neuron; 0: not counted in neurons
+    version: str = ""  # of the model's price; empty: not recorded
+
+    def __post_init__(self) -> None:
+        if self.cached_input > self.input:
+            raise ValueError("cached input must not cost more than input")
+        for kind in ("priority", "flex", "batch"):
+            percent = getattr(self, kind)
+            for name in ("input", "cached_input", "output", "audio_second", "image"):
+                if getattr(self, name) * percent % 100:
+                    raise ValueError(f"{percent} % of the price of {name} is not a whole number of its unit")
+
+    def cost_pico(
+        self,
+        kind: str,
+        *,
+        input_tokens: int = 0,
+        cached_tokens: int = 0,
+        output_tokens: int = 0,
+        images: int = 0,
+        audio_ms: int = 0,
+    ) -> int:
+        """In pico-units. `kind` is the class: priority, default, flex or batch; `input_tokens` include the cached."""
+        cached_tokens = min(cached_tokens, input_tokens)
+        total = (
+            self.input * (input_tokens - cached_tokens)
+            + self.cached_input * cached_tokens
+            + self.output * output_tokens
+            + self.image * images * MICRO
+            + self.audio_second * audio_ms
+        )
+        return total if kind == "default" else total * self._percent(kind) // 100
+
+    def cached_discount_pico(self, kind: str, cached_tokens: int) -> int:
+        """What these tokens would have cost more had they not been cached."""
+        return (self.input - self.cached_input) * cached_tokens * self._percent(kind) // 100
+
+    def worst_case_pico(
+        self, input_tokens: int, max_output_tokens: int, kind: str = "default", *, images: int = 0, audio_ms: int = 0
+    ) -> int:
+        """The most a request can cost that computes at most this much: nothing of its prompt is cached."""
+        return self.cost_pico(
+            kind, input_tokens=input_tokens, output_tokens=max_output_tokens, images=images, audio_ms=audio_ms
+        )
+
+    def neurons(self, cost_pico: int) -> str | None:
+        """The cost in neurons, with two decimals, half up."""
+        if not self.neuron:
+            return None
+        hundredths = (2 * cost_pico * 100 + self.neuron * MICRO) // (2 * self.neuron * MICRO)
+        return f"{hundredths // 100}.{hundredths % 100:02d}"
+
+    def _percent(self, kind: str) -> int:
+        if kind == "default":
+            return 100
+        assert kind in ("priority", "flex", "batch"), kind
+        percent: int = getattr(self, kind)
+        return percent
+
+
+def parse_amount(text: str, scale: int = MICRO) -> int:
+    """A decimal amount of the currency ("0.60") in units of 1/scale, exactly, or BadInput."""
+    whole, _, fraction = text.strip().partition(".")
+    digits = len(str(scale)) - 1
+    fraction = fraction.rstrip("0")
+    if not (whole + fraction).isdecimal() or not (whole + fraction).isascii() or len(whole) > 12:
+        raise BadInput(f"{text[:40]!r} is not an amount such as 0.60")
+    if len(fraction) > digits:
+        raise BadInput(f"{text[:40]!r} has more than {digits} decimals")
+    return int(whole or "0") * scale + int(fraction.ljust(digits, "0") or "0")
+
+
+def format_amount(amount: int, scale: int = PICO) -> str:
+    """The exact decimal of `amount`/scale, with at least two decimals."""
+    sign = "-" if amount < 0 else ""
+    whole, rest = divmod(abs(amount), scale)
+    return f"{sign}{whole}.{str(rest).rjust(len(str(scale)) - 1, '0').rstrip('0').ljust(2, '0')}"
