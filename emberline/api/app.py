@@ -32,7 +32,7 @@ from emberline.protocol.errors import EmberlineError, Internal, Unavailable
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # in the log only
-PROBES = frozenset({"/health", "/metrics", "/api/ps"})  # polled every few seconds: logged at debug level
+PROBES = frozenset({"/health", "/metrics", "/api/ps", "/api/status"})  # polled every few seconds: logged at debug level
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from emberline.api.admin import endpoints as admin
-from emberline.api.admin import events, webhooks, workers
+from emberline.api.admin import events, status, webhooks, workers
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
@@ -108,6 +108,7 @@ _OPEN: tuple[_Row, ...] = (
 _ADMIN: tuple[_Row, ...] = (
     ("GET", "/metrics", admin.metrics, "Metrics for Prometheus"),
     ("GET", "/api/ps", admin.ps, "Models, engine workers and their load"),
+    ("GET", "/api/status", status.show, "Load, requests in flight and the last hour", None, status.QUERY),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),

@@ -84,6 +84,10 @@ class AdmissionController:
     def find(self, request_id: str) -> InFlightRequest | None:
         return self.balancer.ledger.get(request_id)
 
+    def now_s(self) -> float:
+        """The time of the ledger's stamps."""
+        return self._clock()
+
     def snapshot(self) -> Snapshot:
         return self.balancer.snapshot(self._clock())
 

@@ -243,6 +243,7 @@ async def _open_queue(
     puller = Puller(queue, service, core.grants, models, auth.principal, LeaseOwner(config.home))
     stack.push_async_callback(puller.close)
     core.register(puller.metrics)
+    core.history.n_queued = lambda: puller.metrics.n_queued
     puller.start(stop)
     return batches
 

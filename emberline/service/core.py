@@ -21,10 +21,12 @@ from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.service.health import Connection, Health, check, disk_problem
+from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
 from emberline.service.metrics import Counts, Metrics
 from emberline.service.responses import DatabaseResponses, ResponseStore
 from emberline.service.sessions import Sessions
+from emberline.service.status import Status, StatusQuery, status
 from emberline.text.prompt import EncodedPrefix, KnownPrefix
 
 log = logging.getLogger("emberline.core")
@@ -72,6 +74,8 @@ class Core(Protocol):
 
     async def metrics(self) -> bytes: ...
 
+    async def status(self, query: StatusQuery) -> Status: ...
+
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
 
@@ -104,6 +108,7 @@ class LocalCore:
         self._usage = usage
         self._sessions = sessions
         self._metrics = Metrics(admission.snapshot)
+        self.history = History(admission.snapshot)
         for connection in connections:
             self.add(connection)
 
@@ -131,6 +136,8 @@ class LocalCore:
         self.admission.first_token(request_id, cached_tokens)
 
     def checkpoint(self, rows: Sequence[UsageRow]) -> None:
+        for row in rows:
+            self.history.progressed(row, self._usage.used_by(row.id))
         self._usage.checkpoint(rows)
 
     async def finalize(self, end: RequestEnd) -> None:
@@ -144,6 +151,7 @@ class LocalCore:
                 stored.account, stored.model_version, stored.digest, entry.ids, entry.text_len, entry.text_digest
             )
         self._metrics.record(row, end.inter_token)
+        self.history.ended(row, self._usage.used_by(row.id), end.inter_token)
         if not end.is_job:
             await self._usage.record(row)
 
@@ -181,12 +189,17 @@ class LocalCore:
     async def metrics(self) -> bytes:
         return self._metrics.expose()
 
+    async def status(self, query: StatusQuery) -> Status:
+        health = await self.health()
+        return status(query, health, self.admission, self._metrics, self.history, self._usage.used_by)
+
     def register(self, collector: Collector) -> None:
         """Expose more metrics."""
         self._metrics.add(collector)
 
     def refused(self, kind: str, times: int = 1) -> None:
         self._metrics.refused(kind, times)
+        self.history.refused(times)
 
     def _observe_ttft(self, row: UsageRow) -> None:
         """Of a request that is no job: how jobs on the same worker slow it down."""

@@ -10,6 +10,7 @@ from emberline.protocol.frames import EngineLoad
 from emberline.service.core import RequestEnd
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
+from emberline.service.status import Status, StatusQuery
 from emberline.text.prompt import KnownPrefix
 
 
@@ -54,6 +55,11 @@ class GetHealth(msgspec.Struct, tag="health"):
 
 class GetMetrics(msgspec.Struct, tag="metrics"):
     seq: int
+
+
+class GetStatus(msgspec.Struct, tag="status"):
+    seq: int
+    query: StatusQuery
 
 
 class ChangeWorkers(msgspec.Struct, tag="workers"):
@@ -105,11 +111,23 @@ class CoreReply(msgspec.Struct, tag="reply", omit_defaults=True):
     route: Route | None = None
     health: Health | None = None
     metrics: bytes = b""
+    status: Status | None = None
     records: list[StoredResponse] = []
     done: bool = False  # of PutResponse and DeleteResponse
     names: list[str] = []  # of ChangeWorkers
 
 
-Call = Find | Admit | Finalize | PutResponse | GetResponse | DeleteResponse | GetHealth | GetMetrics | ChangeWorkers
+Call = (
+    Find
+    | Admit
+    | Finalize
+    | PutResponse
+    | GetResponse
+    | DeleteResponse
+    | GetHealth
+    | GetMetrics
+    | GetStatus
+    | ChangeWorkers
+)
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members)

@@ -23,6 +23,7 @@ from emberline.service.core_protocol import (
     FirstToken,
     GetHealth,
     GetResponse,
+    GetStatus,
     Notice,
     PutResponse,
     WorkerLeft,
@@ -142,6 +143,8 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, names=await core.change_workers(call.change))
         if isinstance(call, GetHealth):
             return CoreReply(call.seq, health=await core.health())
+        if isinstance(call, GetStatus):
+            return CoreReply(call.seq, status=await core.status(call.query))
         return CoreReply(call.seq, metrics=await core.metrics())
 
     async def _admit(self, request: RouteRequest) -> Route:

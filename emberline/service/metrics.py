@@ -54,7 +54,7 @@ class Histogram:
         return lines
 
 
-class _ModelMetrics:
+class ModelMetrics:
     """Totals of one model since the core's start."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Metrics(Collector):
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
-        self._models: defaultdict[str, _ModelMetrics] = defaultdict(_ModelMetrics)
+        self.models: defaultdict[str, ModelMetrics] = defaultdict(ModelMetrics)
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -86,7 +86,7 @@ class Metrics(Collector):
 
     def record(self, row: UsageRow, inter_token: Counts) -> None:
         """Count a request that has ended; `inter_token`: its inter-token latencies."""
-        model = self._models[row.model]
+        model = self.models[row.model]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
         model.cached_tokens += row.cached_tokens
@@ -104,13 +104,13 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
         for worker in snapshot.workers:
-            self._models[worker.models[0]]  # from the start, at zero
+            self.models[worker.models[0]]  # from the start, at zero
         refused = CounterMetricFamily("emberline_requests_refused", "Requests refused, by error.", labels=["error"])
         for kind, n in self._refused.items():
             refused.add_metric([kind], n)
         yield refused
         ended = CounterMetricFamily("emberline_requests", "Requests ended, by status.", labels=["model", "status"])
-        for name, model in self._models.items():
+        for name, model in self.models.items():
             for status, n in model.by_status.items():
                 ended.add_metric([name, status], n)
         yield ended
@@ -123,17 +123,17 @@ class Metrics(Collector):
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
         yield from _worker_metrics(snapshot)
 
-    def _counters(self, name: str, alias: str, value: Callable[[_ModelMetrics], int]) -> Iterator[Metric]:
+    def _counters(self, name: str, alias: str, value: Callable[[ModelMetrics], int]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (alias, "model_name")):
             family = CounterMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
-            for model_name, model in self._models.items():
+            for model_name, model in self.models.items():
                 family.add_metric([model_name], value(model))
             yield family
 
-    def _histograms(self, name: str, value: Callable[[_ModelMetrics], Histogram]) -> Iterator[Metric]:
+    def _histograms(self, name: str, value: Callable[[ModelMetrics], Histogram]) -> Iterator[Metric]:
         for full_name, label in ((f"emberline_{name}", "model"), (f"vllm:{name}", "model_name")):
             family = HistogramMetricFamily(full_name, name.replace("_", " ").capitalize() + ".", labels=[label])
-            for model_name, model in self._models.items():
+            for model_name, model in self.models.items():
                 histogram = value(model)
                 family.add_metric([model_name], histogram.cumulative(), histogram.counts.total)
             yield family

@@ -1,5 +1,6 @@
 """Builds a service: in the core process, and in the other HTTP workers."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -63,7 +64,10 @@ async def open_service(
     core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written)
     membership = core.membership = Membership(core, connections, on_leave)
 
+    points = asyncio.create_task(core.history.run())
+
     async def close_core() -> None:
+        points.cancel()
         await membership.close()
         admission.close()
         await responses.close()

@@ -29,6 +29,7 @@ from emberline.service.core_protocol import (
     GetHealth,
     GetMetrics,
     GetResponse,
+    GetStatus,
     Notice,
     Observation,
     PutResponse,
@@ -38,6 +39,7 @@ from emberline.service.core_protocol import (
 from emberline.service.engine_client import EngineClient
 from emberline.service.health import Health
 from emberline.service.membership import Members, WorkerChange
+from emberline.service.status import Status, StatusQuery
 from emberline.text.prompt import KnownPrefix
 
 NOTICE_INTERVAL_S = 1.0
@@ -106,6 +108,11 @@ class RemoteCore:
 
     async def metrics(self) -> bytes:
         return (await self._call(GetMetrics)).metrics
+
+    async def status(self, query: StatusQuery) -> Status:
+        found = (await self._call(lambda seq: GetStatus(seq, query))).status
+        assert found is not None
+        return found
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         return (await self._call(lambda seq: ChangeWorkers(seq, change))).names

@@ -25,6 +25,7 @@ from emberline.service.prepare import Prepared, Preparer, Served
 from emberline.service.request_context import Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
+from emberline.service.status import Status, StatusQuery
 from emberline.service.validation import validate
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.upstream.chunks import BodyAssembler, ChunkReader
@@ -102,6 +103,12 @@ class Service:
 
     async def metrics(self) -> bytes:
         return await self.core.metrics()
+
+    async def status(self, query: StatusQuery) -> Status:
+        """Of the whole server, for its operator."""
+        found = await self.core.status(query)
+        found.ok &= not self._draining
+        return found
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""

@@ -31,6 +31,7 @@ from emberline.protocol.request import GenerateRequest, Principal, SamplingDefau
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.responses import ResponseStore
+from emberline.service.status import Status, StatusQuery
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
 
@@ -175,6 +176,22 @@ class FakeService:
     async def change_workers(self, change: WorkerChange) -> list[str]:
         self.changes.append(change)
         return ["smollm2-0"]
+
+    async def status(self, query: StatusQuery) -> Status:
+        return Status(
+            time_s=1e9,
+            uptime_s=60.0,
+            ok=self.ok,
+            problem="",
+            workers=[],
+            models=[],
+            waiting={"default": query.requests},
+            phases={},
+            requests=[],
+            recent=[],
+            step_s=10,
+            series={"time_s": [query.since_s]},
+        )
 
     async def metrics(self) -> bytes:
         return b"# TYPE emberline_requests counter\nemberline_requests_total 1.0\n"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the API needs the types of what it is given, not their impo
     from emberline.service.health import Health
     from emberline.service.membership import WorkerChange
     from emberline.service.responses import ResponseStore
+    from emberline.service.status import Status, StatusQuery
     from emberline.upstream.models import UpstreamModels
     from emberline.upstream.request import UpstreamRequest
 
@@ -70,6 +71,8 @@ class Backend(Protocol):
     async def health(self) -> "Health": ...
 
     async def metrics(self) -> bytes: ...
+
+    async def status(self, query: "StatusQuery") -> "Status": ...
 
     async def change_workers(self, change: "WorkerChange") -> list[str]:
         """Workers join, leave or drain; returns their names."""

@@ -93,6 +93,10 @@ class QueueMetrics(Collector):
     def count(self, event: str, model: str, n: int = 1) -> None:
         self._counts[event, model] += n
 
+    @property
+    def n_queued(self) -> int:
+        return sum(depth.n_queued for depth in self._depths)
+
     def total(self, event: str) -> int:
         return sum(n for (name, _), n in self._counts.items() if name == event)
 

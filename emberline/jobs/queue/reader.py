@@ -85,6 +85,10 @@ class QueueReader:
         page = [batch_from_row(row) for row in rows[:limit]]
         return page[::-1] if backward else page, len(rows) > limit
 
+    async def open_batches(self, limit: int) -> list[Batch]:
+        """The batches of all accounts that have not ended, by deadline."""
+        return [batch_from_row(row) for row in await self._store.read(sql.OPEN_BATCHES, (limit,))]
+
     async def jobs(
         self, batch_id: str, *, after: int = -1, limit: int = 500, states: Collection[str] = ()
     ) -> list[Job]:

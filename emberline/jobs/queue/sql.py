@@ -32,6 +32,10 @@ def batches_page(cursor: str, order: str) -> str:
     """
 
 
+OPEN_BATCHES = f"""
+    SELECT {BATCH_COLUMNS} FROM batches WHERE ended = 0 AND status <> 'incoming' AND kind <> 'response'
+    ORDER BY deadline_us LIMIT ?
+"""
 _CLAIM_VALIDATING = f"""
     UPDATE batches SET loader = ?, loader_until_us = ? WHERE id IN (
         SELECT id FROM batches WHERE ended = 0 AND status = 'validating' AND loader_until_us < ?
