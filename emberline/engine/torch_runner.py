@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,8 +73,10 @@ class TorchRunner:
         device: str = "cpu",
         prefill: PrefillPolicy | None = None,
         shared: bool = False,
+        cpu_share: AbstractContextManager[None] | None = None,
     ) -> None:
         self._model = model
+        self._cpu_share = cpu_share or nullcontext()
         self._prefill = prefill or PrefillPolicy()
         self._device = torch.device(device)
         self.memory: HostMemory | None = None  # of the pools on a CPU; `shared`: other processes may write it
@@ -101,7 +104,8 @@ class TorchRunner:
                 self._admit(admission)
             inputs, samplers = self._inputs(plan)
             began_s = time.perf_counter()
-            logits = self._model.forward(inputs, self._kv)
+            with self._cpu_share:
+                logits = self._model.forward(inputs, self._kv)
             self._prefill.observe(_work(plan), time.perf_counter() - began_s)
             return ComputedStep(logits, samplers)
         except Exception as error:

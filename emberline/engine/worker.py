@@ -5,10 +5,12 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emberline import log
+from emberline.engine import cpu_share as cpu_shares
 from emberline.engine import process
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
@@ -138,7 +140,8 @@ def _step_loop(
     if model.backend != "triton":
         n_blocks, cache, limits = caches(args.kv_bytes or default_kv_bytes(device))
         prefill = BatchTimeLimit()
-        runner = TorchRunner(model, n_blocks, limits, device, prefill, shared=args.role == "decode")
+        cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, _thread_setter(model.backend))
+        runner = TorchRunner(model, n_blocks, limits, device, prefill, args.role == "decode", cpu_share)
         transfers = None
         if runner.memory is not None:
             mooncake = process.mooncake_engine(runner.memory, args)
@@ -158,6 +161,16 @@ def _step_loop(
     preparation = StepPreparation(model, gpu_runner, limits)
     loop = StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, preparation.next, transfers)
     return loop, cache, limits, preparation
+
+
+def _thread_setter(backend: str) -> Callable[[int], None]:
+    if backend == "native":
+        from emberline.kernels.cpu.native_backend import set_threads
+
+        return set_threads
+    import torch
+
+    return torch.set_num_threads
 
 
 def _limits(config: ModelConfig, cache: KVCache | None, args: argparse.Namespace) -> Limits:
@@ -182,6 +195,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--kv-bytes", type=process.positive, metavar="N", help="size of the KV cache; default: from the free memory"
     )
     parser.add_argument("--threads", type=process.positive, metavar="N", help="CPU threads; default: one per core")
+    parser.add_argument(
+        "--cpu-share", metavar="FILE:SLOT", help="use fewer threads while other workers compute; all have the same file"
+    )
     parser.add_argument("--deterministic", action="store_true", help="the same tokens whatever else is in the batch")
     return parser.parse_args(argv)
 

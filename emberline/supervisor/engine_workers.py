@@ -16,6 +16,7 @@ import msgspec
 
 from emberline.balancer.endpoint import Endpoint
 from emberline.config import EngineConfig
+from emberline.engine import cpu_share
 from emberline.engine.memory import default_kv_bytes
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import WorkerRole
@@ -24,6 +25,7 @@ from emberline.supervisor.process import ProcessGroup, ProcessSpec, SupervisedPr
 
 PREFILL_NICE = 5  # on cores shared with HTTP: sending a computed token takes precedence over prefill
 RETIRE_GRACE_S = 10.0
+CPU_SHARE = "cpu-share"  # the file by which workers share threads, beside their sockets
 _MAX_SOCKET_PATH = 90  # bytes; the system's limit is 104 or 108
 
 MakeSpec = Callable[["WorkerPlan", EngineConfig, Path, str], ProcessSpec]
@@ -33,18 +35,21 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One worker to run."""
 
     name: str  # unique, stable over restarts
+    number: int = 0  # unique on this machine
     model: str  # the id it serves
     path: Path  # of the weights
     device: str
     gpu: str | None  # the one that is visible to it
     kv_bytes: int  # 0: the worker decides, from its GPU's free memory
     threads: int  # 0: the worker decides
+    shares_cpu: bool = False  # `threads` only while no other worker computes
     role: WorkerRole = "both"
     cores: tuple[int, ...] = ()  # CPU affinity; empty: any
 
 
 def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[WorkerPlan]:
-    """Workers for each model's weights: one per GPU, or one on a CPU, whose cores and memory they share evenly."""
+    """Workers for each model's weights: one per GPU, or one on a CPU; these divide the memory, and share the
+    cores by need."""
     gpus = machine.gpus() if config.device != "cpu" else []
     if config.device == "cuda" and not gpus:
         raise BadInput(
@@ -53,8 +58,8 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
     roles = _roles(config, len(gpus))
     n_workers = len(roles) * len(models)
     kv_bytes = default_kv_bytes("cpu", n_workers) if n_workers else 0
-    threads = max(1, machine.cores() // max(1, n_workers))
-    core_sets = _core_sets(n_workers) if config.prefill_workers and not gpus else []
+    core_sets = _core_sets(n_workers) if n_workers and config.prefill_workers and not gpus else []
+    threads = max(1, machine.cores() // n_workers) if core_sets else machine.cores()
     plans: list[WorkerPlan] = []
     for model, path in models.items():
         for index, role in enumerate(roles):
@@ -62,12 +67,14 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
             plans.append(
                 WorkerPlan(
                     name=f"{_short_name(model)}-{label}",
+                    number=len(plans),
                     model=model,
                     path=path,
                     device="cuda" if gpus else "cpu",
                     gpu=gpus[index % len(gpus)] if gpus else None,
                     kv_bytes=config.kv_bytes or (0 if gpus else kv_bytes),
                     threads=config.threads or (0 if gpus else threads),
+                    shares_cpu=not (config.threads or gpus or core_sets),
                     role=role,
                     cores=core_sets[len(plans)] if core_sets else (),
                 )
@@ -102,8 +109,9 @@ class EngineWorkers(ProcessGroup):
         self.folder = runtime_folder()
         self.endpoints: dict[str, list[Endpoint]] = {}  # by model
         specs = []
-        for index, plan in enumerate(plans):
-            socket = self.folder / f"w{index}.sock"
+        cpu_share.create(self.folder / CPU_SHARE)
+        for plan in plans:
+            socket = self.folder / f"w{plan.number}.sock"
             token = secrets.token_hex(32)
             endpoint = Endpoint(
                 name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,)
@@ -147,6 +155,8 @@ def worker_spec(plan: WorkerPlan, config: EngineConfig, socket: Path, token: str
     ):
         if value:
             arguments += [flag, str(value)]
+    if plan.shares_cpu:
+        arguments += ["--cpu-share", f"{socket.with_name(CPU_SHARE)}:{plan.number}"]
     if config.deterministic:
         arguments.append("--deterministic")
     arguments += ["--role", plan.role, "--id", plan.name]

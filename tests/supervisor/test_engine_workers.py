@@ -35,13 +35,15 @@ def test_cpu_workers_share_cores_and_memory() -> None:
     assert (only.threads, only.kv_bytes) == (8, 2 << 30)  # a quarter would be 4 GiB
     plans = plan_workers(EngineConfig(replicas=2), MODELS)
     assert [plan.name for plan in plans] == ["one-0", "one-1", "two-2", "two-3"]
-    assert {(plan.threads, plan.kv_bytes) for plan in plans} == {(2, 1 << 30)}
+    assert {(plan.threads, plan.shares_cpu, plan.kv_bytes) for plan in plans} == {(8, True, 1 << 30)}
+    arguments = worker_spec(plans[3], EngineConfig(), Path("/run/w3.sock"), "t").arguments
+    assert arguments[arguments.index("--cpu-share") + 1] == "/run/cpu-share:3"
 
 
 @pytest.mark.usefixtures("cpu")
 def test_configured_threads_and_kv_bytes_are_used() -> None:
     (plan,) = plan_workers(EngineConfig(threads=3, kv_bytes=123), {"m": Path("/m")})
-    assert (plan.threads, plan.kv_bytes) == (3, 123)
+    assert (plan.threads, plan.shares_cpu, plan.kv_bytes) == (3, False, 123)
 
 
 def test_one_worker_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +82,7 @@ def test_prefill_and_decode_workers_get_disjoint_cores(monkeypatch: pytest.Monke
         ("m-decode1", "decode"),
     ]
     assert [plan.cores for plan in plans] == [(0, 1), (2, 3), (4, 5)]
+    assert {(plan.threads, plan.shares_cpu) for plan in plans} == {(2, False)}
     assert worker_spec(plans[0], EngineConfig(), Path("/w"), "t").arguments[-2:] == ("--nice", "5")  # HTTP has priority
     assert worker_spec(plans[1], EngineConfig(), Path("/w"), "t").arguments[-6:] == (
         *("--role", "decode", "--id", "m-decode0", "--cores", "2,3"),

@@ -104,6 +104,11 @@ def supports(hidden: int, head_dim: int, mlp: int, heads_per_kv_head: int) -> bo
     return aligned and head_dim <= MAX_HEAD_DIM and heads_per_kv_head <= MAX_QUERY_HEADS_PER_KV_HEAD
 
 
+def set_threads(n: int) -> None:
+    """Of all kernels in this process, between two steps."""
+    load_library().em_threads(n)
+
+
 class NativeBackend:
     name = "native"
     device = "cpu"

@@ -20,11 +20,15 @@ static struct {
     _Atomic uint64_t ticket; // job number << 32 | n_tasks << 16 | next task
     _Atomic uint32_t done;
     _Atomic int sleeping;
-    int threads; // including the caller
-    int workers; // started
+    _Atomic int threads; // including the caller
+    int workers;         // started; those beyond `threads` are parked
     pthread_mutex_t lock;
     pthread_cond_t wake;
-} pool = {.threads = 1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+    pthread_cond_t unpark;
+} pool = {.threads = 1,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .unpark = PTHREAD_COND_INITIALIZER};
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -64,8 +68,19 @@ static void sleep_until_work(uint64_t seen) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void *worker_main(void *unused) {
+static inline int n_threads(void) { return atomic_load_explicit(&pool.threads, memory_order_relaxed); }
+
+// A worker beyond the number of threads waits here, where no job wakes it.
+static void park(int number) {
+    pthread_mutex_lock(&pool.lock);
+    while (number >= n_threads()) pthread_cond_wait(&pool.unpark, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void *worker_main(void *number_from_1) {
+    const int number = (int)(intptr_t)number_from_1;
     for (;;) {
+        if (number >= n_threads()) park(number);
         uint64_t seen = atomic_load_explicit(&pool.ticket, memory_order_acquire);
         if (next_task_of(seen) < n_tasks_of(seen)) {
             run_tasks();
@@ -80,12 +95,12 @@ static void *worker_main(void *unused) {
             }
         }
     }
-    return unused;
+    return NULL;
 }
 
 // Calls fn(arg, 0) .. fn(arg, n_tasks - 1) on all available threads. One caller at a time.
 static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
-    if (pool.threads == 1 || n_tasks == 1) {
+    if (n_threads() == 1 || n_tasks == 1) {
         for (int64_t i = 0; i < n_tasks; i++) fn(arg, i);
         return;
     }
@@ -111,20 +126,26 @@ static void parallel_for(task_fn fn, void *arg, int64_t n_tasks) {
 
 // Units of work per task when `n` units are divided.
 static int64_t task_size(int64_t n) {
-    int64_t size = n / (8 * pool.threads); // small enough to balance a preempted core, large enough to be cheap
+    int64_t size = n / (8 * n_threads()); // small enough to balance a preempted core, large enough to be cheap
     if (size < 1) size = 1;
     while ((n + size - 1) / size > MAX_TASKS) size *= 2;
     return size;
 }
 
+// Not while a job runs. A worker that is no longer wanted may still take tasks of the next job.
 static void set_threads(int n) {
-    pool.threads = n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
-    for (; pool.workers < pool.threads - 1; pool.workers++) {
+    n = n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
+    for (; pool.workers < n - 1; pool.workers++) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, worker_main, NULL)) {
-            pool.threads = pool.workers + 1;
-            return;
+        atomic_store(&pool.threads, pool.workers + 2);
+        if (pthread_create(&thread, NULL, worker_main, (void *)(intptr_t)(pool.workers + 1))) {
+            n = pool.workers + 1;
+            break;
         }
         pthread_detach(thread);
     }
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.threads, n);
+    pthread_cond_broadcast(&pool.unpark);
+    pthread_mutex_unlock(&pool.lock);
 }

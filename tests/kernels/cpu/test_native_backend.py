@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Rope
-from emberline.kernels.cpu.native_backend import NativeBackend
+from emberline.kernels.cpu.native_backend import NativeBackend, set_threads
 from emberline.kernels.reference import TorchBackend
 from emberline.protocol.block_hash import BLOCK_TOKENS, KVGroup
 from emberline.weights.tensors import Affine
@@ -116,6 +116,18 @@ def test_a_token_does_not_depend_on_the_batch(native, rng) -> None:
     together = native.norm_linear(x, matrix, norm, 1e-5)
     for t in range(23):
         assert torch.equal(native.norm_linear(x[t : t + 1].contiguous(), matrix, norm, 1e-5)[0], together[t])
+
+
+def test_the_number_of_threads_changes_between_steps_and_no_result_with_it(rng) -> None:
+    """Workers share cores by need: threads come and go, those that are not used wait without taking tasks."""
+    native = NativeBackend(threads=3)
+    matrix, norm = native.load_matrix([weight(rng, 960, 576, 4)]), native.load_vector(vector(rng, 576))
+    x = torch.randn(23, 576)
+    want = native.norm_linear(x, matrix, norm, 1e-5)
+    for n in (1, 2, 4, 1, 3, 2, 1, 4) * 25:
+        set_threads(n)
+        assert torch.equal(native.norm_linear(x, matrix, norm, 1e-5), want)
+    set_threads(2)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 32])
