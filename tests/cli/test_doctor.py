@@ -121,12 +121,10 @@ def test_damaged_model(tmp_path: Path) -> None:
         "created_at": "",
         "source": {
             "type": "wheel",
-            "requirements": ["y==1"],
-            "members": ["y"],
-            "file": "y.gguf",
-            "file_bytes": 4,
-            "sha256": "0" * 64,
-            "wheel_bytes": 4,
+            "files": {"y.gguf": "0" * 64},
+            "wheels": [
+                {"requirement": "y==1", "bytes": 4, "parts": [{"file": "y.gguf", "member": "y", "bytes": 4}]},
+            ],
         },
     }
     (folder / "card.json").write_text(json.dumps({"card": card, "path": "y.gguf"}))

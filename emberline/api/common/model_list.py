@@ -3,11 +3,12 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from emberline.catalog.model_card import TASKS, ModelCard, task
+from emberline.catalog.model_card import TASKS, TEXT_GENERATION, ModelCard, task
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
-_COMMON_PROPERTIES = {"async_queue": "true"}
+_MICRO = 1_000_000  # micro-units of a currency in one unit
+_FLAGS = ("function_calling", "reasoning", "vision", "beta")
 
 
 def source(card: ModelCard) -> int:
@@ -15,7 +16,6 @@ def source(card: ModelCard) -> int:
 
 
 def cloudflare_model(card: ModelCard) -> dict[str, Any]:
-    properties = card.properties | _COMMON_PROPERTIES
     return {
         "id": card.uuid,
         "source": source(card),
@@ -24,8 +24,41 @@ def cloudflare_model(card: ModelCard) -> dict[str, Any]:
         "task": (task(card.task) or TASKS[0])._asdict(),
         "created_at": card.created_at,
         "tags": [],
-        "properties": [{"property_id": name, "value": value} for name, value in properties.items()],
+        "properties": [{"property_id": name, "value": value} for name, value in _properties(card).items() if value],
     }
+
+
+def _properties(card: ModelCard) -> dict[str, Any]:
+    """Workers AI's properties: every value is text except the price, and what is false or unknown is left out."""
+    can = card.capabilities
+    flags = {name: "true" for name in _FLAGS if getattr(can, name)}
+    return {
+        "price": _prices(card),
+        "context_window": str(card.context_window),
+        "max_input_tokens": str(can.max_input_tokens or ""),
+        "output_dimensions": str(can.output_dimensions or ""),
+        "languages": ", ".join(can.languages),
+        "terms": card.license,
+        "async_queue": "true" if card.task == TEXT_GENERATION else "",
+        "planned_deprecation_date": card.deprecation_date,
+        **flags,
+    }
+
+
+def _prices(card: ModelCard) -> list[dict[str, Any]]:
+    if (prices := card.prices) is None:
+        return []
+    micros = {
+        "per M input tokens": prices.input,
+        "per M output tokens": prices.output,
+        "per M cached input tokens": prices.cached_input,
+        "per audio minute": None if prices.audio_second is None else prices.audio_second * 60,
+    }
+    return [
+        {"unit": unit, "price": micro / _MICRO, "currency": prices.currency}
+        for unit, micro in micros.items()
+        if micro is not None
+    ]
 
 
 def openai_model(card: ModelCard) -> dict[str, Any]:
