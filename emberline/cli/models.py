@@ -12,8 +12,6 @@ from emberline.catalog.model_card import DEFAULT_MODEL, TEXT_GENERATION
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import common
-from emberline.protocol.errors import BadInput
-from emberline.weights.model_config import BadCheckpoint
 
 if TYPE_CHECKING:
     from emberline.text.text_model import TextModel
@@ -46,12 +44,9 @@ def fetch(name: str, store: ModelStore) -> ModelEntry:
 
 def load_text(entry: ModelEntry) -> "TextModel":
     """The model's tokenizer and chat template; BadInput without them, since such a model cannot be served."""
-    from emberline.text.text_model import TextModel
+    from emberline.catalog.model_files import ModelFiles, read_text
 
-    try:
-        return TextModel.load(entry.path)
-    except BadCheckpoint as error:
-        raise BadInput(f"{entry.path} cannot be served: {error}") from None
+    return read_text(ModelFiles(entry.card, str(entry.path)))
 
 
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:

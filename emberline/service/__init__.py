@@ -29,7 +29,7 @@ A service:
 
 from emberline.service.health import Health
 from emberline.service.open import open_core_server, open_http_worker, open_service
-from emberline.service.prepare import Served
+from emberline.service.served_models import Served
 from emberline.service.service import Service
 
 __all__ = ["Health", "Served", "Service", "open_core_server", "open_http_worker", "open_service"]

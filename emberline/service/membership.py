@@ -6,19 +6,17 @@ not kept over a restart of the server: what is to stay belongs into its configur
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
 
 import msgspec
 
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.endpoint import Endpoint, engine_endpoint
-from emberline.catalog.model_card import ModelCard
 from emberline.config import EndpointConfig
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.service.engine_client import EngineClient
-from emberline.text.text_model import TextModel
+from emberline.service.served_models import ServedModels
 from emberline.upstream.client import UpstreamClient, UpstreamConfig, upstream_configs
 from emberline.upstream.models import UpstreamModels, discover
 
@@ -51,29 +49,24 @@ class WorkerConnections:
 
     def __init__(
         self,
-        models: Sequence[tuple[ModelCard, TextModel]],
+        models: ServedModels,
         upstream: UpstreamModels,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        """`models` that engines serve; `on_stall` is called with the name of an engine that hangs."""
+        """`on_stall` is called with the name of an engine that hangs."""
         self.engines: dict[str, EngineClient] = {}  # by name
         self.upstream = upstream
-        self._texts = {card.id: text for card, text in models}
-        self._names = {name.lower(): card.id for card, _ in models for name in (*card.aliases, card.id)}
+        self.models = models
         self._on_stall = on_stall
 
     def engines_of(self, model: str) -> list[EngineClient]:
         return [engine for engine in self.engines.values() if engine.endpoint.models[0] == model]
 
-    def model_id(self, name: str) -> str | None:
-        """The id of a model that is served here, by any of its names."""
-        return self._names.get(name.lower())
-
     def add_engine(self, endpoint: Endpoint) -> EngineClient:
         """Not started yet. It names its model."""
         assert endpoint.name not in self.engines, "endpoint names are unique"
         client = self.engines[endpoint.name] = EngineClient(endpoint)
-        client.vocabulary = partial(getattr, self._texts[endpoint.models[0]], "vocabulary")
+        client.vocabulary = lambda: self.models.text_of(endpoint.models[0]).vocabulary
         client.on_stall = self._on_stall
         return client
 
@@ -168,7 +161,7 @@ class Membership:
 
     async def _join_engine(self, config: EndpointConfig) -> list[str]:
         endpoint = engine_endpoint(config)
-        model = self._connections.model_id(endpoint.models[0])
+        model = self._connections.models.model_id(endpoint.models[0])
         if model is None:
             raise BadInput(
                 f"{endpoint.models[0]} is not served here, so its tokenizer is not loaded; add the worker to "

@@ -15,9 +15,9 @@ from emberline.balancer.grants import SHARE
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.membership import Membership, WorkerConnections
-from emberline.service.prepare import Served
 from emberline.service.remote_core import RemoteCore
 from emberline.service.responses import RETENTION_DAYS, DatabaseResponses
+from emberline.service.served_models import Served, ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import Database, open_store
@@ -76,7 +76,7 @@ async def open_service(
             await own.close()
 
     connections.upstream.start(watch=True)
-    return Service(core, served, connections.engines, close_core, GrammarCompiler(), connections.upstream)
+    return Service(core, connections.models, connections.engines, close_core, GrammarCompiler(), connections.upstream)
 
 
 async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
@@ -96,14 +96,14 @@ async def open_http_worker(
     core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
     await core.wait_connected(CORE_WAIT_S)
     models.start(watch=False)
-    return Service(core, served, connections.engines, core.close, GrammarCompiler(), models)
+    return Service(core, connections.models, connections.engines, core.close, GrammarCompiler(), models)
 
 
 def _connections(
     served: Sequence[Served], upstream: UpstreamModels, on_stall: Callable[[str], None] | None = None
 ) -> WorkerConnections:
     """To the configured workers. The service starts those to engines."""
-    connections = WorkerConnections([(item.card, item.text) for item in served], upstream, on_stall)
+    connections = WorkerConnections(ServedModels(served), upstream, on_stall)
     for item in served:
         for endpoint in item.endpoints:
             connections.add_engine(msgspec.structs.replace(endpoint, models=endpoint.models or (item.card.id,)))

@@ -8,14 +8,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from emberline.balancer.endpoint import Endpoint
-from emberline.catalog.model_card import ModelCard
 from emberline.protocol import block_hash as blockhash
 from emberline.protocol.errors import BadInput, ContextExceeded
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams, ThinkingLimit
 from emberline.service.core import Core, SessionEntry
 from emberline.service.request_context import Clock
+from emberline.service.served_models import Served
 from emberline.service.validation import validate, validate_prompt
 from emberline.text.grammar.reply_grammar import GrammarSpec
 from emberline.text.prompt import (
@@ -36,15 +35,6 @@ from emberline.text.tokenizer import OFF_LOOP_BYTES
 T = TypeVar("T")
 
 MESSAGE_BYTES = 64  # of text that are tokenized in the time that a template takes for a message
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model, and the workers that serve it."""
-
-    card: ModelCard
-    text: TextModel
-    endpoints: tuple[Endpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)

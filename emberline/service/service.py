@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import msgspec
 
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import EmberlineError, MalformedModelId, ModelNotFound, Unavailable
+from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import GenerateRequest, Principal
@@ -21,10 +20,11 @@ from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.metrics import INTER_TOKEN_BOUNDS_S, Counts, Histogram
-from emberline.service.prepare import Prepared, Preparer, Served
+from emberline.service.prepare import Prepared, Preparer
 from emberline.service.request_context import Clock, JobContext, in_flight_id
 from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
+from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
 from emberline.service.validation import validate
 from emberline.text.grammar.compiler_pool import GrammarCompiler
@@ -33,8 +33,6 @@ from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
 from emberline.upstream.transport import UpstreamTransport, passthrough
 
-_MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
-_MODEL_ID_CHARS = 256
 _ANY_VOCABULARY = 1 << 31  # upstream servers check token ids themselves
 CHECKPOINT_S = 1.0  # between two reports of what running requests have used
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
@@ -50,7 +48,7 @@ class Service:
     def __init__(
         self,
         core: Core,
-        served: Sequence[Served],
+        served: ServedModels,
         engines: Mapping[str, EngineClient],
         close_core: Callable[[], Awaitable[None]],
         grammars: GrammarCompiler,
@@ -58,8 +56,7 @@ class Service:
     ) -> None:
         self.core = core
         self.upstream = upstream if upstream is not None else UpstreamModels(())
-        self._served = {item.card.id: item for item in served}
-        self._names = {name.lower(): item for item in reversed(served) for name in (*item.card.aliases, item.card.id)}
+        self._models = served
         self._engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
@@ -75,21 +72,21 @@ class Service:
     # --- queries -----------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelCard]:
-        return [*(item.card for item in self._served.values()), *self.upstream.cards()]
+        return [*self._models.cards(), *self.upstream.cards()]
 
     def upstream_card(self, model_id: str) -> ModelCard | None:
         """The card of a model on upstream servers; a model of ours with the same name takes precedence."""
-        return None if model_id.lower() in self._names else self.upstream.find(model_id)
+        return None if self._models.model_id(model_id) is not None else self.upstream.find(model_id)
 
     def resolve(self, model_id: str) -> ModelCard:
         """The card of a model by id or alias, in any case of letters."""
-        return self.upstream_card(model_id) or self._resolve(model_id).card
+        return self.upstream_card(model_id) or self._models.resolve(model_id)
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
         if (card := self.upstream_card(request.model)) is not None:
             return await self.upstream.count_tokens(request, card)
-        return await self._preparer.count(request, self._resolve(request.model))
+        return await self._preparer.count(request, await self._models.get(request.model))
 
     @property
     def responses(self) -> ResponseStore:
@@ -124,7 +121,7 @@ class Service:
     async def warm_up(self) -> None:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""
         await self._grammars.start()
-        for item in self._served.values():
+        for item in self._models.known():
             await self._preparer.load_vocabulary(item.text)
             for engine in self._engines_of(item):
                 engine.send_vocabulary()
@@ -212,7 +209,7 @@ class Service:
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
             return await self._admit(sent.route, upstream, clock, job), _no_session_entries
-        served = self._resolve(request.model)
+        served = await self._models.get(request.model)
         prepared = await self._preparer.prepare(request, principal, served, self._info(served), clock)
         inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         engine = EngineTransport(prepared, self._engines, inter_token, job)
@@ -254,18 +251,12 @@ class Service:
             log.exception("a conversation was not remembered", extra={"request_id": prepared.request.id})
             return []
 
-    def _resolve(self, model_id: str) -> Served:
-        served = self._names.get(model_id.lower())
-        if served is not None:
-            return served
-        if len(model_id) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(model_id):
-            raise MalformedModelId(f"{model_id[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
-        raise ModelNotFound(f"no model {model_id} here; there are {', '.join(self._served)}", param="model")
-
     def _info(self, served: Served) -> EngineInfo:
         for engine in self._engines_of(served):
             if engine.info is not None:
                 return engine.info
+        if served.info is not None:
+            return served.info
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
     def _engines_of(self, served: Served) -> list[EngineClient]:

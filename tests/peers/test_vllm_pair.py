@@ -18,6 +18,7 @@ from emberline.protocol.request import GenerateRequest, Message, Principal, Samp
 from emberline.service.answer import collect_answer
 from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
+from emberline.service.served_models import ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
@@ -80,7 +81,7 @@ async def setup(pair: dict[str, VllmServer], tmp_path: Path) -> AsyncIterator[Se
     async def close_core() -> None:
         return None
 
-    service = Service(core, [], {}, close_core, GrammarCompiler(), models)
+    service = Service(core, ServedModels(), {}, close_core, GrammarCompiler(), models)
     for upstream in upstreams:
         assert await upstream.wait_connected(60)
     yield Setup(service, core)

@@ -16,6 +16,7 @@ from emberline.service import Service, open_core_server, open_http_worker
 from emberline.service.core import LocalCore
 from emberline.service.membership import Members, WorkerChange, WorkerConnections
 from emberline.service.remote_core import RemoteCore
+from emberline.service.served_models import ServedModels
 from emberline.testing.standin_openai import StandinServer
 from emberline.text.text_model import TextModel
 from emberline.upstream.client import UpstreamConfig
@@ -190,7 +191,7 @@ async def test_members_are_followed_in_order_while_a_tokenizer_is_loaded(
     monkeypatch.setattr("emberline.upstream.models._load_tokenizer", load)
     endpoint = Endpoint(name="far", address="http://127.0.0.1:1", kind="openai", models=("far/model",))
     joined = Members(upstreams=[UpstreamConfig(endpoint=endpoint, tokenizer="far.json")])
-    connections = WorkerConnections([], UpstreamModels([]))
+    connections = WorkerConnections(ServedModels(), UpstreamModels([]))
     tasks = []
     for members, known in ((joined, ["far"]), (joined, ["far"]), (Members(gone=["far"]), [])):
         tasks.append(asyncio.create_task(connections.follow(members)))

@@ -18,6 +18,7 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.request import GenerateRequest, Message, Principal, SamplingParams
 from emberline.service.core import LocalCore
 from emberline.service.responses import DatabaseResponses
+from emberline.service.served_models import ServedModels
 from emberline.service.service import Service
 from emberline.service.sessions import Sessions
 from emberline.store import open_store
@@ -127,7 +128,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Opener]:
         core = LocalCore(gate, upstreams, UsageLedger(store), Sessions(), responses)
         models = UpstreamModels(upstreams)
         models.start(watch=True)
-        service = Service(core, [], {}, _nothing, GrammarCompiler(), models)
+        service = Service(core, ServedModels(), {}, _nothing, GrammarCompiler(), models)
         for upstream in upstreams:
             assert await upstream.wait_connected(PATIENCE_S)
         closing.extend([store.close, *(standin.close for standin in standins.values()), service.close])

@@ -1,0 +1,44 @@
+"""What a model's files tell without an engine: its tokenizer, its vocabulary, context and fingerprint."""
+
+from pathlib import Path
+
+import msgspec
+
+from emberline.catalog.model_card import ModelCard
+from emberline.protocol.errors import BadInput
+from emberline.protocol.frames import EngineInfo
+from emberline.text.text_model import TextModel
+from emberline.weights.checkpoint import open_checkpoint
+from emberline.weights.model_config import BadCheckpoint
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    """A model on this machine: the GGUF file or the Hugging Face folder."""
+
+    card: ModelCard
+    path: str
+
+
+def read_text(files: ModelFiles) -> TextModel:
+    """The model's tokenizer and chat template; BadInput without them, since such a model cannot be served."""
+    try:
+        return TextModel.load(Path(files.path))
+    except BadCheckpoint as error:
+        raise BadInput(f"{files.path} cannot be served: {error}") from None
+
+
+def read_info(files: ModelFiles) -> EngineInfo:
+    """What an engine would tell of the model. Its context may turn out smaller: the KV cache has to hold it."""
+    try:
+        checkpoint = open_checkpoint(Path(files.path))
+    except BadCheckpoint as error:
+        raise BadInput(f"{files.path} cannot be served: {error}") from None
+    config = checkpoint.config
+    checkpoint.close()
+    return EngineInfo(
+        model=files.card.id,
+        fingerprint=checkpoint.fingerprint,
+        context_len=config.context_len,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+    )

@@ -1,0 +1,113 @@
+"""The models of our engines, by name, and what a process needs to prepare requests for them.
+
+Models that were named at start have their tokenizers from then on. For those that the core loads on demand, a process
+reads the tokenizer when the first request for them comes, in a thread, while other requests go on.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.catalog.model_card import ModelCard, built_in
+from emberline.catalog.model_files import ModelFiles, read_info, read_text
+from emberline.protocol.errors import MalformedModelId, ModelNotFound
+from emberline.protocol.frames import EngineInfo
+from emberline.text.text_model import TextModel
+
+_MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
+_MODEL_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, and the workers that serve it."""
+
+    card: ModelCard
+    text: TextModel
+    endpoints: tuple[Endpoint, ...] = ()
+    info: EngineInfo | None = None  # as its files tell; of a model that may have no engine yet
+
+
+LoadModel = Callable[[ModelFiles], Served]
+
+
+class ServedModels:
+    """Owned by one process. Names are those of the cards: ids and aliases, in any case of letters."""
+
+    def __init__(self, served: Sequence[Served] = (), load: LoadModel | None = None) -> None:
+        self._load = load or load_served
+        self._cards = {item.card.id: item.card for item in served}
+        self._served = {item.card.id: item for item in served}
+        self._at_start = frozenset(self._served)
+        self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, by id
+        self._loading: dict[str, asyncio.Future[Served]] = {}
+        self._names: dict[str, str] = {}
+        self._index()
+
+    def cards(self) -> list[ModelCard]:
+        return list(self._cards.values())
+
+    def known(self) -> list[Served]:
+        """Those whose tokenizers are in memory."""
+        return list(self._served.values())
+
+    def model_id(self, name: str) -> str | None:
+        return self._names.get(name.lower())
+
+    def resolve(self, name: str) -> ModelCard:
+        """ModelNotFound and MalformedModelId say what to do about it."""
+        if (model := self.model_id(name)) is not None:
+            return self._cards[model]
+        if len(name) > _MODEL_ID_CHARS or not _MODEL_ID.fullmatch(name):
+            raise MalformedModelId(f"{name[:_MODEL_ID_CHARS]!r} is not a model id", param="model")
+        if built_in(name) is not None:
+            raise ModelNotFound(f"{name} is not on this machine: run `emberline pull {name}` there", param="model")
+        raise ModelNotFound(f"no model {name} here; there are {', '.join(self._cards)}", param="model")
+
+    def text_of(self, model: str) -> TextModel:
+        """Of a model whose tokenizer is in memory."""
+        return self._served[model].text
+
+    async def get(self, name: str) -> Served:
+        """The model of that name, its tokenizer read if it was not yet. A file that cannot be read is tried again."""
+        card = self.resolve(name)
+        served = self._served.get(card.id)
+        if served is not None:
+            return served
+        loading = self._loading.get(card.id)
+        if loading is None:
+            loading = asyncio.ensure_future(asyncio.to_thread(self._load, self._files[card.id]))
+            self._loading[card.id] = loading
+            loading.add_done_callback(lambda done: self._loaded(card.id, done))
+        return await asyncio.shield(loading)
+
+    def offer(self, models: Iterable[ModelFiles]) -> None:
+        """These models, and no others, are loaded on demand. Those that were named at start stay as they are."""
+        files = {model.card.id: model for model in models if model.card.id not in self._at_start}
+        for model in self._files.keys() - files.keys():
+            del self._cards[model]
+        changed = {model for model, found in self._files.items() if files.get(model) != found}
+        self._served = {model: item for model, item in self._served.items() if model not in changed}
+        self._files = files
+        self._cards |= {model: found.card for model, found in files.items()}
+        self._index()
+
+    def _index(self) -> None:
+        self._names = {
+            name.lower(): card.id for card in reversed(self._cards.values()) for name in (*card.aliases, card.id)
+        }
+
+    def _loaded(self, model: str, loading: "asyncio.Future[Served]") -> None:
+        self._loading.pop(model, None)
+        if loading.cancelled() or loading.exception() is not None or model not in self._files:
+            return
+        served = loading.result()
+        if served.card == self._cards[model]:  # else it was replaced meanwhile
+            self._served[model] = served
+
+
+def load_served(files: ModelFiles) -> Served:
+    """Blocks."""
+    return Served(files.card, read_text(files), info=read_info(files))
