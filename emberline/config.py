@@ -37,11 +37,12 @@ class ServerConfig(Section, frozen=True):
     http_workers: Annotated[int, Meta(ge=1, le=256)] = 1  # processes; with 1 the core process serves HTTP itself
     allowed_hosts: tuple[str, ...] = ()  # Host headers to accept besides the bound address
     cors_origins: tuple[str, ...] = ()  # web origins that may call, e.g. http://localhost:3000
+    auth: Literal["auto", "keys", "none"] = "auto"  # auto: keys beyond loopback or where an admin key is set, else none
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests to finish at shutdown
 
 
 class AuthConfig(Section, frozen=True):
-    key: str | None = None
+    key: str | None = None  # the admin key
 
     def __repr__(self) -> str:
         return f"AuthConfig(key={'set' if self.key else None})"
@@ -181,18 +182,38 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
+def needs_keys(config: Config) -> bool:
+    """Whether every request needs an API key."""
+    chosen, host = config.server.auth, config.server.host
+    return chosen == "keys" or (chosen == "auto" and bool(config.auth.key)) or not is_loopback(host)
+
+
 def check_exposure(config: Config) -> None:
-    """Refuses to listen beyond loopback without an API key; called before a socket is bound."""
-    key, host = config.auth.key, config.server.host
-    if is_loopback(host) or (key and len(key) >= MIN_KEY_LEN):
+    """Refuses to listen beyond loopback unless keys protect the server; called before a socket is bound."""
+    key, host, chosen = config.auth.key, config.server.host, config.server.auth
+    if chosen == "none" and key:
+        raise ConfigError(
+            "an admin key is set, but --auth none asks for no keys: drop one of the two", param="auth.key"
+        )
+    if is_loopback(host):
         return
-    what = f"a key of at least {MIN_KEY_LEN} characters" if key else "a key"
+    if chosen == "none":
+        raise ConfigError(
+            f"refusing to listen on {host} without keys: anyone who can reach this machine could use it. "
+            "Use --auth keys",
+            param="server.auth",
+        )
+    if (key and len(key) >= MIN_KEY_LEN) or (chosen == "keys" and not key):
+        return
+    what = f"an admin key of at least {MIN_KEY_LEN} characters" if key else "keys"
     raise ConfigError(
         f"refusing to listen on {host} without {what}: anyone who can reach this machine could use it.\n"
-        "Create one and start again:\n"
+        "Either start with --auth keys, and create a key for each client:\n"
+        "  emberline key create --account NAME\n"
+        "or set an admin key, which may do everything, and start again:\n"
         "  export EMBERLINE_AUTH_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')\n"
         f'or keep it in {config.home / FILE_NAME}:\n  [auth]\n  key = "…"\n'
-        "Clients then send it as `Authorization: Bearer <key>`.",
+        "Clients send a key as `Authorization: Bearer <key>`.",
         param="auth.key",
     )
 

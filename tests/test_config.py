@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.config import ConfigError, check_exposure, is_loopback, parse_size, resolve
+from emberline.config import ConfigError, check_exposure, is_loopback, needs_keys, parse_size, resolve
 
 
 def write(home: Path, text: str) -> Path:
@@ -110,6 +110,32 @@ def test_beyond_loopback_a_key_is_needed(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="at least 16"):
         check(EMBERLINE_AUTH_KEY="short")
     check(EMBERLINE_AUTH_KEY="k" * 16)
+    check(EMBERLINE_SERVER_AUTH="keys")
+    with pytest.raises(ConfigError, match="--auth keys"):
+        check(EMBERLINE_SERVER_AUTH="none")
+
+
+@pytest.mark.parametrize(
+    ("host", "auth", "key", "needed"),
+    [
+        ("127.0.0.1", "auto", "", False),
+        ("127.0.0.1", "none", "", False),
+        ("127.0.0.1", "keys", "", True),
+        ("127.0.0.1", "auto", "k" * 16, True),
+        ("0.0.0.0", "auto", "k" * 16, True),
+        ("0.0.0.0", "keys", "", True),
+        ("0.0.0.0", "none", "", True),  # which `check_exposure` refuses
+    ],
+)
+def test_when_keys_are_needed(tmp_path: Path, host: str, auth: str, key: str, needed: bool) -> None:
+    config = resolve({"server.host": host, "server.auth": auth}, {"EMBERLINE_AUTH_KEY": key} if key else {}, tmp_path)
+    assert needs_keys(config) is needed
+
+
+def test_an_admin_key_contradicts_a_server_without_keys(tmp_path: Path) -> None:
+    config = resolve({"server.auth": "none"}, {"EMBERLINE_AUTH_KEY": "k" * 16}, tmp_path)
+    with pytest.raises(ConfigError, match="drop one"):
+        check_exposure(config)
 
 
 def test_errors_name_the_flag_as_it_is_typed(tmp_path: Path) -> None:

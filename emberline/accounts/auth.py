@@ -1,58 +1,157 @@
-"""Authentication: one static API key, or none in local mode, where everyone who reaches the port is admitted."""
+"""Authentication: turns the credentials of a request into a Principal.
 
-import re
-from collections.abc import Iterator, Mapping
+Local mode needs no key: everyone who reaches the port may do everything. Elsewhere there are API keys of the directory,
+the configured admin key, and operator tickets. Nothing but the credentials decides who the caller is.
+"""
+
+import time
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
 
+from emberline.accounts.account import LOCAL_ACCOUNT, check_account_name
+from emberline.accounts.api_key import MAX_KEY_CHARS, PREFIX, ApiKey, is_well_formed, key_digest
+from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.secret import Secret
-from emberline.protocol.errors import BadInput, Unauthorized
+from emberline.protocol.errors import Forbidden, Unauthorized
 from emberline.protocol.request import Principal
 
-LOCAL_ACCOUNT = "local"  # where the request's path names no account
-_ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+OPERATOR = "operator"  # the key id of operator tickets
+TICKET_S = 60  # for which an operator ticket is valid, either side of its time
+_TICKET_PREFIX = "ember-operator."
+_CREDENTIALS = (b"authorization", b"x-auth-key", b"x-api-key")
+_HOW = "send it as `Authorization: Bearer <key>`"
+
+RawHeaders = Iterable[tuple[bytes, bytes]]  # names in lower case
+
+
+class UnknownKey(Unauthorized):
+    """A well-formed key that this process does not know, perhaps not yet."""
 
 
 class Authenticator:
-    """Turns a request's headers and account into a Principal, or raises Unauthorized."""
+    """Checks keys in memory; `key` is the configured admin key. Without `required` and a key, local mode."""
 
-    def __init__(self, secret: Secret, key: str | None = None) -> None:
+    def __init__(
+        self,
+        secret: Secret,
+        key: str | None = None,
+        directory: KeyDirectory | None = None,
+        required: bool = False,
+    ) -> None:
+        self._secret = secret
+        self._directory = directory
         self._salt_of = lru_cache(1024)(lambda account: secret.derive("kv", account))
-        self._key_digest = _digest(key) if key else None
-        self._key_id = secret.derive("key-id", key, size=6).hex() if key else ""
+        self._admin_digest = key_digest(key) if key else None
+        self._admin_id = secret.derive("key-id", key, size=6).hex() if key else ""
+        self._required = required or bool(key)
 
     @property
     def needs_key(self) -> bool:
-        return self._key_digest is not None
+        return self._required
 
     def principal(self, account: str, key_id: str) -> Principal:
-        """The principal of an account whose key was checked before: for queued jobs."""
-        return Principal(account=account, key_id=key_id, salt=self._salt_of(account))
+        """The principal of a queued job: its key was checked when it was submitted, and may have been revoked since."""
+        record = self._directory.key(key_id) if self._directory is not None and key_id else None
+        models = () if record is None else record.models
+        return Principal(account=account, key_id=key_id, salt=self._salt_of(account), models=models)
 
-    def authenticate(self, headers: Mapping[str, str], account: str = LOCAL_ACCOUNT) -> Principal:
-        """headers: by lower-case name. The account is the tenant; its salt isolates its cached KV blocks."""
-        if not self._is_authorized(headers):
-            raise Unauthorized("a valid API key is needed: send it as `Authorization: Bearer <key>`")
-        if not _ACCOUNT.fullmatch(account):
-            raise BadInput("account names are 1 to 64 letters, digits, - and _, and begin with a letter or digit")
-        return self.principal(account, self._key_id)
+    async def authenticate(self, headers: RawHeaders, account: str | None = None) -> Principal:
+        """`account` is what the path names: a key acts for its own account only, an admin for every one."""
+        try:
+            return self.check(headers, account)
+        except UnknownKey:
+            if self._directory is None:
+                raise
+            await self._directory.catch_up()
+            return self.check(headers, account)
 
-    def _is_authorized(self, headers: Mapping[str, str]) -> bool:
-        expected = self._key_digest
-        return expected is None or any(compare_digest(_digest(key), expected) for key in _presented(headers))
+    def check(self, headers: RawHeaders, account: str | None = None) -> Principal:
+        """As `authenticate`, by what this process knows by now."""
+        if account is not None:
+            check_account_name(account)
+        key = _presented(headers, self._required)
+        if not self._required and not key.startswith(PREFIX):
+            return self._admin("", account)
+        if not key:
+            raise Unauthorized(f"a valid API key is needed: {_HOW}")
+        digest = key_digest(key)
+        if self._admin_digest is not None and compare_digest(digest, self._admin_digest):
+            return self._admin(self._admin_id, account)
+        if key.startswith(_TICKET_PREFIX) and self._is_operator(key):
+            return self._admin(OPERATOR, account)
+        record = self._directory.key_of_digest(digest) if self._directory is not None else None
+        if record is None:
+            if is_well_formed(key):
+                raise UnknownKey(f"a valid API key is needed: there is no such key here; {_HOW}")
+            raise Unauthorized(f"a valid API key is needed: this is none, or a part of one; {_HOW}")
+        self._check_record(record, digest)
+        if record.role == "admin":
+            return self._admin(record.id, account or record.account)
+        if account is not None and account != record.account:
+            raise Forbidden(f"this key belongs to account {record.account} and may not act for account {account}")
+        salt = self._salt_of(record.account)
+        return Principal(record.account, record.id, salt, record.role, record.models, record.apis)
+
+    def _check_record(self, record: ApiKey, digest: bytes) -> None:
+        assert self._directory is not None
+        now_us = time.time_ns() // 1000
+        if not compare_digest(digest, record.digest):
+            rotated = record.previous_digest is not None and compare_digest(digest, record.previous_digest)
+            if not rotated or now_us >= (record.previous_until_us or 0):
+                raise Unauthorized("this API key was rotated and is no longer valid: use the new one")
+        if record.revoked_us is not None:
+            raise Unauthorized("this API key was revoked")
+        if record.expires_us is not None and now_us >= record.expires_us:
+            raise Unauthorized("this API key has expired")
+        owner = self._directory.account(record.account)
+        if owner is not None and owner.disabled_us is not None:
+            raise Forbidden(f"account {record.account} is disabled")
+
+    def _admin(self, key_id: str, account: str | None) -> Principal:
+        name = account or LOCAL_ACCOUNT
+        return Principal(name, key_id, self._salt_of(name), "admin")
+
+    def _is_operator(self, ticket: str) -> bool:
+        made_s = ticket.split(".")[1]
+        if not (made_s.isascii() and made_s.isdecimal() and len(made_s) <= 12):
+            return False
+        return abs(time.time() - int(made_s)) <= TICKET_S and compare_digest(
+            ticket.encode(), operator_ticket(self._secret, int(made_s)).encode()
+        )
 
 
-def _presented(headers: Mapping[str, str]) -> Iterator[str]:
-    """The keys in the headers of OpenAI's, Cloudflare's (current and older) and Anthropic's clients."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        yield token.strip()
-    for name in ("x-auth-key", "x-api-key"):
-        if key := headers.get(name):
-            yield key
+def operator_ticket(secret: Secret, now_s: int) -> str:
+    """An admin's credential for a minute, for whoever can read the root secret: the command line on this machine."""
+    mac = blake2b(str(now_s).encode(), key=secret.derive("operator", size=32), digest_size=32).hexdigest()
+    return f"{_TICKET_PREFIX}{now_s}.{mac}"
 
 
-def _digest(key: str) -> bytes:
-    """Hashed before comparing, so that the time does not depend on the length either."""
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+def _presented(headers: RawHeaders, required: bool) -> str:
+    """The key in the headers of OpenAI's, Cloudflare's (current and older) and Anthropic's clients; empty: none.
+
+    Proxies differ in which of two keys they would use, so two are refused. Clients of a local server may send whatever
+    they have.
+    """
+    names: list[bytes] = []
+    keys: set[str] = set()
+    for name, raw in headers:
+        if name in _CREDENTIALS:
+            value = raw.decode("latin-1")
+            if name == b"authorization":
+                scheme, _, value = value.partition(" ")
+                value = value if scheme.lower() == "bearer" else ""
+            key = value.strip()
+            names.append(name)
+            if key and (required or key.startswith(PREFIX)):
+                keys.add(key)
+    if required and len(set(names)) < len(names):
+        raise Unauthorized("a header with an API key was sent twice: send one")
+    if len(keys) > 1:
+        sent = " and ".join(sorted(name.decode() for name in set(names)))
+        raise Unauthorized(f"{sent} have different API keys: send one")
+    key = keys.pop() if keys else ""
+    if len(key) > MAX_KEY_CHARS:
+        raise Unauthorized(f"no API key has more than {MAX_KEY_CHARS} characters")
+    return key

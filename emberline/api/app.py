@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from emberline import log as logs
-from emberline.accounts.auth import LOCAL_ACCOUNT, Authenticator
+from emberline.accounts.auth import Authenticator
 from emberline.api.http.body import held_bodies
 from emberline.api.http.call import (
     Backend,
@@ -24,7 +24,7 @@ from emberline.api.http.call import (
 from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.guard import Guard, preflight, with_cors_headers
 from emberline.api.http.large_requests import LargeRequestRelay
-from emberline.api.http.router import Policy, Router
+from emberline.api.http.router import Policy, Router, authorize
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
@@ -113,8 +113,8 @@ class App:
         route = found.route(scope["method"])
         call.path_param = found.path_param
         if route.policy is not Policy.OPEN:
-            account = LOCAL_ACCOUNT if found.account is None else found.account
-            call.principal = self._auth.authenticate(call.headers, account)
+            call.principal = await self._auth.authenticate(scope["headers"], found.account)
+            authorize(call.principal, route)
         try:
             return await route.endpoint(call)
         except LargeRequest as large:

@@ -1,5 +1,6 @@
 """Every route of the server, with its policy."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,29 @@ from emberline.config import EndpointConfig
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
 QUEUE = {"queueRequest": {"type": "boolean"}}
+
+# The API of a route by the first word of its path: what a key's scope names. A route whose word is missing here is a
+# mistake that the import reports.
+APIS = {
+    "chat": "chat",
+    "completions": "chat",
+    "responses": "responses",
+    "messages": "messages",
+    "run": "run",
+    "embeddings": "embeddings",
+    "rerank": "rerank",
+    "audio": "audio",
+    "models": "models",
+    "tasks": "models",
+    "authors": "models",
+    "files": "files",
+    "batches": "batches",
+    "queue": "batches",
+    "events": "webhooks",
+    "webhook_endpoints": "webhooks",
+    "subscriptions": "webhooks",
+    "usage": "usage",
+}
 
 # Method, path, endpoint, summary; then the struct of the body and the query parameters, where there are any.
 _Row = tuple[Any, ...]
@@ -119,12 +143,25 @@ _ADMIN: tuple[_Row, ...] = (
 
 
 def _routes(prefix: str, dialect: Dialect, rows: tuple[_Row, ...], policy: Policy = Policy.KEY) -> list[Route]:
-    return [Route(method, prefix + path, policy, dialect, *rest) for method, path, *rest in rows]
+    return [_route(method, prefix + path, policy, dialect, *rest) for method, path, *rest in rows]
+
+
+def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any) -> Route:
+    route = Route(method, path, policy, dialect, *rest)
+    return replace(route, api=APIS[_first_word(path)]) if policy is Policy.KEY else route
+
+
+def _first_word(path: str) -> str:
+    """Of the path behind the prefix that names the API's family."""
+    for prefix in (f"{AI}/v1/v1/", f"{AI}/v1/", f"{AI}/", SUBSCRIPTIONS.removesuffix("subscriptions"), "/v1/", "/api/"):
+        if path.startswith(prefix):
+            return path[len(prefix) :].partition("/")[0]
+    return path
 
 
 ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _OPEN, Policy.OPEN),
-    *_routes("", Dialect.OPENAI, _ADMIN),
+    *_routes("", Dialect.OPENAI, _ADMIN, Policy.ADMIN),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _OPENAI),

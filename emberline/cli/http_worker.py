@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from emberline import log as logs
+from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
@@ -28,7 +29,7 @@ from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import ModelCard
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.models import load_text
-from emberline.config import Config
+from emberline.config import Config, needs_keys
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
 from emberline.service import Served, Service, open_http_worker
@@ -82,9 +83,10 @@ async def serve_http(
     webhooks: WebhookService,
     batches: BatchService,
     large_socket: Path | None,
+    accounts: AccountService,
 ) -> None:
     """Serve HTTP until `stop`, then drain running requests. Large ones are relayed to `large_socket`, if given."""
-    auth = Authenticator(Secret.open(config.home), config.auth.key)
+    auth = Authenticator(Secret.open(config.home), config.auth.key, accounts.directory, needs_keys(config))
     settings = ApiSettings(auth, hosts=config.server.allowed_hosts, origins=config.server.cors_origins)
     if large_socket is not None:
         warmup = asyncio.create_task(service.warm_up())
@@ -115,6 +117,9 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             upstreams = await discover(upstream_configs(plan.config.endpoints))
             store = await open_store(plan.config.store.url or plan.config.home / DATABASE)
             stack.push_async_callback(store.close)
+            accounts = AccountService(store, Secret.open(plan.config.home))
+            stack.push_async_callback(accounts.close)
+            await accounts.open()
             webhooks = open_webhooks(store, plan.config)
             stack.push_async_callback(webhooks.close)
             queue = await open_queue(store, plan.config.home)
@@ -127,7 +132,7 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             await _wait_unless(stop, service.ready(CONNECT_TIMEOUT_S))
             if not stop.is_set():
                 print('{"ready": true}', flush=True)
-                await serve_http(service, plan.config, listener, stop, webhooks, batches, plan.large_socket)
+                await serve_http(service, plan.config, listener, stop, webhooks, batches, plan.large_socket, accounts)
 
 
 async def _wait_unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Any]) -> None:

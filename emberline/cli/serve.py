@@ -35,6 +35,7 @@ from emberline.supervisor.engine_workers import EngineWorkers, plan_workers
 from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 
 if TYPE_CHECKING:
+    from emberline.accounts.account_service import AccountService
     from emberline.api.batch_loader import BatchService
     from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import Service
@@ -52,6 +53,7 @@ OnReady = Callable[[ServerAddress, Sequence[ModelEntry], Sequence[dict[str, Any]
 
 _OPTIONS = (  # flag, configuration key, placeholder, help
     ("--http-workers", "server.http_workers", "N", "HTTP processes (default 1: the core itself)"),
+    ("--auth", "server.auth", "MODE", "keys: every request needs an API key; none; auto (default): none on loopback"),
     ("--device", "engine.device", "DEVICE", "auto, cpu or cuda (default auto)"),
     ("--replicas", "engine.replicas", "N", "workers per model (default one per GPU, else 1)"),
     ("--prefill-workers", "engine.prefill_workers", "N", "per model; prefill/decode disaggregation"),
@@ -158,6 +160,8 @@ async def serve(
         await workers.start()
 
         # The workers load weights in their processes while this one imports and reads tokenizers.
+        from emberline.accounts.account_service import AccountService
+        from emberline.accounts.secret import Secret
         from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_webhooks, serve_http
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
         from emberline.service import open_service
@@ -173,6 +177,9 @@ async def serve(
         await workers.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
         stack.push_async_callback(store.close)
+        accounts = AccountService(store, Secret.open(config.home))
+        stack.push_async_callback(accounts.close)
+        await accounts.open()
         service = await open_service(
             served,
             data_dir=config.home,
@@ -182,6 +189,7 @@ async def serve(
             upstreams=await discover(upstream_configs(config.endpoints)),
             on_stall=workers.kill,
             on_leave=workers.retire,
+            directory=accounts.directory,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -193,7 +201,7 @@ async def serve(
         webhooks.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.register(DeliveryMetrics(webhooks.deliverer))
-        batches = await _open_queue(stack, config, store, service, stop)
+        batches = await _open_queue(stack, config, store, service, stop, accounts)
         large_socket = workers.folder / "large.sock"
         plan = HttpWorkerPlan(
             config=config,
@@ -214,11 +222,16 @@ async def serve(
             await stop.wait()
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
-            await serve_http(service, config, listener, stop, webhooks, batches, large_socket)
+            await serve_http(service, config, listener, stop, webhooks, batches, large_socket, accounts)
 
 
 async def _open_queue(
-    stack: contextlib.AsyncExitStack, config: Config, store: "Database", service: "Service", stop: asyncio.Event
+    stack: contextlib.AsyncExitStack,
+    config: Config,
+    store: "Database",
+    service: "Service",
+    stop: asyncio.Event,
+    accounts: "AccountService",
 ) -> "BatchService":
     """The durable queue, the service that submits to it, and the puller that runs its jobs when engines have room."""
     from emberline.accounts.auth import Authenticator
@@ -235,7 +248,7 @@ async def _open_queue(
     batches = BatchService(queue, service)
     stack.push_async_callback(batches.close)
     batches.start_loading()
-    auth = Authenticator(Secret.open(config.home))
+    auth = Authenticator(Secret.open(config.home), directory=accounts.directory)
 
     def models() -> list[str]:
         return [card.id for card in service.models()]

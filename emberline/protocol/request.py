@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from emberline.protocol.errors import Forbidden
+
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -171,3 +173,24 @@ class Principal(msgspec.Struct, frozen=True):
     account: str
     key_id: str = ""  # empty in local mode
     salt: bytes = b""  # 16 bytes derived from the root secret and the account
+    role: Literal["user", "admin"] = "user"
+    models: tuple[str, ...] = ()  # ids and aliases that it may use, or prefixes that end in *; empty: all
+    apis: tuple[str, ...] = ()  # that it may call; empty: all
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role == "admin"
+
+    def check_model(self, model_id: str, name: str) -> None:
+        """Raise Forbidden unless the model is in the scope, by its id or by the name that the request uses."""
+        if self.models and not any(_matches(model, self.models) for model in (model_id, name)):
+            raise Forbidden(f"this key may not use {model_id}; it may use {', '.join(self.models)}", param="model")
+
+
+def _matches(model: str, patterns: tuple[str, ...]) -> bool:
+    name = model.lower()
+    for pattern in patterns:
+        wanted = pattern.lower()
+        if name == wanted or (wanted.endswith("*") and name.startswith(wanted[:-1])):
+            return True
+    return False

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
+from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
@@ -20,6 +21,7 @@ from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.protocol.errors import Forbidden
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
@@ -97,8 +99,10 @@ class LocalCore:
         responses: DatabaseResponses,
         job_share: float = SHARE,
         data_dir: Path | None = None,
+        directory: KeyDirectory | None = None,
     ) -> None:
         """`connections` are not started yet. Without being able to write to `data_dir`, no request can be served."""
+        self.directory = directory  # of accounts and keys, with their limits
         self._data_dir = data_dir
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
@@ -130,6 +134,9 @@ class LocalCore:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
+        account = self.directory.account(request.account) if self.directory is not None else None
+        if account is not None and account.disabled_us is not None:
+            raise Forbidden(f"account {account.id} is disabled")
         return await self.admission.admit(request)
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:

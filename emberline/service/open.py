@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
@@ -43,12 +44,13 @@ async def open_service(
     upstreams: Sequence[UpstreamClient] = (),
     on_stall: Callable[[str], None] | None = None,
     on_leave: Callable[[str], Awaitable[None]] | None = None,
+    directory: KeyDirectory | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
-    of a worker that has left, to end it.
+    of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits.
     """
     connections = _connections(served, UpstreamModels(upstreams), on_stall)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
@@ -61,7 +63,7 @@ async def open_service(
     usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
     usage.start()
     written = data_dir if isinstance(store, SqliteStore) else None
-    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written)
+    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory)
     membership = core.membership = Membership(core, connections, on_leave)
 
     points = asyncio.create_task(core.history.run())

@@ -84,6 +84,7 @@ class Service:
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
+        principal.check_model(self.resolve(request.model).id, request.model)
         if (card := self.upstream_card(request.model)) is not None:
             return await self.upstream.count_tokens(request, card)
         return await self._preparer.count(request, await self._models.get(request.model))
@@ -202,6 +203,7 @@ class Service:
     ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
         """An admitted run, and what returns its session entries once it is done."""
         clock = Clock()
+        principal.check_model(self.resolve(request.model).id, request.model)
         if (card := self.upstream_card(request.model)) is not None:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)

@@ -212,6 +212,64 @@ QUEUE_TABLES = (
     "CREATE INDEX idempotency_by_expiry ON idempotency (expires_us)",
 )
 
+_LIMIT_COLUMNS = """
+        requests_per_minute BIGINT,
+        tokens_per_minute BIGINT,
+        concurrency BIGINT,
+        budget_pico BIGINT,
+        budget_period TEXT NOT NULL,
+"""
+ACCOUNT_TABLES = (
+    f"""
+    CREATE TABLE accounts (
+        {_LIMIT_COLUMNS}
+        id TEXT PRIMARY KEY,
+        disabled_us BIGINT,
+        created_us BIGINT NOT NULL,
+        version BIGINT NOT NULL
+    )
+    """,
+    "CREATE INDEX accounts_by_version ON accounts (version, id)",
+    f"""
+    CREATE TABLE api_keys (
+        {_LIMIT_COLUMNS}
+        id TEXT PRIMARY KEY,
+        account TEXT NOT NULL,
+        name TEXT NOT NULL,
+        role TEXT NOT NULL,
+        models TEXT NOT NULL,
+        apis TEXT NOT NULL,
+        digest BLOB NOT NULL,
+        hint TEXT NOT NULL,
+        previous_digest BLOB,
+        previous_until_us BIGINT,
+        created_us BIGINT NOT NULL,
+        expires_us BIGINT,
+        revoked_us BIGINT,
+        version BIGINT NOT NULL
+    )
+    """,
+    "CREATE INDEX api_keys_by_version ON api_keys (version, id)",
+    "CREATE INDEX api_keys_by_account ON api_keys (account, id)",
+    """
+    CREATE TABLE audit_log (
+        number BIGINT PRIMARY KEY,
+        at_us BIGINT NOT NULL,
+        actor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        act TEXT NOT NULL,
+        target TEXT NOT NULL,
+        details TEXT NOT NULL,
+        digest BLOB NOT NULL
+    )
+    """,
+    "CREATE TABLE audit_head (number BIGINT NOT NULL, digest BLOB NOT NULL)",  # one row: the log's last
+    Sql(
+        "INSERT INTO audit_head (number, digest) VALUES (0, x'')",
+        postgres="INSERT INTO audit_head (number, digest) VALUES (0, '')",
+    ),
+)
+
 
 # Migration n (1-based) takes a database from version n - 1 to n. One text serves both databases: on PostgreSQL BLOB
 # becomes BYTEA; `Sql` has two texts where that is not enough.
@@ -259,6 +317,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     QUEUE_TABLES,
     EVENT_TABLES,
     QUEUE_DETAILS,
+    ACCOUNT_TABLES,
 )
 
 

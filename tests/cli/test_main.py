@@ -122,7 +122,7 @@ def test_port_in_use_is_reported_before_any_download(tmp_path: Path) -> None:
 def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     done = emberline("serve", "--host", "0.0.0.0", home=tmp_path)
     assert done.returncode == 1
-    assert "refusing to listen on 0.0.0.0 without a key" in done.stderr
+    assert "refusing to listen on 0.0.0.0 without keys" in done.stderr
     assert "export EMBERLINE_AUTH_KEY=" in done.stderr
 
 

@@ -64,7 +64,7 @@ def struct_schemas(structs: Iterable[type[Any]], ref_template: str) -> tuple[tup
 def _operation(route: Route, schema_of: dict[type[Any], Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": route.summary, "parameters": _parameters(route)}
     operation["responses"] = _responses(route)
-    if route.policy is Policy.KEY:
+    if route.policy is not Policy.OPEN:
         operation["security"] = [{"key": []}]
     if route.body is not None:
         content = {"application/json": {"schema": schema_of[route.body]}}

@@ -12,7 +12,8 @@ from urllib.parse import unquote
 
 from emberline.api.http.call import Call, Reply
 from emberline.api.http.errors import Dialect, MethodNotAllowed
-from emberline.protocol.errors import NotFound
+from emberline.protocol.errors import Forbidden, NotFound
+from emberline.protocol.request import Principal
 
 Endpoint = Callable[[Call], Awaitable[Reply | None]]
 
@@ -23,8 +24,11 @@ _ID = "{id}"
 
 
 class Policy(Enum):
-    OPEN = "open"  # no key needed
-    KEY = "key"  # the authenticator must accept the request
+    """Who may call a route. Every route has one; what is not OPEN needs a principal (see `authorize`)."""
+
+    OPEN = "open"  # everyone
+    KEY = "key"  # every key whose scope includes the route's API; the endpoint shows only its account's objects
+    ADMIN = "admin"  # admin keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,17 @@ class Route:
     summary: str
     body: type[Any] | None = None  # the struct of the JSON body, for the OpenAPI document; the endpoint decodes it
     query: Mapping[str, Any] | None = None  # JSON schemas of query parameters, all optional
+    api: str = ""  # that a key's scope names; set for every route with the policy KEY
+
+
+def authorize(principal: Principal, route: Route) -> None:
+    """Raise Forbidden unless the principal may call the route."""
+    if principal.is_admin:
+        return
+    if route.policy is not Policy.KEY:
+        raise Forbidden("this needs an admin key")
+    if principal.apis and route.api not in principal.apis:
+        raise Forbidden(f"this key may not use the API {route.api!r}; it may use {', '.join(principal.apis)}")
 
 
 @dataclass(frozen=True, slots=True)

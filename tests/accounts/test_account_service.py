@@ -1,0 +1,162 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.accounts.account import Limits, format_amount, parse_amount, parse_budget
+from emberline.accounts.account_service import AccountService, KeyGrant
+from emberline.accounts.api_key import key_digest
+from emberline.accounts.audit_log import Actor
+from emberline.accounts.secret import Secret
+from emberline.protocol.errors import BadInput, Conflict, NotFound
+from emberline.store import Database
+from tests.databases import DatabaseLocation
+
+SECRET = Secret("s" * 32)
+ALICE = Actor("key_alice", "127.0.0.1")
+LIMITS = Limits(requests_per_minute=60, concurrency=4, budget_pico=12_500_000_000_000, budget_period="month")
+
+
+@pytest.fixture
+async def store(database: DatabaseLocation) -> AsyncIterator[Database]:
+    store = await database.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def accounts(store: Database) -> AsyncIterator[AccountService]:
+    service = AccountService(store, SECRET)
+    await service.open()
+    yield service
+    await service.close()
+
+
+async def test_accounts_are_created_limited_and_disabled(accounts: AccountService) -> None:
+    created = await accounts.create_account(ALICE, "acme", LIMITS)
+    assert created.budget_pico == LIMITS.budget_pico
+    assert accounts.directory.account("acme") == created == await accounts.account("acme")
+    with pytest.raises(Conflict):
+        await accounts.create_account(ALICE, "acme")
+    with pytest.raises(NotFound):
+        await accounts.update_account(ALICE, "nobody", Limits())
+    with pytest.raises(BadInput):
+        await accounts.create_account(ALICE, "../etc")
+    changed = await accounts.update_account(ALICE, "acme", Limits(tokens_per_minute=1000))
+    assert (changed.requests_per_minute, changed.tokens_per_minute, changed.budget_period) == (None, 1000, "total")
+    disabled = await accounts.update_account(ALICE, "acme", disabled=True)
+    assert disabled.disabled_us is not None
+    assert disabled.tokens_per_minute == 1000
+    assert accounts.directory.account("acme") == disabled
+    assert [account.id for account in await accounts.accounts()] == ["acme"]
+
+
+async def test_a_key_is_stored_as_its_hash_only(accounts: AccountService, store: Database) -> None:
+    issued = await accounts.create_key(ALICE, "acme", KeyGrant(name="laptop", models=("m",), limits=LIMITS))
+    assert issued.record.digest == key_digest(issued.key.text)
+    assert await accounts.key(issued.record.id) == issued.record == accounts.directory.key(issued.record.id)
+    assert accounts.directory.account("acme") is not None, "created with its first key"
+    for table in ("api_keys", "audit_log", "accounts"):
+        rows = await store.read(f"SELECT * FROM {table}")
+        assert issued.key.text not in repr(rows)
+        assert issued.key.text[10:30] not in repr(rows)
+    assert issued.key.text not in repr(issued)
+
+
+async def test_keys_are_listed_by_account(accounts: AccountService) -> None:
+    one, two = await accounts.create_key(ALICE, "one"), await accounts.create_key(ALICE, "two")
+    assert [key.id for key in await accounts.keys("one")] == [one.record.id]
+    assert {key.id for key in await accounts.keys()} == {one.record.id, two.record.id}
+    first = await accounts.keys(limit=1)
+    rest = await accounts.keys(after=first[0].id, limit=5)
+    assert {key.id for key in (*first, *rest)} == {one.record.id, two.record.id}
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        KeyGrant(name="x" * 200),
+        KeyGrant(name="a\nb"),
+        KeyGrant(models=("m",) * 65),
+        KeyGrant(models=("m" * 257,)),
+        KeyGrant(apis=("",)),
+        KeyGrant(expires_us=1),
+    ],
+)
+async def test_bad_grants_are_refused(accounts: AccountService, grant: KeyGrant) -> None:
+    with pytest.raises(BadInput):
+        await accounts.create_key(ALICE, "acme", grant)
+    assert await accounts.keys() == []
+
+
+async def test_rotation_and_revocation_of_unknown_and_revoked_keys(accounts: AccountService) -> None:
+    for call in (accounts.rotate_key, accounts.revoke_key):
+        with pytest.raises(NotFound):
+            await call(ALICE, "key_none")
+    issued = await accounts.create_key(ALICE, "acme")
+    with pytest.raises(BadInput):
+        await accounts.rotate_key(ALICE, issued.record.id, overlap_s=-1)
+    revoked = await accounts.revoke_key(ALICE, issued.record.id)
+    again = await accounts.revoke_key(ALICE, issued.record.id)
+    assert revoked.revoked_us == again.revoked_us
+    with pytest.raises(Conflict):
+        await accounts.rotate_key(ALICE, issued.record.id)
+
+
+async def test_changes_reach_the_directory_of_another_process(
+    accounts: AccountService, database: DatabaseLocation
+) -> None:
+    store = await database.open()
+    other = AccountService(store, SECRET)
+    await other.open()
+    issued = await accounts.create_key(ALICE, "acme")
+    await accounts.revoke_key(ALICE, issued.record.id)
+    started_s = time.monotonic()
+    async with asyncio.timeout(30):
+        while (found := other.directory.key(issued.record.id)) is None or found.revoked_us is None:
+            await asyncio.sleep(0.02)
+    assert time.monotonic() - started_s < 20  # in fact below a second, if the machine is not busy
+    await other.close()
+    await store.close()
+
+
+async def test_a_directory_of_more_than_a_page_is_read_whole(accounts: AccountService, store: Database) -> None:
+    issued = await accounts.create_key(ALICE, "acme")
+    columns = msgspec.structs.asdict(issued.record)
+    values = [
+        {**columns, "id": f"key_{n}", "digest": n.to_bytes(32, "big"), "models": "[]", "apis": "[]", "version": n + 2}
+        for n in range(2100)
+    ]
+    names = ", ".join(columns)
+    insert = f"INSERT INTO api_keys ({names}) VALUES ({', '.join('?' * len(columns))})"
+    await store.transaction([(insert, tuple(row.values())) for row in values])
+    await store.write("UPDATE audit_head SET number = 5000")
+    await accounts.directory.refresh()
+    assert all(accounts.directory.key(f"key_{n}") is not None for n in range(2100))
+    assert accounts.directory.key_of_digest((2099).to_bytes(32, "big")) is not None
+
+
+async def test_the_directory_outlives_its_store(accounts: AccountService, store: Database) -> None:
+    issued = await accounts.create_key(ALICE, "acme")
+    await store.close()
+    await accounts.directory.catch_up()
+    assert accounts.directory.key(issued.record.id) == issued.record
+
+
+@given(st.integers(0, (1 << 63) - 1))
+def test_amounts_are_exact(pico: int) -> None:
+    assert parse_amount(format_amount(pico)) == pico
+
+
+def test_amounts_and_budgets() -> None:
+    assert parse_budget("12.50/month") == (12_500_000_000_000, "month")
+    assert parse_budget("3") == (3_000_000_000_000, "total")
+    assert parse_budget("0.000000000001/day") == (1, "day")
+    assert format_amount(12_500_000_000_000) == "12.50"
+    for bad in ("", "x", "-1", "nan", "inf", "1e30", "0.0000000000001", "9223373", "1" * 100, "1/week", "1/"):
+        with pytest.raises(BadInput):
+            parse_budget(bad)
