@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.backend import MLP, Attention, Backend, Layer, Rope, WeightSource
+from emberline.kernels.reference import rms_norm
 from emberline.protocol.block_hash import KVGroup
 
 
@@ -146,14 +147,23 @@ class Decoder:
     def forward(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
         """Logits, float32 [samples, vocab]. Writes the new tokens' keys and values into the blocks of `kv`."""
         backend = self._backend
-        context = backend.begin_step(step, kv, self.kv_groups, self._ropes)
-        x = backend.embed(self._embedding, step.token_ids, self.config.embedding_scale)  # [tokens, hidden]
-        backend.run_layers(self._layers, x, context)
+        x = self._run_layers(step, kv)
         if not len(step.sample_tokens):  # a chunk in the middle of a prompt needs no logits
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if len(step.sample_tokens) != len(x):  # in a decode step every token is sampled
             x = x[step.sample_tokens]
         return backend.norm_linear(x, self._head, self._norm, self.config.norm_eps).float()
+
+    @torch.inference_mode()
+    def hidden(self, step: StepInputs, kv: list[Tensor]) -> Tensor:
+        """The normed output of the last layer, float32 [tokens, hidden]: what embedders pool."""
+        return rms_norm(self._run_layers(step, kv), self._norm, self.config.norm_eps).float()
+
+    def _run_layers(self, step: StepInputs, kv: list[Tensor]) -> Tensor:  # [tokens, hidden]
+        context = self._backend.begin_step(step, kv, self.kv_groups, self._ropes)
+        x = self._backend.embed(self._embedding, step.token_ids, self.config.embedding_scale)
+        self._backend.run_layers(self._layers, x, context)
+        return x
 
 
 def kv_groups(config: Any, backend: Backend) -> tuple[KVGroup, ...]:

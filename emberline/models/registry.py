@@ -11,10 +11,14 @@ from emberline.kernels.backend import Backend, WeightSource
 from emberline.kernels.cpu import native_backend
 from emberline.kernels.cpu.build import BuildError
 from emberline.kernels.reference import TorchBackend
+from emberline.models.bert import Bert
 from emberline.models.decoder import CheckpointSource, Decoder, LayerTensorNames
+from emberline.models.decoder_embedder import DecoderEmbedder
+from emberline.models.encoder import EncoderModel
 from emberline.models.gemma import GEMMA3
 from emberline.models.llama import LLAMA
 from emberline.models.qwen import QWEN2, QWEN3
+from emberline.weights.encoder_checkpoint import EncoderConfig
 from emberline.weights.loader import DeferredCheckpoint, WeightLoader
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.readahead import ReadAhead
@@ -101,6 +105,16 @@ def begin_loading(
     tensors.check_all_used()
     loader.start()
     return model, loader
+
+
+def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | None = None) -> EncoderModel:
+    """The checkpoint's model as an encoder, with all its weights read: of the BERT family, or a decoder."""
+    if not isinstance(source.config, EncoderConfig):
+        return DecoderEmbedder(load_model(source, device, threads=threads))
+    tensors = _UsedTensors(source)
+    model = Bert(tensors, device)
+    tensors.check_all_used()
+    return model
 
 
 class _UsedTensors:

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from emberline.weights.encoder_checkpoint import ENCODERS, EncoderConfig, encoder_config, encoder_tensor
 from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig, rope_from_hf
+from emberline.weights.task_config import read_json, task_of
 from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -31,6 +33,8 @@ _GEMMA3: dict[str, object] = {
 
 def read_config(document: dict[str, object], generation: dict[str, object]) -> ModelConfig:
     """`document` is config.json; `generation` is generation_config.json, {} where there is none."""
+    if document.get("model_type") in ENCODERS:
+        return encoder_config(document)
     fields, arch = _text_fields(document)
     hidden, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", 128 if arch == "qwen3" else max(1, hidden // n_heads), most=MAX_HEAD_DIM)
@@ -69,7 +73,9 @@ def _text_fields(document: dict[str, object]) -> tuple[Fields, str]:
     fields = Fields(merged, "config.json")
     arch = fields.text("model_type").removesuffix("_text")
     if arch not in ARCHITECTURES:
-        raise BadCheckpoint(f"model type {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise BadCheckpoint(
+            f"model type {arch!r} is not supported; supported are {', '.join((*ARCHITECTURES, *ENCODERS))}"
+        )
     for key in (
         "quantization_config",
         "attn_logit_softcapping",
@@ -210,7 +216,6 @@ class SafetensorsFile:
             self._map.close()
 
 
-MAX_JSON_BYTES = 64 << 20
 _INDEX = "model.safetensors.index.json"
 _TOP = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
 _PARTS = {
@@ -240,7 +245,9 @@ _IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rot
 
 def folder_config(folder: Path) -> ModelConfig:
     """The configuration without the weights, which alone tell whether there are biases."""
-    return read_config(_json(folder, "config.json"), _json(folder, "generation_config.json", optional=True))
+    config = read_config(read_json(folder, "config.json"), read_json(folder, "generation_config.json", optional=True))
+    embeds = task_of(folder).task != "generate" and not isinstance(config, EncoderConfig)
+    return msgspec.structs.replace(config, tie_embeddings=True) if embeds else config  # it needs no output matrix
 
 
 def read_folder(folder: Path) -> CheckpointFiles:
@@ -263,20 +270,6 @@ def read_folder(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(config, weights, close)
 
 
-def _json(folder: Path, name: str, *, optional: bool = False) -> dict[str, object]:
-    path = folder / name
-    if not path.is_file():
-        if optional:
-            return {}
-        raise BadCheckpoint(f"{folder.name} has no {name}")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise BadCheckpoint(f"{name} is larger than {MAX_JSON_BYTES >> 20} MiB")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{name} is not valid: {error}") from None
-
-
 def _shards(folder: Path) -> list[str]:
     """Names of the safetensors files, which must be in the folder itself."""
     if not (folder / _INDEX).is_file():
@@ -284,7 +277,7 @@ def _shards(folder: Path) -> list[str]:
         if len(names) != 1:
             raise BadCheckpoint(f"{folder.name} has {len(names)} safetensors files and no {_INDEX}")
         return names
-    weight_map = _json(folder, _INDEX).get("weight_map")
+    weight_map = read_json(folder, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{_INDEX} has no weight_map")
     for name in weight_map.values():
@@ -312,6 +305,8 @@ def _weights(file: SafetensorsFile, config: ModelConfig) -> list[Weight]:
 
 def canonical(key: str, config: ModelConfig) -> str | None:
     """The canonical name of a Hugging Face tensor; None if it is not needed, BadCheckpoint if it is unknown."""
+    if isinstance(config, EncoderConfig):
+        return encoder_tensor(key, config)
     if _IGNORED.match(key):
         return None
     if key in ("lm_head.weight", "language_model.lm_head.weight"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.weights.encoder_checkpoint import EncoderConfig, encoder_shapes
 from emberline.weights.model_config import BadCheckpoint, ModelConfig
 
 if TYPE_CHECKING:
@@ -252,6 +253,9 @@ class CheckpointFiles(NamedTuple):
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Canonical name and shape [out, in] of every tensor that a model of this configuration has."""
+    if isinstance(config, EncoderConfig):
+        yield from encoder_shapes(config)
+        return
     hidden, q, kv = config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     yield "token_embd.weight", (config.vocab_size, hidden)
     yield "output_norm.weight", (hidden,)
