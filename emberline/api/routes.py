@@ -20,6 +20,7 @@ from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.responses import endpoints as responses
 from emberline.api.openai.responses.request import ResponsesRequest
+from emberline.api.playground import assets
 from emberline.api.workers_ai import catalog
 from emberline.api.workers_ai import endpoints as workers_ai
 from emberline.api.workers_ai import event_subscriptions as subscriptions
@@ -124,7 +125,9 @@ async def describe(call: Call) -> Reply:
 
 
 _OPEN: tuple[_Row, ...] = (
-    ("GET", "/", admin.page, "Status page"),
+    ("GET", "/", assets.playground, "Playground"),
+    ("GET", "/assets/{asset}", assets.asset, "Scripts and styles of the pages"),
+    ("GET", "/status", admin.page, "Status page"),
     ("GET", "/favicon.ico", admin.favicon, "No icon"),
     ("GET", "/health", admin.health, "Health check"),
     ("GET", "/openapi.json", describe, "This document"),

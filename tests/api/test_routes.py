@@ -6,16 +6,19 @@ import pytest
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.errors import CODES, Dialect
 from emberline.api.http.router import Policy, Route
+from emberline.api.playground import assets
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
-OPEN = {"/", "/favicon.ico", "/health", "/openapi.json"}
+OPEN = {"/", "/assets/{asset}", "/status", "/favicon.ico", "/health", "/openapi.json"}
 
 
 def url(route: Route) -> str:
-    return route.path.replace("{account}", "acme").replace("{model}", MODEL).replace("{id}", "resp_1")
+    asset = f"{assets.load().digest}/app.js"
+    path = route.path.replace("{asset}", asset)
+    return path.replace("{account}", "acme").replace("{model}", MODEL).replace("{id}", "resp_1")
 
 
 def test_open_routes() -> None:

@@ -1,4 +1,4 @@
-"""Endpoints for operators: health, metrics, loaded models, the queue, and the status page at /."""
+"""Endpoints for operators: health, metrics, loaded models, the queue, and the status page."""
 
 import hashlib
 from base64 import b64encode

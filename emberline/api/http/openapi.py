@@ -78,9 +78,10 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
         found.append({"name": "account", "in": "path", "required": True, "schema": _ACCOUNT})
     if "{id}" in route.path:
         found.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
-    if "{model}" in route.path:
-        model = {"type": "string", "minLength": 1}
-        found.append({"name": "model", "in": "path", "required": True, "schema": model})
+    for name in ("model", "asset"):
+        if f"{{{name}}}" in route.path:
+            rest = {"type": "string", "minLength": 1}
+            found.append({"name": name, "in": "path", "required": True, "schema": rest})
     for name, schema in (route.query or {}).items():
         found.append({"name": name, "in": "query", "required": False, "schema": schema})
     return found
@@ -97,7 +98,8 @@ def _responses(route: Route) -> dict[str, Any]:
 
 
 def _content_types(route: Route) -> list[str]:
-    special = {"/": ["text/html"], "/metrics": ["text/plain"]}
+    special = {"/": ["text/html"], "/status": ["text/html"], "/metrics": ["text/plain"]}
+    special["/assets/{asset}"] = ["text/javascript", "text/css", "image/svg+xml"]
     if route.body is not None:
         return ["application/json", "text/event-stream"]
     return special.get(route.path, ["application/json"])

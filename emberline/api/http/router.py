@@ -19,7 +19,7 @@ Endpoint = Callable[[Call], Awaitable[Reply | None]]
 
 ACCOUNTS = "/client/v4/accounts/"
 _ACCOUNT = "{account}"
-_MODEL = "{model}"
+_REST = ("{model}", "{asset}")  # the rest of the path
 _ID = "{id}"
 
 
@@ -33,8 +33,8 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path may have an {account} after the accounts prefix, one segment {id}, or end in {model}, which matches the
-    whole rest of the path."""
+    """A path may have an {account} after the accounts prefix, one segment {id}, or end in {model} or {asset}, which
+    match the whole rest of the path."""
 
     method: str
     path: str
@@ -83,8 +83,9 @@ class Router:
         self._prefixes: dict[str, dict[str, Route]] = {}
         self._collections = {route.path.partition(_ID)[0] for route in self.routes if _ID in route.path}
         for route in self.routes:
-            table = self._prefixes if route.path.endswith(_MODEL) else self._exact
-            methods = table.setdefault(route.path.removesuffix(_MODEL), {})
+            start, _, rest = route.path.rpartition("/")
+            table, key = (self._prefixes, f"{start}/") if rest in _REST else (self._exact, route.path)
+            methods = table.setdefault(key, {})
             assert route.method not in methods, f"two routes for {route.method} {route.path}"
             methods[route.method] = route
 

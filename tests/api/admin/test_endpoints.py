@@ -36,7 +36,7 @@ async def test_ps(client: httpx.AsyncClient) -> None:
 
 
 async def test_page(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/")
+    answer = await client.get("/status")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     for text in (
         __version__,
@@ -56,12 +56,12 @@ async def test_page(client: httpx.AsyncClient) -> None:
 
 async def test_health_details_need_a_key(service: FakeService) -> None:
     async with client_of(service, KEY) as client:
-        for path in ("/", "/health"):
+        for path in ("/status", "/health"):
             assert MODEL not in (await client.get(path)).text
             assert "smollm2-0" not in (await client.get(path)).text
             trusted = await client.get(path, headers={"authorization": f"Bearer {KEY}"})
             assert "smollm2-0" in trusted.text
-        assert "Authorization: Bearer $EMBERLINE_AUTH_KEY" in (await client.get("/")).text.replace("&#34;", '"')
+        assert "Authorization: Bearer $EMBERLINE_AUTH_KEY" in (await client.get("/status")).text.replace("&#34;", '"')
 
 
 async def test_favicon(client: httpx.AsyncClient) -> None:

@@ -1,0 +1,126 @@
+// The server's public API: JSON calls, and server-sent events of a streamed chat completion.
+
+import { Observable } from "./ui.js";
+
+const KEY = "emberline.key";
+
+/** The API key: in memory, and in the tab's session storage if the user agrees. Never anywhere else. */
+class Session extends Observable {
+  key = null;
+  needed = false; // the server answered 401
+  reason = ""; // why a key is asked for
+
+  constructor() {
+    super();
+    try {
+      this.key = sessionStorage.getItem(KEY);
+    } catch {
+      // storage may be blocked: the key then lives in memory
+    }
+  }
+
+  signIn(key, remember) {
+    this.#keep(remember ? key : null);
+    this.set({ key, needed: false, reason: "" });
+  }
+
+  signOut(reason = "") {
+    this.#keep(null);
+    this.set({ key: null, needed: true, reason });
+  }
+
+  #keep(key) {
+    try {
+      if (key) sessionStorage.setItem(KEY, key);
+      else sessionStorage.removeItem(KEY);
+    } catch {
+      // as above
+    }
+  }
+}
+
+export const session = new Session();
+
+/** A refusal of the server, or a failure to reach it (`status` 0). */
+export class ApiError extends Error {
+  constructor(message, status = 0, code = null, retryAfterS = null) {
+    super(message);
+    Object.assign(this, { status, code, retryAfterS });
+  }
+}
+
+/** The stream broke before its end: what has arrived is all there is. */
+export class ConnectionLost extends ApiError {}
+
+async function request(path, options = {}) {
+  const headers = { ...options.headers };
+  if (session.key) headers.authorization = `Bearer ${session.key}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, credentials: "omit", redirect: "error" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached. Is it running?");
+  }
+  if (response.ok) return response;
+  throw await refusal(response);
+}
+
+async function refusal(response) {
+  const body = await response.json().catch(() => null);
+  const error = body?.error ?? body?.errors?.[0] ?? {};
+  const message = typeof error.message === "string" ? error.message : `The server answered ${response.status}.`;
+  if (response.status === 401) {
+    session.signOut(session.key ? "The server no longer accepts this key: it was revoked, has expired, or is wrong. Sign in again." : "");
+  }
+  return new ApiError(message, response.status, error.code, Number(response.headers.get("retry-after")) || null);
+}
+
+export async function getJson(path) {
+  return (await request(path)).json();
+}
+
+/** Calls `onChunk` with every chunk of a streamed chat completion; throws ConnectionLost if it ends too early. */
+export async function streamChat(body, { signal, affinity, onChunk }) {
+  const headers = { "content-type": "application/json", "x-session-affinity": affinity };
+  const response = await request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  let finished = false;
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") {
+      finished = true;
+      break;
+    }
+    let chunk;
+    try {
+      chunk = JSON.parse(data);
+    } catch {
+      throw new ConnectionLost("The server sent something that is not JSON.");
+    }
+    if (chunk.error) throw new ApiError(String(chunk.error.message ?? "The server reported an error."), 200, chunk.error.code);
+    onChunk(chunk);
+  }
+  if (!finished) throw new ConnectionLost("The connection was lost before the reply was complete.");
+}
+
+/** The `data` of each server-sent event. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    for (;;) {
+      let step;
+      try {
+        step = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ConnectionLost("The connection was lost before the reply was complete.");
+      }
+      if (step.done) return;
+      const lines = (pending + step.value).split("\n");
+      pending = lines.pop();
+      for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

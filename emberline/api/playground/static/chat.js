@@ -1,0 +1,145 @@
+// A pane's transcript, which follows the reply while the reader is at its end; and the composer below the panes.
+
+import { MessageView } from "./message_view.js";
+import { Button, html, Icon, useEffect, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { workspace } from "./workspace.js";
+
+const SAMPLES = [
+  ["Explain", "Explain to a ten-year-old how a lighthouse works."],
+  ["Write code", "Write a Python function that finds the longest palindrome in a string."],
+  ["Compare", "Compare tea and coffee in a table with three rows."],
+  ["Plan", "Plan a weekend in the mountains as a short list."],
+];
+const NEAR_END_PX = 80;
+const MAX_IMAGE_BYTES = 8 << 20;
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+
+export function Transcript({ pane, label, openModels }) {
+  useObservable(pane);
+  useObservable(pane.conversation);
+  useObservable(pane.settings);
+  const scroller = useRef();
+  const inner = useRef();
+  useLayoutEffect(() => {
+    const node = scroller.current;
+    let follows = true;
+    const onScroll = () => (follows = node.scrollHeight - node.scrollTop - node.clientHeight < NEAR_END_PX);
+    const observer = new ResizeObserver(() => {
+      if (follows && !pane.conversation.isEmpty) node.scrollTop = node.scrollHeight;
+    });
+    node.addEventListener("scroll", onScroll, { passive: true });
+    observer.observe(inner.current);
+    return () => {
+      node.removeEventListener("scroll", onScroll);
+      observer.disconnect();
+    };
+  }, []);
+  // What was just sent is shown, wherever the reader was.
+  useLayoutEffect(() => {
+    if (!pane.conversation.isEmpty) scroller.current.scrollTop = scroller.current.scrollHeight;
+  }, [pane.conversation.last]);
+  const path = pane.conversation.path;
+  return html`<section class="pane" aria-label=${label}>
+    ${workspace.compares && html`<div class="pane-head"><${ModelButton} pane=${pane} open=${openModels} /></div>`}
+    <div class="scroller" ref=${scroller} tabindex="-1">
+      <div class="transcript" ref=${inner} role="log" aria-live="off" aria-label="Conversation">
+        ${path.length ? path.map((message) => html`<${MessageView} key=${message.id} message=${message} pane=${pane} />`) : html`<${Welcome} pane=${pane} />`}
+      </div>
+    </div>
+  </section>`;
+}
+
+export function ModelButton({ pane, open }) {
+  useObservable(pane.settings);
+  const model = pane.model;
+  return html`<button type="button" class="model-button" onClick=${() => open(pane)} aria-haspopup="dialog" title="Choose a model">
+    ${model && html`<${State} state=${model.state} />`}<bdi>${visible(model?.name ?? "No model")}</bdi><${Icon} name="down" />
+  </button>`;
+}
+
+export function State({ state, named = false }) {
+  return html`<span class=${`state s-${state.replaceAll(" ", "-")}`} title=${state}><i aria-hidden="true"></i>${named ? state : html`<span class="visually-hidden">${state}</span>`}</span>`;
+}
+
+function Welcome({ pane }) {
+  const ask = (text) => workspace.panes.forEach((each) => each.settings.problem || each.send(text, []));
+  return html`<div class="welcome">
+    <div class="flame" aria-hidden="true"></div>
+    <h1>What should the model do?</h1>
+    <p>${pane.model ? html`You talk to <bdi>${visible(pane.model.name)}</bdi>, on your own machine.` : "No model is loaded yet."}</p>
+    <div class="samples">${SAMPLES.map(([title, text]) => html`<button type="button" onClick=${() => ask(text)}><b>${title}</b><span>${text}</span></button>`)}</div>
+  </div>`;
+}
+
+export function Composer() {
+  useObservable(workspace);
+  const panes = workspace.panes;
+  panes.forEach(useObservable); // their number changes only with the whole page: see `key` in app.js
+  panes.map((pane) => pane.settings).forEach(useObservable);
+  const [text, setText] = useState("");
+  const [images, setImages] = useState([]);
+  const [problem, setProblem] = useState(null);
+  const area = useRef();
+  const vision = panes.every((pane) => pane.model?.vision);
+  const blocked = panes.map((pane) => pane.settings.problem).find(Boolean);
+  useEffect(() => area.current.focus(), []);
+  useLayoutEffect(() => {
+    area.current.style.height = "auto";
+    area.current.style.height = `${Math.min(area.current.scrollHeight, innerHeight * 0.4)}px`;
+  }, [text]);
+
+  const send = () => {
+    if (workspace.busy || (!text.trim() && !images.length)) return;
+    if (blocked) return setProblem(blocked);
+    panes.forEach((pane) => pane.send(text, vision ? images : []));
+    setText("");
+    setImages([]);
+    setProblem(null);
+    area.current.focus();
+  };
+  const onKey = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  };
+  const attach = async (files) => {
+    for (const file of files) {
+      if (!IMAGE_TYPES.includes(file.type)) setProblem(`${visible(file.name)} is not an image that a model reads: PNG, JPEG, WebP or GIF.`);
+      else if (file.size > MAX_IMAGE_BYTES) setProblem(`${visible(file.name)} is larger than ${MAX_IMAGE_BYTES >> 20} MiB.`);
+      else {
+        const url = await dataUrl(file);
+        setImages((before) => [...before, url]);
+      }
+    }
+  };
+  const drop = vision && {
+    onDragOver: (event) => event.preventDefault(),
+    onDrop: (event) => (event.preventDefault(), attach(event.dataTransfer.files)),
+    onPaste: (event) => event.clipboardData.files.length && (event.preventDefault(), attach(event.clipboardData.files)),
+  };
+  return html`<div class="composer" ...${drop}>
+    ${problem && html`<p class="problem" role="alert"><${Icon} name="warn" />${problem}</p>`}
+    ${images.length > 0 && html`<div class="images">${images.map((url, i) => html`<span class="thumb"><img src=${url} alt=${`Image ${i + 1}`} />
+      <${Button} icon="close" label=${`Remove image ${i + 1}`} class="small" onClick=${() => setImages(images.filter((_, j) => j !== i))} /></span>`)}</div>`}
+    <div class="box">
+      ${vision && html`<label class="button square quiet" title="Attach images"><${Icon} name="image" /><span class="visually-hidden">Attach images</span>
+        <input type="file" class="visually-hidden" accept=${IMAGE_TYPES.join(",")} multiple onChange=${(event) => attach(event.target.files)} /></label>`}
+      <textarea ref=${area} id="prompt" rows="1" aria-label="Message" placeholder=${panes.length > 1 ? "Ask both…" : "Ask anything…"} value=${text}
+        onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
+      ${workspace.busy
+        ? html`<${Button} icon="stop" label="Stop" class="primary round" onClick=${() => workspace.stop()} />`
+        : html`<${Button} icon="send" label="Send" class="primary round" disabled=${!text.trim() && !images.length} onClick=${send} />`}
+    </div>
+    <p class="hint">Enter sends, Shift + Enter starts a line. Models make mistakes.</p>
+  </div>`;
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}

@@ -1,0 +1,122 @@
+// Dialogs of the playground: choose a model, view code, sign in, shortcuts.
+
+import { getJson, session } from "./api.js";
+import { State } from "./chat.js";
+import { CodeBlock } from "./code_block.js";
+import { samples } from "./code_samples.js";
+import { Message } from "./conversation.js";
+import { models } from "./models.js";
+import { Dialog, html, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { workspace } from "./workspace.js";
+
+const tokens = new Intl.NumberFormat("en");
+
+export function ModelDialog({ pane, onClose }) {
+  useObservable(models);
+  const [words, setWords] = useState("");
+  const listed = models.all.filter((model) => [model.id, model.description, ...model.aliases].some((text) => text.toLowerCase().includes(words.toLowerCase())));
+  const choose = (model) => {
+    pane.settings.set({ model: model.id });
+    workspace.changed();
+    workspace.keep();
+    onClose();
+  };
+  const move = (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const items = [...event.currentTarget.querySelectorAll("input, .models button")];
+    items[(items.indexOf(document.activeElement) + step + items.length) % items.length].focus();
+  };
+  return html`<${Dialog} title="Choose a model" onClose=${onClose} class="wide">
+    <div onKeyDown=${move}>
+      <input type="search" placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} />
+      <ul class="models">${listed.map((model) => html`<li key=${model.id}><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
+        <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${model.state} named /></span>
+        <span class="line soft"><bdi>${visible(model.id)}</bdi>
+          <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.vision && "images", !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
+      </button></li>`)}</ul>
+      ${!listed.length && html`<p class="soft">${models.all.length ? "No model has that name." : "The server has no models."}</p>`}
+    </div>
+  <//>`;
+}
+
+export function CodeDialog({ onClose }) {
+  const pane = workspace.pane;
+  const draft = document.getElementById("prompt")?.value;
+  const path = pane.conversation.path;
+  // As the next request would be: what is shown up to the last question, and the draft.
+  const messages = draft ? [...path, new Message("user", { content: draft })] : path.at(-1)?.isReply ? path.slice(0, -1) : path;
+  const shown = messages.length ? messages : [new Message("user", { content: "Hello!" })];
+  const all = samples(pane.body(shown), { base: location.origin, affinity: pane.conversation.id, needsKey: session.key !== null });
+  const [at, setAt] = useState(0);
+  return html`<${Dialog} title="Code of this request" onClose=${onClose} class="wide">
+    <div class="segments" role="group" aria-label="Language">${all.map(({ name }, i) => html`<button type="button" aria-pressed=${i === at} onClick=${() => setAt(i)}>${name}</button>`)}</div>
+    <${Code} key=${at} ...${all[at]} />
+    ${session.key !== null && html`<p class="soft">Put your key into <code>EMBERLINE_API_KEY</code> first.</p>`}
+  <//>`;
+}
+
+function Code({ language, code }) {
+  const root = useRef();
+  useLayoutEffect(() => {
+    const block = new CodeBlock(language);
+    for (const line of code.split("\n")) block.append(line);
+    block.end();
+    root.current.replaceChildren(block.node);
+  }, [code]);
+  return html`<div ref=${root} class="sample"></div>`;
+}
+
+export function SignIn() {
+  useObservable(session);
+  const [key, setKey] = useState("");
+  const [remember, setRemember] = useState(true);
+  const [problem, setProblem] = useState(null);
+  const submit = async (event) => {
+    event.preventDefault();
+    const before = session.key;
+    session.key = key.trim();
+    try {
+      await getJson("/v1/models");
+    } catch (error) {
+      session.key = before;
+      session.reason = "";
+      setProblem(error.status === 401 ? "The server does not accept this key." : error.message);
+      return;
+    }
+    session.signIn(key.trim(), remember);
+    await models.refresh();
+  };
+  return html`<${Dialog} title="Sign in" onClose=${() => {}} class="sign-in">
+    <form onSubmit=${submit}>
+      <p>${visible(session.reason) || "This server asks for an API key."}</p>
+      <label class="field">API key
+        <input type="password" autocomplete="off" spellcheck=${false} required autofocus value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
+      <label class="check"><input type="checkbox" checked=${remember} onChange=${(event) => setRemember(event.target.checked)} /> Keep it until this tab is closed</label>
+      ${problem && html`<p class="problem" role="alert">${visible(problem)}</p>`}
+      <button type="submit" class="button primary">Sign in</button>
+      <p class="soft">The key stays in this tab, and goes only to this server.</p>
+    </form>
+  <//>`;
+}
+
+export const SHORTCUTS = [
+  ["Enter", "send the message"],
+  ["Shift + Enter", "a new line"],
+  ["Escape", "stop the reply; close a dialog"],
+  ["/", "to the message"],
+  ["Alt + N", "new chat"],
+  ["Alt + M", "choose a model"],
+  ["Alt + C", "compare side by side, or stop to"],
+  ["Alt + R", "regenerate the last reply"],
+  ["Alt + S", "show or hide the settings"],
+  ["Alt + V", "view code"],
+  ["?", "this list"],
+];
+
+export function Shortcuts({ onClose }) {
+  return html`<${Dialog} title="Keyboard shortcuts" onClose=${onClose}>
+    <dl class="shortcuts">${SHORTCUTS.map(([keys, what]) => html`<div><dt>${keys.split(" + ").map((key) => html`<kbd>${key}</kbd>`)}</dt><dd>${what}</dd></div>`)}</dl>
+  <//>`;
+}
