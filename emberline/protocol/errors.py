@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
+from emberline.protocol.rate_limits import RateLimits
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     """An error on the wire."""
@@ -16,6 +18,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    rate_limits: RateLimits | None = None  # of the caller, where its request was refused for them
 
 
 class EmberlineError(Exception):
@@ -23,14 +26,22 @@ class EmberlineError(Exception):
 
     kind: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        rate_limits: RateLimits | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.rate_limits = rate_limits
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.kind, self.message, self.param, self.retry_after_s)
+        return ErrorInfo(self.kind, self.message, self.param, self.retry_after_s, self.rate_limits)
 
 
 class Internal(EmberlineError):
@@ -95,6 +106,24 @@ class Overloaded(EmberlineError):
     kind = "overloaded"
 
 
+class RateLimited(EmberlineError):
+    """Beyond a limit on requests or tokens a minute, or on concurrent requests, of the caller's key or account."""
+
+    kind = "rate_limited"
+
+
+class BudgetExceeded(EmberlineError):
+    """The request could cost more than is left of a budget, which `retry_after_s` may reset. None: it never does."""
+
+    kind = "budget_exceeded"
+
+
+class BudgetReserved(BudgetExceeded):
+    """The same, but only while other requests run: what they reserved and do not use becomes free again."""
+
+    kind = "budget_reserved"
+
+
 class Unavailable(EmberlineError):
     """No engine can serve the request now: starting, draining or lost."""
 
@@ -122,10 +151,12 @@ _BY_KIND: dict[str, type[EmberlineError]] = {
     for cls in (
         *(Internal, BadInput, Unsupported, TooLarge, ContextExceeded, ModelNotFound, MalformedModelId, Unauthorized),
         *(Forbidden, NotFound, Conflict, IdempotencyMismatch, Overloaded, Unavailable, DeadlineExceeded, Cancelled),
+        *(RateLimited, BudgetExceeded, BudgetReserved),
     )
 }
 
 
 def from_info(info: ErrorInfo) -> EmberlineError:
     """The exception that an `ErrorInfo` describes; an unknown kind becomes `Internal`."""
-    return _BY_KIND.get(info.kind, Internal)(info.message, param=info.param, retry_after_s=info.retry_after_s)
+    kind = _BY_KIND.get(info.kind, Internal)
+    return kind(info.message, param=info.param, retry_after_s=info.retry_after_s, rate_limits=info.rate_limits)
