@@ -95,7 +95,7 @@ class RateLimiter:
         for limit in taken.limits:
             use = self._use(limit, now_s)
             use.n_running -= 1
-            unused = taken.n_tokens - n_tokens
+            unused = float(taken.n_tokens - n_tokens)
             if unused > 0:  # the bucket has regained some of it by refilling
                 refilled = (now_s - taken.at_s) / MINUTE_S * (limit.tokens_per_minute or 0)
                 unused = max(0.0, unused - refilled)

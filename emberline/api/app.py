@@ -127,6 +127,7 @@ class App:
 
 def _error_reply(call: Call, error: EmberlineError) -> Reply:
     status, headers = error_headers(error, call.dialect, call.id)
+    call.rate_limits = error.rate_limits or call.rate_limits
     return json_reply(error_body(error, call.dialect, call.id), status, headers)
 
 

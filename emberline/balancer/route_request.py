@@ -2,6 +2,8 @@
 
 import msgspec
 
+from emberline.protocol.rate_limits import RateLimits
+
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Enough to route a request, and to write its usage row should its HTTP worker die."""
@@ -32,6 +34,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode: str
     prefill: str = ""
     cached_tokens: int = 0  # of the prompt, expected in the cache of the worker that computes it
+    rate_limits: RateLimits | None = None  # of the caller, for the response's headers
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from emberline.accounts.key_directory import KeyDirectory
+from emberline.accounts.limit_enforcement import LimitEnforcer
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.admission_controller import AdmissionController
@@ -21,7 +22,6 @@ from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
-from emberline.protocol.errors import Forbidden
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
@@ -102,7 +102,7 @@ class LocalCore:
         directory: KeyDirectory | None = None,
     ) -> None:
         """`connections` are not started yet. Without being able to write to `data_dir`, no request can be served."""
-        self.directory = directory  # of accounts and keys, with their limits
+        self.limits = None if directory is None else LimitEnforcer(directory)
         self._data_dir = data_dir
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
@@ -134,10 +134,24 @@ class LocalCore:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
-        account = self.directory.account(request.account) if self.directory is not None else None
-        if account is not None and account.disabled_us is not None:
-            raise Forbidden(f"account {account.id} is disabled")
-        return await self.admission.admit(request)
+        if self.limits is None:
+            return await self.admission.admit(request)
+        is_new = not request.avoid
+        rate_limits = self.limits.admit(
+            request.id,
+            request.account,
+            request.key_id,
+            input_tokens=request.input_tokens,
+            output_tokens=request.max_tokens * request.n,
+            is_job=bool(request.engine),
+        )
+        try:
+            route = await self.admission.admit(request)
+        except BaseException:
+            if is_new:  # it never ran; one that is moved has its share until it ends
+                self.limits.release(request.id)
+            raise
+        return route if rate_limits is None else msgspec.structs.replace(route, rate_limits=rate_limits)
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
@@ -150,6 +164,8 @@ class LocalCore:
     async def finalize(self, end: RequestEnd) -> None:
         row = end.row
         self._observe_ttft(row)
+        if self.limits is not None:
+            self.limits.settle(row)
         self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
         self.grants.notify_room()
         for stored in end.session_entries:

@@ -97,6 +97,10 @@ class Run(Generic[T]):
         self._n_checkpointed = 0  # tokens of prompt and reply
 
     @property
+    def route(self) -> Route:
+        return self._route
+
+    @property
     def done(self) -> bool:
         return self._transport.done
 

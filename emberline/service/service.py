@@ -13,6 +13,7 @@ from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, Unavailable
 from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
+from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal
 from emberline.service.core import Core, SessionEntry
 from emberline.service.engine_client import EngineClient
@@ -153,15 +154,21 @@ class Service:
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
+        self,
+        request: GenerateRequest,
+        principal: Principal,
+        job: JobContext | None = None,
+        on_admit: Callable[[RateLimits | None], None] | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. A request that is refused raises before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
-        A job's owner writes the row itself.
+        A job's owner writes the row itself. `on_admit` is called with the caller's rate limits, before the first event.
         """
         with self._accepting(request.id):
             run, session_entries = await self._start(request, principal, job)
+        if on_admit is not None:
+            on_admit(run.route.rate_limits)
         async with run:
             while not run.done:
                 for event in await run.step():
@@ -169,7 +176,9 @@ class Service:
             await run.finish(await session_entries())
         yield Completed(run.usage)
 
-    async def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
+    async def forward(
+        self, request: UpstreamRequest, on_admit: Callable[[RateLimits | None], None] | None = None
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The SSE lines of an upstream server nearly untouched, or one whole body if the client wants no stream.
 
         The flag marks the last item. It is yielded once the usage row is durable.
@@ -178,6 +187,8 @@ class Service:
             make_decoder = (lambda: passthrough) if request.stream else BodyAssembler
             transport = UpstreamTransport(request, self.upstream.clients, make_decoder)
             run = await self._admit(request.route, transport, Clock())
+        if on_admit is not None:
+            on_admit(run.route.rate_limits)
         async with run:
             while not run.done:
                 block = await run.step()

@@ -10,7 +10,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Events
+from emberline.api.http.call import ASGIApp, Events, OnAdmit
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
@@ -27,6 +27,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal, SamplingDefaults
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
@@ -126,16 +127,21 @@ class FakeService:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.principals: list[Principal] = []
+        self.rate_limits: RateLimits | None = None  # of every caller
         self.open = 0  # event streams not closed yet
         self.ok = True
         self.responses: ResponseStore = MemoryResponses()
         self.changes: list[WorkerChange] = []
 
-    async def generate(self, request: GenerateRequest, principal: Principal) -> Events:
+    async def generate(
+        self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+    ) -> Events:
         self.resolve(request.model)
         self.requests.append(request)
         self.principals.append(principal)
         self.open += 1
+        if on_admit is not None:
+            on_admit(self.rate_limits)
         try:
             async for event in self.script(request):
                 yield event
@@ -147,7 +153,9 @@ class FakeService:
     def upstream_card(self, model_id: str) -> None:
         return None
 
-    def forward(self, request: UpstreamRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
+    def forward(
+        self, request: UpstreamRequest, on_admit: OnAdmit | None = None
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
         raise NotImplementedError
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:

@@ -26,7 +26,7 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 async def messages(call: Call) -> Reply | None:
     body = decode(await read_model_body(call), _messages_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
-    events = call.service.generate(request, call.principal)
+    events = call.generate(request)
     if body.stream:
         encoder = MessageStream(call.id, call.dialect, body.model, body.hides_thinking)
         await stream(call, events, encoder, _headers(call))

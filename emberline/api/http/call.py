@@ -10,8 +10,10 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
+from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
+from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
@@ -33,6 +35,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Events = AsyncGenerator[TextEvent, None]
+OnAdmit = Callable[[RateLimits | None], None]  # called with the caller's rate limits
 
 JSON = b"application/json"
 encode = msgspec.json.Encoder().encode
@@ -54,13 +57,17 @@ class Backend(Protocol):
     def upstream_card(self, model_id: str) -> "ModelCard | None":
         """The card of a model on upstream servers; None for every other model."""
 
-    def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
+    def forward(
+        self, request: "UpstreamRequest", on_admit: OnAdmit | None = None
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The upstream response as SSE lines, each with whether it is the last."""
 
     @property
     def responses(self) -> "ResponseStore": ...
 
-    def generate(self, request: GenerateRequest, principal: Principal) -> Events: ...
+    def generate(
+        self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+    ) -> Events: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
 
@@ -151,6 +158,7 @@ class Call:
         self.status = 0  # of the response; 0 until its headers are sent
         self.path_param = ""  # the value of the route's {id} or {model}
         self.field_names = FieldNames()
+        self.rate_limits: RateLimits | None = None  # of the caller, for the response's headers
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key
 
@@ -217,6 +225,15 @@ class Call:
     def bool_param(self, name: str, default: bool = False) -> bool:
         return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
+    def generate(self, request: GenerateRequest) -> Events:
+        return self.service.generate(request, self.principal, on_admit=self._admitted)
+
+    def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
+        return self.service.forward(request, on_admit=self._admitted)
+
+    def _admitted(self, rate_limits: RateLimits | None) -> None:
+        self.rate_limits = rate_limits
+
     async def reply(self, reply: Reply) -> None:
         headers = [
             (b"content-type", reply.content_type),
@@ -233,6 +250,8 @@ class Call:
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.status = status
+        if self.rate_limits is not None:
+            headers = [*headers, *rate_limit_headers(self.rate_limits, self.dialect)]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
 

@@ -126,6 +126,9 @@ CODES: dict[str, Codes] = {
     "method_not_allowed": Codes(405, 405, 7001, _INVALID, "method_not_allowed", _INVALID),
     "conflict": Codes(409, 409, 7003, _INVALID, "conflict", _INVALID),
     "idempotency_mismatch": Codes(422, 422, 5006, _INVALID, "idempotency_key_reused", _INVALID),
+    "rate_limited": Codes(429, 429, 971, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "budget_exceeded": Codes(429, 429, 3036, "insufficient_quota", "insufficient_quota", "rate_limit_error"),
+    "budget_reserved": Codes(429, 429, 3036, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     "overloaded": Codes(429, 429, 3040, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     "unavailable": Codes(503, 503, 3040, "server_error", "unavailable", "overloaded_error"),
     "deadline_exceeded": Codes(408, 408, 3007, "timeout_error", "timeout", "timeout_error"),
@@ -145,7 +148,9 @@ def error_headers(error: EmberlineError, dialect: Dialect, request_id: str) -> t
     row = codes(error)
     status = row.native_status if dialect is Dialect.NATIVE else row.status
     headers: HeaderList = []
-    if status in (429, 503):
+    if error.kind == "budget_exceeded":
+        headers.append((b"x-should-retry", b"false"))  # clients of OpenAI and Anthropic would retry at once
+    if status in (429, 503) and (error.kind != "budget_exceeded" or error.retry_after_s is not None):
         wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(wait_s))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(wait_s * 1000))))

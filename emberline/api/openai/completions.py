@@ -1,7 +1,7 @@
 """OpenAI's text completions: the request body with one or more prompts, the response body and the stream."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -12,14 +12,14 @@ from emberline.api.common.answer import MIN_LOGPROB, usage_body
 from emberline.api.common.response_format import GenerationFields
 from emberline.api.common.sampling_fields import TokenId, session_name
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
-from emberline.api.http.call import Backend, Events
+from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
 from emberline.api.openai.chat import ChunkStream, StreamOptions
 from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
 from emberline.protocol.events import Completed, Started, TextEvent, TextLogprob, Usage
-from emberline.protocol.request import GenerateRequest, Principal
+from emberline.protocol.request import GenerateRequest
 
 MAX_PROMPTS = 128
 CONCURRENT_PROMPTS = 8  # requests of one call at once, so that one long list does not fill the admission queue
@@ -123,10 +123,10 @@ class CompletionStream(ChunkStream):
 _PromptEvent = tuple[int, TextEvent | BaseException]
 
 
-async def generate_all(service: Backend, requests: Sequence[GenerateRequest], principal: Principal) -> Events:
+async def generate_all(generate: Callable[[GenerateRequest], Events], requests: Sequence[GenerateRequest]) -> Events:
     """Several requests as one stream: choice i of request r is choice r * n + i. The first failure ends all."""
     if len(requests) == 1:
-        async with aclosing(service.generate(requests[0], principal)) as events:
+        async with aclosing(generate(requests[0])) as events:
             async for event in events:
                 yield event
         return
@@ -135,7 +135,7 @@ async def generate_all(service: Backend, requests: Sequence[GenerateRequest], pr
 
     async def forward(number: int) -> None:
         try:
-            async with slots, aclosing(service.generate(requests[number], principal)) as events:
+            async with slots, aclosing(generate(requests[number])) as events:
                 async for event in events:
                     await queue.put((number, event))
         except Exception as error:

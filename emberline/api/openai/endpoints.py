@@ -28,7 +28,7 @@ async def chat_completions(call: Call) -> Reply | None:
     body = decode(raw, _chat_decoder)
     request, call.field_names = body.to_request(call.id, call.session)
     created = int(time.time())
-    events = call.service.generate(request, call.principal)
+    events = call.generate(request)
     if body.stream:
         await stream(call, events, ChatStream(call.id, call.dialect, body, created), call.id_headers)
         return None
@@ -46,7 +46,7 @@ async def completions(call: Call) -> Reply | None:
     if n_choices > MAX_TOTAL_CHOICES:
         raise BadInput(f"{n_choices} choices requested, at most {MAX_TOTAL_CHOICES} in one call", param="n")
     created = int(time.time())
-    events = generate_all(call.service, requests, call.principal)
+    events = generate_all(call.generate, requests)
     if body.stream:
         encoder = CompletionStream(call.id, call.dialect, body, created, n_choices)
         await stream(call, events, encoder, call.id_headers)

@@ -226,7 +226,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
 
 async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:
     headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
-    blocks = call.service.forward(request)
+    blocks = call.forward(request)
     if request.stream:
         await while_connected(call.receive, _stream(call, blocks, headers))
         return None

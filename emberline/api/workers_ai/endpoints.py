@@ -92,7 +92,7 @@ def _queue_requested(call: Call) -> bool:
 
 async def _run(call: Call, model: str, body: RunRequest) -> Reply | None:
     request, call.field_names = body.to_request(model, call.id, call.session)
-    events = call.service.generate(request, call.principal)
+    events = call.generate(request)
     options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
     # Models have no price, so no request costs neurons.
     headers: HeaderList = [*call.id_headers, (b"cf-ai-neurons", b"0")]

@@ -381,7 +381,9 @@ async def test_a_client_that_disconnects_during_arguments(service: FakeService, 
 
 async def test_merged_requests_keep_their_calls_separate() -> None:
     requests = [GenerateRequest(id=str(i), model=MODEL, prompt="x") for i in range(3)]
-    answer = await collect_answer(generate_all(FakeService(agent), requests, Principal("acme", "k", b"")), 3)
+    service, principal = FakeService(agent), Principal("acme", "k", b"")
+    events = generate_all(lambda request: service.generate(request, principal), requests)
+    answer = await collect_answer(events, 3)
     (alone,) = (await collect_answer(FakeService(agent).generate(requests[0], Principal("acme", "k", b"")))).choices
     assert alone.tool_calls[1] == ToolCall("call_b", "weather", '{"town":"Rome"}')
     assert answer.choices == [alone] * 3

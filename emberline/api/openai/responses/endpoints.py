@@ -75,7 +75,7 @@ async def create(call: Call) -> Reply | None:
     if body.background:
         return await _create_in_background(call, raw, body)
     turn = await _prepare(call, body)
-    events = _store_on_completion(call, turn, call.service.generate(turn.request, call.principal))
+    events = _store_on_completion(call, turn, call.generate(turn.request))
     if body.stream:
         encoder = ResponseStream(call.id, call.dialect, turn.builder, call.field_names, padded=body.obfuscates)
         await stream(call, events, encoder, call.id_headers)

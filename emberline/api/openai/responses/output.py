@@ -264,7 +264,8 @@ def _failure_code(error: EmberlineError) -> str:
         return "context_length_exceeded"
     if isinstance(error, BadInput):
         return "invalid_prompt"
-    return "rate_limit_exceeded" if error.kind == "overloaded" else "server_error"
+    is_limit = error.kind in ("overloaded", "rate_limited", "budget_exceeded", "budget_reserved")
+    return "rate_limit_exceeded" if is_limit else "server_error"
 
 
 def _output_text(text: str, logprobs: list[Json]) -> Json:
