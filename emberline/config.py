@@ -83,6 +83,14 @@ class WebhooksConfig(Section, frozen=True):
     retention_days: Annotated[float, Meta(ge=1, le=3650)] = 30.0  # of events and their deliveries
 
 
+class TracingConfig(Section, frozen=True):
+    """What is not set is taken from the standard OTEL_* variables."""
+
+    endpoint: str = ""  # of an OTLP/HTTP collector, e.g. http://localhost:4318; empty: no tracing
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
+    content: bool | None = None  # prompts and replies in the spans
+
+
 class LogConfig(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON otherwise
@@ -119,6 +127,7 @@ class Config(Section, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     responses: ResponsesConfig = ResponsesConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
+    tracing: TracingConfig = TracingConfig()
     log: LogConfig = LogConfig()
 
 

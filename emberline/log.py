@@ -12,6 +12,8 @@ import time
 from contextvars import ContextVar
 from typing import Any, TextIO
 
+from emberline.protocol import trace_context
+
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
@@ -61,6 +63,9 @@ class _ContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.__dict__.setdefault("process_name", self.process)
         record.__dict__.setdefault("request_id", request_id.get())
+        if (trace := trace_context.current.get()) is not None:
+            record.__dict__.setdefault("trace_id", trace.trace_id)
+            record.__dict__.setdefault("span_id", trace.span_id)
         return True
 
 

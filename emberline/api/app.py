@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -27,7 +26,10 @@ from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.router import Policy, Router, authorize
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
+from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError, Internal, Unavailable
+from emberline.service.request_context import Clock
+from emberline.service.tracing import end_http_request, incoming
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +67,19 @@ class App:
             return await _lifespan(receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        started = time.perf_counter()
+        clock = Clock()
         relays_large = self._large_requests is not None
         call = Call(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large)
         context = logs.request_id.set(call.id)
+        traced, parent = (None, None) if scope["path"] in PROBES else incoming(call.headers)
+        trace_token = trace_context.current.set(traced)
         try:
             await self._serve(call)
         finally:
             held_bodies.release(call)
-            _log_request(call, time.perf_counter() - started)
+            end_http_request(traced, parent, clock, scope["method"], call.route, call.status, call.id)
+            _log_request(call, clock.elapsed_s())
+            trace_context.current.reset(trace_token)
             logs.request_id.reset(context)
 
     async def _serve(self, call: Call) -> None:
@@ -111,7 +117,7 @@ class App:
         if origin is not None and (reply := preflight(scope)):
             return reply
         route = found.route(scope["method"])
-        call.path_param = found.path_param
+        call.path_param, call.route = found.path_param, route.path
         if route.policy is not Policy.OPEN:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             authorize(call.principal, route)

@@ -32,8 +32,9 @@ from emberline.cli.models import load_text
 from emberline.config import Config, needs_keys
 from emberline.jobs.queue.queue import open_queue
 from emberline.jobs.webhooks.service import WebhookService, WebhookSettings
-from emberline.service import Served, Service, open_http_worker
+from emberline.service import Served, Service, open_http_worker, tracing
 from emberline.service.open import DATABASE
+from emberline.service.tracing import TracingSettings
 from emberline.store import Database, open_store
 from emberline.upstream.client import upstream_configs
 from emberline.upstream.models import discover
@@ -49,6 +50,7 @@ class HttpWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     core_pid: int = 0  # 0: the parent, whichever process that is
     large_socket: Path | None = None  # where large requests are relayed to; None: this is the worker for them
     models: list[tuple[ModelCard, Path, list[Endpoint]]]
+    tracing: TracingSettings = TracingSettings()
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, enc_hook=str)
@@ -172,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = HttpWorkerPlan.decode(sys.stdin.buffer.read())
     logs.setup(args.name, plan.config.log.level)
     runner: Any = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    tracing.start(plan.tracing, args.name)
     with runner, socket.socket(fileno=args.fd) as listener:
         runner.run(_run(plan, listener))
+    tracing.stop()
     return 0
 
 

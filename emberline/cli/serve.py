@@ -164,13 +164,16 @@ async def serve(
         from emberline.accounts.secret import Secret
         from emberline.cli.http_worker import HttpWorkerPlan, load_models, open_webhooks, serve_http
         from emberline.jobs.webhooks.deliverer import DeliveryMetrics
-        from emberline.service import open_service
+        from emberline.service import open_service, tracing
         from emberline.service.core import LocalCore
         from emberline.service.open import DATABASE
         from emberline.store import open_store
         from emberline.upstream.client import upstream_configs
         from emberline.upstream.models import discover
 
+        traces = tracing.settings(config.tracing, os.environ)
+        tracer = tracing.start(traces, "core")
+        stack.push_async_callback(asyncio.to_thread, tracing.stop)
         ids = [entry.card.id for entry in entries]
         endpoints = {model: workers.endpoints.get(model, []) + remote.get(model, []) for model in ids}
         served = load_models(entries, endpoints)
@@ -201,6 +204,8 @@ async def serve(
         webhooks.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.register(DeliveryMetrics(webhooks.deliverer))
+        if tracer is not None:
+            service.core.register(tracer.exporter)
         batches = await _open_queue(stack, config, store, service, stop, accounts)
         large_socket = workers.folder / "large.sock"
         plan = HttpWorkerPlan(
@@ -208,6 +213,7 @@ async def serve(
             core_socket=workers.folder / "core.sock",
             core_pid=os.getpid(),
             large_socket=large_socket,
+            tracing=traces,
             models=[(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries],
         )
         http_workers = await _open_http_workers(stack, plan, service, listener)

@@ -136,6 +136,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
         self._owners: dict[str, ClientConnection] = {}  # of accepted requests
+        self._trace_ids: dict[str, str] = {}  # of those that are traced
         self._ended: list[TokenDelta] = []  # to be logged after their frames were sent
         self._drain_until_s: float | None = None
         self._busy_s = time.monotonic()  # the last time there was work
@@ -339,6 +340,8 @@ class Server:
             self._refuse(connection, request.id, Internal("the engine could not accept this request").info())
         else:
             self._owners[request.id] = connection
+            if request.trace_id:
+                self._trace_ids[request.id] = request.trace_id
             connection.request_ids.add(request.id)
 
     def _refuse(self, connection: ClientConnection, request_id: str, error: ErrorInfo) -> None:
@@ -354,6 +357,7 @@ class Server:
         connection.close()
         for request_id in connection.request_ids:
             del self._owners[request_id]
+            self._trace_ids.pop(request_id, None)
             self._loop.scheduler.abort(request_id)
         _log.info("connection closed: %s", why, extra={"aborted": len(connection.request_ids)})
         connection.request_ids.clear()
@@ -409,7 +413,7 @@ class Server:
             self._send_or_close(connection)  # the rest of a heartbeat
         ended, self._ended = self._ended, []
         for delta in ended:
-            _log_end(delta)
+            _log_end(delta, self._trace_ids.pop(delta.id, None))
 
     def _send_or_close(self, connection: ClientConnection, frame: bytes = b"") -> None:
         try:
@@ -427,8 +431,8 @@ class Server:
             raise ClientLost("refused")
 
 
-def _log_end(delta: TokenDelta) -> None:
+def _log_end(delta: TokenDelta, trace_id: str | None) -> None:
     usage = msgspec.to_builtins(delta.usage) if delta.usage is not None else {}
     level = logging.WARNING if delta.finish == "error" else logging.INFO
     message = delta.error.message if delta.error is not None else f"finished: {delta.finish}"
-    _log.log(level, "%s", message, extra={"request_id": delta.id, **usage})
+    _log.log(level, "%s", message, extra={"request_id": delta.id, "trace_id": trace_id, **usage})

@@ -43,6 +43,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     usage: Usage | None = None  # set in the first delta (prompt and cached tokens) and in the last
     logprobs: list[TokenLogprobs] | None = None
     error: ErrorInfo | None = None  # with finish == "error"
+    waited_s: float = 0.0  # in the engine's queue; in the first delta
 
 
 # --- events of service.generate: exactly one Started, then deltas, one ChoiceDone per choice, one Completed ---------

@@ -17,6 +17,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
 )
 from emberline.protocol.request import Message, ToolCall
+from emberline.protocol.trace_context import Phase
 from emberline.service.metrics import Histogram
 from emberline.service.prepare import Prepared
 from emberline.text.detokenizer import StopMatcher
@@ -68,6 +69,11 @@ class ChoiceDecoder:
     def n_reasoning(self) -> int:
         """Tokens of the reply that are reasoning."""
         return 0
+
+    @property
+    def tool_phase(self) -> Phase | None:
+        """From the beginning of its first tool call to its last token; None: it has none."""
+        return None
 
     @property
     def message(self) -> Message:
@@ -161,10 +167,18 @@ class ParsingChoiceDecoder(ChoiceDecoder):
         self._call_ids: list[str] = []
         self._n_reasoning = 0
         self._at_call_end = False  # nothing follows a complete tool call yet
+        self._first_call_s = 0.0  # when the first one began; monotonic
 
     @property
     def n_reasoning(self) -> int:
         return self._n_reasoning
+
+    @property
+    def tool_phase(self) -> Phase | None:
+        if not self._first_call_s:
+            return None
+        names = [call.name for call in self._reply.calls]
+        return Phase("tool_parse", self._first_call_s, self._last_s, {"gen_ai.tool.name": names})
 
     @property
     def message(self) -> Message:
@@ -252,6 +266,7 @@ class ParsingChoiceDecoder(ChoiceDecoder):
             number = str(int(number) + 1)
             call_id = self._tool_format.call_id(f"{self._origin}/{n_calls}", call.name, number)
         self._call_ids.append(call_id)
+        self._first_call_s = self._first_call_s or time.monotonic()
         return ToolCallStarted(self.index, n_calls, call_id, call.name)
 
     def _reason(self, finish: str) -> Literal["stop", "length", "tool_calls"]:

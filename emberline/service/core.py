@@ -51,6 +51,8 @@ class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
     session_entries: list[SessionEntry] = []
     is_job: bool = False  # the job queue writes the usage row itself
     lost: tuple[str, ...] = ()  # workers that failed it
+    operation: str = "chat"  # `gen_ai.operation.name` and `gen_ai.provider.name`
+    provider: str = "emberline"
 
 
 class Core(Protocol):
@@ -173,7 +175,7 @@ class LocalCore:
             self._sessions.add(
                 stored.account, stored.model_version, stored.digest, entry.ids, entry.text_len, entry.text_digest
             )
-        self._metrics.record(row, end.inter_token)
+        self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self._usage.used_by(row.id), end.inter_token)
         if not end.is_job:
             await self._usage.record(row)

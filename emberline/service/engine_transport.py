@@ -10,16 +10,19 @@ from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import EmberlineError, ErrorInfo, Internal, Unavailable, from_info
 from emberline.protocol.events import Started, TextEvent, TokenDelta, Usage
 from emberline.protocol.request import EngineRequest, Message
+from emberline.protocol.trace_context import Phase, TraceContext, TraceDetails
 from emberline.service.choice_decoder import ChoiceDecoder, ParsingChoiceDecoder
 from emberline.service.engine_client import EngineClient, EngineStream
 from emberline.service.metrics import Histogram
 from emberline.service.prefill_handover import Prefill, hand_over
 from emberline.service.prepare import Prepared
 from emberline.service.request_context import JobContext, in_flight_id
+from emberline.service.tracing import PROVIDER
 
 CONNECT_WAIT_S = 2.0  # for our own connection to an engine that the core already sees
 RECONNECT_WAIT_S = 15.0  # the same after a failover: the core may not have seen the engine's death yet
 RESTART_WAIT_S = 60.0  # for an engine to come back after a failover: it may have weights to load
+encode = msgspec.json.Encoder().encode
 DEADLINE_GRACE_S = 1.0  # the engine keeps deadlines; the run catches an engine that does not answer
 
 
@@ -57,6 +60,11 @@ class EngineTransport:
         self.restart_wait_s = RESTART_WAIT_S
         self.deadline_grace_s = DEADLINE_GRACE_S
         self.began = False
+        self.trace: TraceContext | None = None
+        self.provider = PROVIDER
+        self.operation = "text_completion" if prepared.request.messages is None else "chat"
+        self._opened_s = 0.0  # of the current attempt, monotonic
+        self._engine_wait_s = 0.0  # its sequence waited in the engine before its prefill
         self._prepared = prepared
         self._engines = engines  # by endpoint name
         self._id = in_flight_id(prepared.request.id, job)
@@ -107,7 +115,8 @@ class EngineTransport:
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         self.began = False
         self._attempt = attempt
-        self._deadline_at_s = None if deadline_s is None else time.monotonic() + deadline_s
+        self._opened_s, self._engine_wait_s = time.monotonic(), 0.0
+        self._deadline_at_s = None if deadline_s is None else self._opened_s + deadline_s
         decode = self._decode = self._engines[route.decode]
         prefill = self._prefill_engine = self._engines[route.prefill] if route.prefill else None
         for engine in (decode, prefill):
@@ -151,6 +160,23 @@ class EngineTransport:
             lost = (decode.name if told_by_prefill else prefill.name,)
         return Fault(not decode.closing, (decode.name, prefill.name), lost)
 
+    def trace_details(self, content: bool) -> TraceDetails:
+        phases: list[Phase] = []
+        if self._engine_wait_s:
+            phases.append(Phase("engine_queue", self._opened_s, self._opened_s + self._engine_wait_s))
+        if self._prefill is not None and self._prefill.first_block_s is not None:
+            ended_s = self._prefill.ended_s or time.monotonic()
+            sender = {"emberline.worker": "" if self._prefill_engine is None else self._prefill_engine.name}
+            phases.append(Phase("kv_transfer", self._prefill.first_block_s, ended_s, sender))
+        phases += [phase for choice in self._choices if (phase := choice.tool_phase) is not None]
+        finished = tuple(choice.done.finish for choice in self._choices if choice.done is not None)
+        if not content:
+            return TraceDetails(tuple(phases), finished)
+        request = self._prepared.request
+        asked: object = request.messages or request.prompt or []
+        replies = [choice.message for choice in self._choices]
+        return TraceDetails(tuple(phases), finished, encode(asked).decode(), encode(replies).decode())
+
     def close(self) -> None:
         self._failed = None
         if self._stream is not None:
@@ -167,6 +193,8 @@ class EngineTransport:
         choice = self._by_id[delta.id]
         if delta.finish == "error" or delta.finish == "cancelled":
             return self._fail(choice, delta)
+        if delta.waited_s:
+            self._engine_wait_s = delta.waited_s
         if not self._started:
             self._start(delta)
             events.append(Started(self.usage))
@@ -219,6 +247,7 @@ class EngineTransport:
                     thinking_limit=prepared.thinking_limit,
                     output_ids=bytes(choice.output_ids),
                     keys=prepared.keys,
+                    trace_id="" if self.trace is None else self.trace.trace_id,
                 )
             )
         return made

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +16,11 @@ from emberline.protocol.frames import EngineLoad
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+# As OpenTelemetry's semantic conventions for generative AI have them.
+GENAI_DURATION_BOUNDS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+GENAI_TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+GENAI_TPOT_BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+GENAI_TOKEN_BOUNDS = tuple(4**power for power in range(14))
 E2E_BOUNDS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -67,12 +72,35 @@ class ModelMetrics:
         self.e2e_s = Histogram(E2E_BOUNDS_S)
 
 
+class _GenAIMetrics:
+    """The metrics of OpenTelemetry's conventions, of one operation, provider and model."""
+
+    def __init__(self) -> None:
+        self.duration_s: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(GENAI_DURATION_BOUNDS_S))
+        self.ttft_s = Histogram(GENAI_TTFT_BOUNDS_S)
+        self.tpot_s = Histogram(GENAI_TPOT_BOUNDS_S)
+        self.tokens = {"input": Histogram(GENAI_TOKEN_BOUNDS), "output": Histogram(GENAI_TOKEN_BOUNDS)}
+
+    def record(self, row: UsageRow) -> None:
+        # The status stands for the error's type, which the core does not know.
+        duration_s = (row.finished_us - row.created_us) / 1e6
+        self.duration_s["" if row.status == "finished" else row.status].observe(duration_s)
+        self.tokens["input"].observe(row.input_tokens)
+        self.tokens["output"].observe(row.output_tokens)
+        if row.first_token_us is None:
+            return
+        self.ttft_s.observe((row.first_token_us - row.created_us) / 1e6)
+        if row.output_tokens > 1:
+            self.tpot_s.observe((row.finished_us - row.first_token_us) / 1e6 / (row.output_tokens - 1))
+
+
 class Metrics(Collector):
     """`snapshot`: of the in-flight ledger."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
         self.models: defaultdict[str, ModelMetrics] = defaultdict(ModelMetrics)
+        self._genai: defaultdict[tuple[str, str, str], _GenAIMetrics] = defaultdict(_GenAIMetrics)
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -84,8 +112,9 @@ class Metrics(Collector):
         """Count a request that was not admitted; `kind` of its error."""
         self._refused[kind] += times
 
-    def record(self, row: UsageRow, inter_token: Counts) -> None:
+    def record(self, row: UsageRow, inter_token: Counts, operation: str = "chat", provider: str = "emberline") -> None:
         """Count a request that has ended; `inter_token`: its inter-token latencies."""
+        self._genai[operation, provider, row.model].record(row)
         model = self.models[row.model]
         model.by_status[row.status] += 1
         model.prompt_tokens += row.input_tokens
@@ -121,6 +150,7 @@ class Metrics(Collector):
         yield from self._histograms("time_to_first_token_seconds", lambda m: m.ttft_s)
         yield from self._histograms("inter_token_latency_seconds", lambda m: m.inter_token_s)
         yield from self._histograms("e2e_request_latency_seconds", lambda m: m.e2e_s)
+        yield from _genai_metrics(self._genai)
         yield from _worker_metrics(snapshot)
 
     def _counters(self, name: str, alias: str, value: Callable[[ModelMetrics], int]) -> Iterator[Metric]:
@@ -137,6 +167,26 @@ class Metrics(Collector):
                 histogram = value(model)
                 family.add_metric([model_name], histogram.cumulative(), histogram.counts.total)
             yield family
+
+
+def _genai_metrics(found: Mapping[tuple[str, str, str], _GenAIMetrics]) -> Iterator[Metric]:
+    labels = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
+
+    def family(name: str, text: str, *more: str) -> HistogramMetricFamily:
+        return HistogramMetricFamily(f"gen_ai_{name}", text, labels=[*labels, *more])
+
+    duration = family("server_request_duration_seconds", "Duration of requests.", "error_type")
+    ttft = family("server_time_to_first_token_seconds", "Time to the first token.")
+    tpot = family("server_time_per_output_token_seconds", "Time per output token after the first.")
+    tokens = family("client_token_usage", "Tokens of a request.", "gen_ai_token_type")
+    for key, each in found.items():
+        for error, histogram in each.duration_s.items():
+            duration.add_metric([*key, error], histogram.cumulative(), histogram.counts.total)
+        ttft.add_metric(key, each.ttft_s.cumulative(), each.ttft_s.counts.total)
+        tpot.add_metric(key, each.tpot_s.cumulative(), each.tpot_s.counts.total)
+        for kind, histogram in each.tokens.items():
+            tokens.add_metric([*key, kind], histogram.cumulative(), histogram.counts.total)
+    yield from (duration, ttft, tpot, tokens)
 
 
 STATES = ("ready", "down", "draining", "stalled", "open", "half_open")

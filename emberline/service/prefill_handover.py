@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 
 import msgspec
 
@@ -25,6 +26,8 @@ class Prefill:
         self._stream = stream
         self._id = request.id
         self._open = True
+        self.first_block_s: float | None = None  # when the worker reported that the first KV is sent; monotonic
+        self.ended_s: float | None = None  # and when all of it was received
         self.error: EmberlineError | None = None  # with which it failed the decode stream
         self._cached: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         engine.submit(self, [request])
@@ -51,9 +54,11 @@ class Prefill:
     def deliver(self, delta: TokenDelta) -> None:
         if delta.usage is not None and not self._cached.done():
             self._cached.set_result(delta.usage.cached_by_tier)
+            self.first_block_s = time.monotonic()
         if delta.finish is None:
             return
         self._open = False
+        self.ended_s = time.monotonic()
         if delta.finish == "stop":
             return
         self._end(

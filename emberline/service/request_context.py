@@ -83,3 +83,6 @@ class Clock:
 
     def now_us(self) -> int:
         return self.created_us + int(1e6 * self.elapsed_s())
+
+    def at_us(self, monotonic_s: float) -> int:
+        return self.created_us + int(1e6 * (monotonic_s - self._started_s))

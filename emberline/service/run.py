@@ -16,9 +16,11 @@ from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable
 from emberline.protocol.events import Usage
+from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
 from emberline.service.metrics import Counts
 from emberline.service.request_context import Clock, JobContext, log_end
+from emberline.service.tracing import request_trace
 
 MAX_FAILOVERS = 3  # in a row, no token in between: a request that loses more workers may be what kills them
 
@@ -33,6 +35,9 @@ class Transport(Protocol[Output_co]):
 
     restart_wait_s: float  # how long a failover waits for a worker to come back
     deadline_grace_s: float  # past the deadline, for workers that keep deadlines themselves
+    trace: TraceContext | None  # that the next attempt belongs to
+    operation: str  # `gen_ai.operation.name`, and
+    provider: str  # `gen_ai.provider.name`: OpenTelemetry's terms
 
     @property
     def began(self) -> bool:
@@ -58,6 +63,9 @@ class Transport(Protocol[Output_co]):
 
     def fault(self, error: EmberlineError) -> Fault:
         """Which workers failed the attempt with `error`, and whether another attempt can follow."""
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        """For the spans of a request that is traced; `content`: with its messages. Called before `close`."""
 
     def close(self) -> None:
         """Abort what the workers still compute."""
@@ -95,6 +103,7 @@ class Run(Generic[T]):
         self._n_stuck = 0  # failovers since the last new token
         self._n_tokens = 0  # of the reply, at the last failover
         self._n_checkpointed = 0  # tokens of prompt and reply
+        self._trace = request_trace(clock)  # None: not sampled
 
     @property
     def route(self) -> Route:
@@ -112,6 +121,8 @@ class Run(Generic[T]):
         """Wait for workers. Overloaded or Unavailable when there are none; then there is no usage row."""
         try:
             self._route = await self._core.admit(self._route_request())
+            if self._trace is not None:
+                self._trace.admitted()
         except asyncio.CancelledError:
             self.finalize("cancelled")  # the core may have granted it all the same
             raise
@@ -140,7 +151,18 @@ class Run(Generic[T]):
         """The one end of the request; it goes on whatever becomes of the caller. Later calls change nothing."""
         if self.finalizing is None:
             row = self._usage_row(status)
-            end = RequestEnd(row, self._inter_token, list(session_entries), self._job is not None, lost=self._lost)
+            end = RequestEnd(
+                row,
+                self._inter_token,
+                list(session_entries),
+                self._job is not None,
+                lost=self._lost,
+                operation=self._transport.operation,
+                provider=self._transport.provider,
+            )
+            if self._trace is not None:
+                details = self._transport.trace_details(self._trace.content)
+                self._trace.end(row, self._transport.operation, self._transport.provider, error, details)
             if self._job is not None:
                 self._job.record_usage(row)
             self.finalizing = asyncio.create_task(self._core.finalize(end))
@@ -183,6 +205,8 @@ class Run(Generic[T]):
         while True:
             try:
                 if not self._opened:
+                    if self._trace is not None:
+                        self._transport.trace = self._trace.attempt(self._route.decode)
                     await self._transport.open(self._route, self._n_failovers, self._time_left_s())
                     self._opened = True
                 output = await self._transport.next()
@@ -199,6 +223,8 @@ class Run(Generic[T]):
     async def _fail_over(self, error: EmberlineError) -> None:
         """Route to other workers after `error`, or raise it. A job goes back to its queue, which counts the failure."""
         fault = self._transport.fault(error)
+        if self._trace is not None:
+            self._trace.failed(error)
         self._lost = fault.lost
         self._avoid += [name for name in fault.avoid if name not in self._avoid]
         n_tokens = self.usage.completion_tokens

@@ -271,6 +271,9 @@ ACCOUNT_TABLES = (
 )
 
 
+# A batch and its jobs belong to the trace of the request that submitted it.
+TRACE_CONTEXT = ("ALTER TABLE batches ADD COLUMN traceparent TEXT NOT NULL DEFAULT ''",)
+
 # Migration n (1-based) takes a database from version n - 1 to n. One text serves both databases: on PostgreSQL BLOB
 # becomes BYTEA; `Sql` has two texts where that is not enough.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -318,6 +321,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     EVENT_TABLES,
     QUEUE_DETAILS,
     ACCOUNT_TABLES,
+    TRACE_CONTEXT,
 )
 
 

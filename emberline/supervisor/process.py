@@ -28,7 +28,9 @@ KEPT_LINES = 20  # of its log, for the error message of a failed start
 # A child inherits no secret: what it needs is passed in `env`. Of our own variables it inherits these, of the others
 # all but those whose name or value looks like a credential.
 _INHERITED = frozenset({"EMBERLINE_HOME", "EMBERLINE_LOG_LEVEL", "EMBERLINE_KERNEL_CACHE"})
-_SECRET_NAME = re.compile(r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PAT|PASSPHRASE|CREDENTIALS?)(_|$)|PASSW|_PWD$", re.I)
+_SECRET_NAME = re.compile(
+    r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PAT|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)|PASSW|_PWD$", re.I
+)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 
 log = logging.getLogger("emberline.supervisor")

@@ -139,6 +139,7 @@ class StandinServer:
         self.engine_id = uuid.uuid4().hex
         self.cache = StandinPrefixCache()
         self.handoffs = KVHandoffs(self.script.lease_s, self.script.handoff_wait_s)
+        self.headers: dict[str, str] = {}  # of the newest request
         self.requests: list[dict[str, Any]] = []  # bodies, with the request id as "_id"; the newest last
         self.violations: list[str] = []  # of the protocol, by the balancer
         self.n_aborted = 0
@@ -261,6 +262,7 @@ class StandinServer:
             return connection.transport.write(self._canned_response(request.body, chat))
         body = msgspec.json.decode(request.body)
         self.requests.append({**body, "_id": request.headers.get("x-request-id", "")})
+        self.headers = request.headers
         del self.requests[:-1000]
         if body.get("model") != self.model:
             raise HttpError(404, f"The model `{body.get('model')}` does not exist.")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from emberline.protocol.errors import BadInput, ContextExceeded, EmberlineError, Overloaded, TooLarge
+from emberline.protocol.trace_context import TraceContext
 from emberline.upstream.client import UpstreamClient
 from emberline.upstream.disaggregation import Adapter, BadPrefillReply, Fields, encode
 from emberline.upstream.http_client import MAX_REPLY_BYTES, ConnectionFailed, Exchange
@@ -33,12 +34,18 @@ class Attempt:
     """`open`, then `piece` until b"", then `close`: closing early aborts the work on both servers."""
 
     def __init__(
-        self, path: str, request_id: str, decode: UpstreamClient, prefill: UpstreamClient | None = None
+        self,
+        path: str,
+        request_id: str,
+        decode: UpstreamClient,
+        prefill: UpstreamClient | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
         self.decode = decode
         self.prefill = prefill
         self._path = path
-        self._id = request_id  # sent to both servers, so that their logs can be joined
+        # Sent to both servers, so that their logs and traces can be joined.
+        self._ids = f"x-request-id: {request_id}\r\n{'' if trace is None else trace.headers}"
         self._exchange: Exchange | None = None
         self._prefilling: asyncio.Task[bytes] | None = None  # where both exchanges run at once
         self._prefill_error: EmberlineError | None = None
@@ -97,13 +104,13 @@ class Attempt:
     # --- the two exchanges -------------------------------------------------------------------------------------------
 
     async def _decode(self, body: bytes) -> Exchange:
-        return await _checked(self.decode, self._path, body, self._id, self._mark_sent, once=self.prefill is not None)
+        return await _checked(self.decode, self._path, body, self._ids, self._mark_sent, once=self.prefill is not None)
 
     def _mark_sent(self) -> None:
         self._sent = True
 
     async def _serial(self, adapter: Adapter, prefill: UpstreamClient, body: bytes, decode: Fields) -> Exchange:
-        exchange = await _checked(prefill, self._path, body, self._id, once=True)
+        exchange = await _checked(prefill, self._path, body, self._ids, once=True)
         answer: bytes | None = None
         try:
             answer = await exchange.read(MAX_REPLY_BYTES)
@@ -161,7 +168,7 @@ class Attempt:
             raise
 
     async def _run_prefill(self, prefill: UpstreamClient, body: bytes) -> bytes:
-        exchange = await _checked(prefill, self._path, body, self._id, once=True)
+        exchange = await _checked(prefill, self._path, body, self._ids, once=True)
         try:
             return await exchange.read(MAX_REPLY_BYTES)
         except ConnectionFailed as error:
@@ -181,14 +188,14 @@ async def _checked(
     server: UpstreamClient,
     path: str,
     body: bytes,
-    request_id: str,
+    ids: str,
     on_sent: Callable[[], None] | None = None,
     *,
     once: bool = False,
 ) -> Exchange:
     """An exchange whose status is 200. `once`: a request that names a KV transfer must not be sent twice."""
     try:
-        exchange = await server.pool.post(path, body, request_id, on_sent=on_sent, once=once)
+        exchange = await server.pool.post(path, body, ids, on_sent=on_sent, once=once)
     except ConnectionFailed as error:
         raise server.lost(str(error)) from error
     if exchange.status != 200:

@@ -304,19 +304,19 @@ class ConnectionPool:
         self,
         path: str,
         body: bytes,
-        request_id: str = "",
+        headers: str = "",
         timeout_s: float | None = None,
         on_sent: Callable[[], None] | None = None,
         once: bool = False,
     ) -> Exchange:
         """An exchange whose status and headers have arrived, within `timeout_s` if that is given.
 
-        `on_sent` is called once the server has, or will have, the request. The server may just have closed a kept
-        connection; then the request is sent again on another, unless it must go out `once`.
+        `headers` are whole lines, each with its end. `on_sent` is called once the server has, or will have, the
+        request. The server may just have closed a kept connection; then the request is sent again on another, unless it
+        must go out `once`.
         """
-        named = f"x-request-id: {request_id}\r\n" if request_id else ""
         head = (
-            f"POST {self._address.path}{path} HTTP/1.1\r\n{named}content-type: application/json\r\n"
+            f"POST {self._address.path}{path} HTTP/1.1\r\n{headers}content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
         )
         sending = self._send(head.encode("ascii") + self._fixed_headers, body, on_sent, once)

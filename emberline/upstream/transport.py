@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+import msgspec
+
 from emberline.balancer.route_request import Fault, Route
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
+from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.attempt import Attempt, UpstreamBusy
 from emberline.upstream.chunks import UnreadableChunk
 from emberline.upstream.client import UpstreamClient
-from emberline.upstream.request import UpstreamRequest
+from emberline.upstream.request import CHAT, UpstreamRequest
 from emberline.upstream.resume import (
     Continuation,
     Transcript,
@@ -44,6 +47,9 @@ class UpstreamTransport(Generic[T]):
         make_decoder: Callable[[], Decoder[T]],
     ) -> None:
         self.restart_wait_s = RESTART_WAIT_S
+        self.trace: TraceContext | None = current.get()  # sent on, also where this server does not trace
+        self.operation = "chat" if request.path == CHAT else "text_completion"
+        self.provider = "openai"  # the kind of the server, once one is chosen
         self.began = False
         self.done = False
         self.cached_tokens = 0  # as the balancer expects: most servers tell at the end, if at all
@@ -80,6 +86,7 @@ class UpstreamTransport(Generic[T]):
         self.cached_tokens = route.cached_tokens
         decode = self._clients[route.decode]
         kind, resumed = decode.config.kind, self._continuation
+        self.provider = kind
         if not request.stream:
             self._decoder = self._make_decoder()
         if not request.stream or not self._transcript.n_events:
@@ -97,7 +104,7 @@ class UpstreamTransport(Generic[T]):
             fields = {**fields, "return_token_ids": True}
         prefill = self._prefill_for(decode, self._clients.get(route.prefill))
         suffix = f"-m{attempt}" if attempt else ""
-        self._attempt = Attempt(path, f"{request.route.id}{suffix}", decode, prefill)
+        self._attempt = Attempt(path, f"{request.route.id}{suffix}", decode, prefill, self.trace)
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
@@ -144,6 +151,11 @@ class UpstreamTransport(Generic[T]):
                 self._continuation, self._transcript.n_events_of_attempt = resumed, 0
                 self._editor = StreamEditor()
         return Fault(retryable, (error.engine,), (error.engine,))
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        """The prompt only: a reply is relayed without being read."""
+        asked = self._request.fields.get("messages", self._request.fields.get("prompt")) if content else None
+        return TraceDetails(input="" if asked is None else msgspec.json.encode(asked).decode())
 
     def close(self) -> None:
         if self._attempt is not None:

@@ -48,6 +48,12 @@ async def test_prometheus_text(service: Service, engine: FakeEngine) -> None:
         assert samples[f"{prefix}num_requests_waiting", model, "e0"] == 0
         assert samples[f"{prefix}num_requests_running", model, "e0"] == 1
         assert samples[f"{prefix}kv_cache_usage_perc", model, "e0"] == 0.25
+    genai = ("chat", "emberline", model)
+    assert samples["gen_ai_server_request_duration_seconds_count", "", *sorted(genai, key=str)] == 2
+    assert samples["gen_ai_server_time_to_first_token_seconds_count", *sorted(genai)] == 2
+    assert samples["gen_ai_server_time_per_output_token_seconds_count", *sorted(genai)] == 2
+    assert samples["gen_ai_client_token_usage_sum", *sorted((*genai, "input"))] == 2 * n_prompt
+    assert samples["gen_ai_client_token_usage_sum", *sorted((*genai, "output"))] == 2 * 7
     assert samples["emberline_cached_tokens_total", model] == 8
     assert samples["vllm:prefix_cache_hits_total", model] == 8
 

@@ -60,6 +60,13 @@ async def test_the_prefill_workers_cached_tokens_are_reported(halves: Halves) ->
     halves.decode.step(TOKEN)
     await halves.stream.next()
     assert await halves.half.cached_by_tier() == {"device": 32}
+    assert halves.half.first_block_s is not None
+    assert halves.half.ended_s is None
+    halves.prefill.step(TokenDelta("r1-prefill", finish="stop"))
+    async with asyncio.timeout(PATIENCE_S):
+        while (ended_s := halves.half.ended_s) is None:
+            await asyncio.sleep(0.001)
+    assert ended_s >= halves.half.first_block_s, "the KV transfer as a trace shows it"
 
 
 async def test_missing_cached_tokens_delay_the_first_token_only_briefly(

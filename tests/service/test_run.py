@@ -10,6 +10,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, EngineLost, Internal, Unavailable
 from emberline.protocol.events import Usage
+from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import RequestEnd
 from emberline.service.request_context import Clock, JobContext
 from emberline.service.run import MAX_FAILOVERS, Run
@@ -48,6 +49,8 @@ class FakeTransport:
     restart_wait_s = 9.0
     deadline_grace_s = 0.0
     cached_tokens = 5
+    trace: TraceContext | None = None
+    operation, provider = "chat", "emberline"
 
     def __init__(self, *attempts: list[Action], retryable: bool = True) -> None:
         self.attempts = [list(actions) for actions in attempts]
@@ -60,6 +63,9 @@ class FakeTransport:
     @property
     def usage(self) -> Usage:
         return Usage(prompt_tokens=3, completion_tokens=len(self.text))
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        return TraceDetails(finish_reasons=("stop",))
 
     async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
         self.opened.append((route.decode, attempt))

@@ -71,7 +71,7 @@ def says(*pieces: bytes, close: bool = False, pause_s: float = 0.0) -> Talk:
 
 
 async def whole(pool: ConnectionPool, body: bytes = b"{}") -> bytes:
-    exchange = await pool.post("/x", body, "id-1")
+    exchange = await pool.post("/x", body, "x-request-id: id-1\r\n")
     assert exchange.status == 200
     return await exchange.read(1 << 20)
 

@@ -27,7 +27,9 @@ class FakeAttempt:
     path: str  # of the last attempt
     fields: dict[str, Any]
 
-    def __init__(self, path: str, request_id: str, decode: UpstreamClient, prefill: UpstreamClient | None) -> None:
+    def __init__(
+        self, path: str, request_id: str, decode: UpstreamClient, prefill: UpstreamClient | None, trace: object
+    ) -> None:
         self.decode, self.prefill = decode, prefill
         FakeAttempt.path = path
 

@@ -53,7 +53,13 @@ async def submit_once(call: Call, body: bytes, new_id: str, submit: Callable[[st
 def new_batch(call: Call, batch_id: str, kind: BatchKind, endpoint: str, **fields: Any) -> NewBatch:
     principal = call.principal
     return NewBatch(
-        id=batch_id, account=principal.account, key_id=principal.key_id, kind=kind, endpoint=endpoint, **fields
+        id=batch_id,
+        account=principal.account,
+        key_id=principal.key_id,
+        kind=kind,
+        endpoint=endpoint,
+        traceparent=call.traceparent,
+        **fields,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
+from emberline.protocol import trace_context
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
 from emberline.protocol.rate_limits import RateLimits
@@ -156,6 +157,7 @@ class Call:
         fields: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
         self.status = 0  # of the response; 0 until its headers are sent
+        self.route = ""  # the path of its route, with placeholders; empty: there is none
         self.path_param = ""  # the value of the route's {id} or {model}
         self.field_names = FieldNames()
         self.rate_limits: RateLimits | None = None  # of the caller, for the response's headers
@@ -198,6 +200,12 @@ class Call:
     def session(self) -> str | None:
         """The session id that the client sent in a header."""
         return next((value for name in _SESSION_HEADERS if (value := self.headers.get(name))), None)
+
+    @property
+    def traceparent(self) -> str:
+        """Of the trace that the request belongs to, for work that it queues; empty: none."""
+        trace = trace_context.current.get()
+        return "" if trace is None else trace.traceparent
 
     @property
     def id_headers(self) -> HeaderList:

@@ -94,6 +94,9 @@ def _head(call: Call, framing: bytes) -> bytes:
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
     fields = [b"%b: %b" % field for field in scope["headers"] if field[0] not in _NOT_RELAYED]
+    if call.traceparent:
+        fields = [field for field in fields if not field.startswith(b"traceparent:")]
+        fields.append(b"traceparent: " + call.traceparent.encode())
     request = b"%b %b HTTP/1.1" % (scope["method"].encode(), target)
     return b"\r\n".join([request, b"host: localhost", b"connection: close", framing, *fields, b"\r\n"])
 

@@ -23,6 +23,7 @@ class AdmissionPolicy:
         self._queues = queues
         self._transfers = transfers
         self._totals = totals
+        self.now_s = 0.0  # of the step that is planned
         self._computing: dict[int, set[bytes]] = {}  # content keys of blocks that a plan in flight computes, by plan
         self._refused = (-1, -1)  # (number, cache.n_releases) of the sequence that did not fit, and when
         self._n_releases = -1  # cache.n_releases when transfers were last granted; -1: with steps in flight
@@ -95,6 +96,7 @@ class AdmissionPolicy:
         self._cache.take_hit(seq.table, seq.keys, n_hit)
         seq.n_computed = n_hit * BLOCK_TOKENS
         if seq.cached_by_tier is None:
+            seq.waited_s = max(0.0, self.now_s - seq.arrived_s)
             received = 0
             if seq.n_received:
                 received = min(BLOCK_TOKENS * self._transfers.incoming.n_received_blocks(seq), seq.n_computed)

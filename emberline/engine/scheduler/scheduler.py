@@ -130,6 +130,7 @@ class Scheduler:
 
     def advance(self, now_s: float) -> list[TokenDelta]:
         """Before a plan: deadlines, progress of KV transfers and grammars. Ends sequences that failed."""
+        self._admission.now_s = now_s
         self._batch_class.advance(self._queues, now_s)
         return self._expire(now_s) + self._poll_transfers(now_s) + self._poll_grammars()
 
@@ -278,7 +279,9 @@ class Scheduler:
         logprobs = entries if seq.request.sampling.logprobs is not None and entries else None
         if finish is not None:
             return self._end(seq, finish, packed, logprobs)
-        return TokenDelta(seq.id, packed, None, seq.usage() if first else None, logprobs)
+        if first:
+            return TokenDelta(seq.id, packed, None, seq.usage(), logprobs, None, seq.waited_s)
+        return TokenDelta(seq.id, packed, None, None, logprobs)
 
     def _send_kv(self, seq: Sequence, n_computed: int) -> list[TokenDelta]:
         """Send the computed blocks of a prefill-only sequence; with the last of them it gives up its slot."""

@@ -39,6 +39,8 @@ class Sequence:
     max_tokens: int = field(init=False)  # of the reply, resumed tokens included
     stop_ids: frozenset[int] = field(init=False)  # end tokens included, unless ignored
     deadline_s: float | None = field(init=False)  # on the monotonic clock
+    arrived_s: float = field(init=False)  # on the same clock
+    waited_s: float = 0.0  # from its arrival to its first admission
     n_prompt: int = field(init=False)
     n_resumed: int = field(init=False)  # tokens of the reply that another engine sampled
     ids: bytearray = field(init=False)  # prompt and output, u32 LE
@@ -65,6 +67,7 @@ class Sequence:
     def __post_init__(self, limits: Limits, fingerprint: str, now_s: float) -> None:
         request, sampling = self.request, self.request.sampling
         self.id = request.id
+        self.arrived_s = now_s
         self.effective_class = request.priority
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
         self.root_key = block_hash.root(fingerprint, request.salt)

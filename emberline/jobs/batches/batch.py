@@ -52,6 +52,7 @@ class NewBatch(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] = {}
     attributes: dict[str, Any] = {}  # specific to the API it came from
     input_file_id: str = ""
+    traceparent: str = ""  # of the request that submits it
 
     def __post_init__(self) -> None:
         self.id = self.id or new_batch_id(self.kind)
@@ -79,6 +80,7 @@ class Batch(msgspec.Struct, kw_only=True):
     attributes: dict[str, Any]
     errors: list[ErrorInfo]  # why it failed as a whole
     input_file_id: str
+    traceparent: str
     input_blob: str | None
     created_us: int
     deadline_us: int

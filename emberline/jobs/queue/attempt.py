@@ -13,6 +13,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.transcript import TranscriptWriter
+from emberline.protocol import trace_context
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import (
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from emberline.protocol.events import TextEvent
 from emberline.protocol.request import GenerateRequest, Principal, Priority
 from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
+from emberline.service.tracing import JobTrace
 
 _TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store
@@ -72,6 +74,7 @@ class JobAttempt:
         self._count = count  # an event, for a model
         self._usage: UsageRow | None = None
         self._running: asyncio.Task[Answer] | None = None
+        self._trace: JobTrace | None = None  # once it runs
         grant.resize(lease.request.n)
 
     def stop(self, reason: StopReason) -> None:
@@ -87,10 +90,13 @@ class JobAttempt:
             await asyncio.wait([self._running])
         finally:
             self._grant.release()  # before the outcome is written: the next job need not wait for that
+            self._end_trace()
         await self._write_outcome(self._running)
 
     async def _generate(self, service: GenerationService, principal: Principal) -> Answer:
         lease, engine = self.lease, self._grant.engine
+        self._trace = JobTrace(trace_context.parse(lease.traceparent), continues=lease.kind == "response")
+        trace_context.current.set(self._trace.context)  # of this task
         left_s = (lease.deadline_us - self._queue.now_us()) / 1e6
         request = msgspec.structs.replace(
             lease.request, priority=Priority.BATCH, deadline_s=max(0.001, left_s), reject_if_busy=False
@@ -102,6 +108,14 @@ class JobAttempt:
         resume_from = await transcript.load()
         context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch)
         return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
+
+    def _end_trace(self) -> None:
+        if self._trace is None or self._running is None or not self._running.done():
+            return
+        run, lease = self._running, self.lease
+        error = None if run.cancelled() else run.exception()
+        problem = "cancelled" if run.cancelled() else "" if error is None else type(error).__name__
+        self._trace.end(lease.batch_id, lease.number, lease.model, lease.attempts, problem)
 
     def _record_usage(self, row: UsageRow) -> None:
         self._usage = msgspec.structs.replace(row, id=self.lease.request_id)  # one row for all attempts

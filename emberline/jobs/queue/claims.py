@@ -43,6 +43,7 @@ class ClaimedJob(NamedTuple):
     blob: str | None
     key_id: str
     kind: str
+    traceparent: str
 
 
 def claim(
@@ -59,7 +60,7 @@ def claim(
     yield Query(sql.HEARTBEAT, (owner, now_us + limits.lease_us, now_us))
     yield from _charge(rows)  # last: other claims wait for these rows until the commit
     request_of = {(row[0], row[1]): row[2:] for row in requests}
-    missing = (None, None, "", "")  # only this job fails
+    missing = (None, None, "", "", "")  # only this job fails
     claimed = [ClaimedJob(*row, *request_of.get((row[0], row[1]), missing)) for row in rows]  # type: ignore[arg-type]
     return sorted(claimed, key=lambda job: (job.deadline_us, job.prefix, job.batch_id, job.number))
 

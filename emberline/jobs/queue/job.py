@@ -60,6 +60,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int  # including this one
     kills: int
     prefix: int
+    traceparent: str = ""  # of the request that submitted the batch
     request: GenerateRequest
 
     @property

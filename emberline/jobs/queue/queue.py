@@ -403,7 +403,7 @@ def _insert_batch(new: NewBatch, status: BatchStatus, load: BatchLoad, blob: str
     identity = (new.id, new.account, new.key_id, new.kind, new.endpoint, new.model, status)
     details = (msgspec.json.encode(new.metadata).decode(), msgspec.json.encode(new.attributes).decode())
     lease, times = (load.loader, load.until_us), (load.now_us, load.deadline_us)
-    return Query(sql.INSERT_BATCH, (*identity, *lease, *details, new.input_file_id, blob, *times))
+    return Query(sql.INSERT_BATCH, (*identity, *lease, *details, new.input_file_id, new.traceparent, blob, *times))
 
 
 def _usage_fields(usage: UsageRow | None) -> dict[str, Any]:

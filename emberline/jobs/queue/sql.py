@@ -16,8 +16,8 @@ INSERT_BATCH = """
     INSERT INTO batches (
         id, account, key_id, kind, endpoint, model, status, ended, total, n_released, completed, failed, cancelled,
         expired, n_bytes, input_tokens, output_tokens, loader, loader_until_us, metadata, attributes, errors,
-        input_file_id, input_blob, created_us, deadline_us
-    ) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ?, ?, ?, ?, '[]', ?, ?, ?, ?)
+        input_file_id, traceparent, input_blob, created_us, deadline_us
+    ) VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ?, ?, ?, ?, '[]', ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO NOTHING RETURNING id
 """
 BATCH = f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ? AND ended < 2"
@@ -110,7 +110,7 @@ INSERT_BODY = Sql(
     """,
 )
 DELETE_RESULT = "DELETE FROM bodies WHERE batch_id = ? AND number = ? AND kind = 1"
-_REQUEST = "bodies.batch_id, bodies.number, bodies.data, bodies.blob, batches.key_id, batches.kind"
+_REQUEST = "bodies.batch_id, bodies.number, bodies.data, bodies.blob, batches.key_id, batches.kind, batches.traceparent"
 REQUESTS = Sql(
     f"""
     SELECT {_REQUEST} FROM bodies JOIN batches ON batches.id = bodies.batch_id

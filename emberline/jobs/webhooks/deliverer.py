@@ -22,7 +22,10 @@ from emberline.jobs.webhooks.egress_policy import EgressPolicy, parse_target
 from emberline.jobs.webhooks.endpoints import signature_headers
 from emberline.jobs.webhooks.events import EVENTS_CHANNEL, Event, webhook_body
 from emberline.jobs.webhooks.http_post import PostFailed, PostResponse, post
+from emberline.protocol import trace_context
 from emberline.protocol.errors import EmberlineError
+from emberline.protocol.trace_context import TraceContext
+from emberline.service.tracing import DeliveryTrace
 from emberline.store import Database
 
 # The retry schedule: seconds before each attempt after the previous one failed; the first is made at once.
@@ -167,9 +170,10 @@ class Deliverer:
         """The attempt for the log, and the receiver's Retry-After."""
         started_us, began_s = self._db.now_us(), time.monotonic()
         status, problem, retry_after_s = None, "", None
+        trace = DeliveryTrace(trace_context.parse(claimed.traceparent))
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, retry_after_s = await self._send(claimed, event)
+                status, retry_after_s = await self._send(claimed, event, trace.context)
             if 300 <= status < 400:
                 problem = "redirects are not followed"
         except TimeoutError:
@@ -178,6 +182,7 @@ class Deliverer:
             problem = str(failed)
         except EmberlineError as refused:  # by the egress policy
             problem = refused.message
+        trace.end(claimed.delivery.id, event.type, status, problem)
         attempt = DeliveryAttempt(
             number=claimed.delivery.attempts,
             started_us=started_us,
@@ -187,7 +192,7 @@ class Deliverer:
         )
         return attempt, retry_after_s
 
-    async def _send(self, claimed: ClaimedDelivery, event: Event) -> PostResponse:
+    async def _send(self, claimed: ClaimedDelivery, event: Event, trace: TraceContext | None) -> PostResponse:
         """The address is resolved and checked anew at every attempt."""
         target = parse_target(claimed.endpoint.url)
         addresses = await self._egress.addresses(target)
@@ -197,6 +202,7 @@ class Deliverer:
             "content-type": "application/json",
             "user-agent": f"Emberline/{__version__}",
             **signature_headers(keys, event.id, int(time.time()), body),
+            **({} if trace is None else {"traceparent": trace.traceparent}),
         }
         return await post(target, addresses, headers, body)
 

@@ -56,6 +56,7 @@ class ClaimedDelivery(msgspec.Struct, frozen=True):
     delivery: Delivery
     endpoint: WebhookEndpoint
     event: Event | None
+    traceparent: str = ""  # of the request that submitted the event's subject
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True):
@@ -117,6 +118,9 @@ _REPLAY = (
 )
 
 
+_TRACEPARENT = "SELECT traceparent FROM batches WHERE id = ?"
+
+
 class Deliveries:
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -145,7 +149,12 @@ class Deliveries:
             return []
         endpoint = decode_row(WebhookEndpoint, ENDPOINT_COLUMNS, found[0])
         claimed = sorted((_delivery(row) for row in rows), key=lambda delivery: delivery.event_number)
-        return [ClaimedDelivery(delivery, endpoint, await self._event(delivery)) for delivery in claimed]
+        return [await self._with_event(delivery, endpoint) for delivery in claimed]
+
+    async def _with_event(self, delivery: Delivery, endpoint: WebhookEndpoint) -> ClaimedDelivery:
+        event = await self._event(delivery)
+        rows = await self._db.read(_TRACEPARENT, (event.subject,)) if event is not None else []
+        return ClaimedDelivery(delivery, endpoint, event, str(rows[0][0]) if rows else "")
 
     async def succeeded(self, claimed: ClaimedDelivery, attempt: DeliveryAttempt) -> None:
         delivery = claimed.delivery

@@ -692,3 +692,13 @@ def test_the_target_does_not_protect_batch_class_decodes():
     loop.submit(request("late", [2] * 30, max_tokens=1), 0.0)
     run(loop)
     assert max(plan.n_tokens for plan in runner.plans[1:]) >= 30
+
+
+def test_the_first_delta_tells_how_long_the_sequence_waited():
+    bench = Bench()
+    bench.submit("r", A[:20], max_tokens=3)
+    for _ in range(6):
+        bench.step(now=2.5)
+    first, *others = bench.deltas["r"]
+    assert first.waited_s == 2.5
+    assert not any(delta.waited_s for delta in others)
