@@ -65,6 +65,9 @@ class PriceTable:
                 return version.price
         return None
 
+    def n_versions(self, model: str) -> int:
+        return len(self._versions.get(model.lower(), ()))
+
     def history(self, model: str) -> list[PriceVersion]:
         """Oldest first."""
         return list(self._versions.get(model.lower(), ()))
@@ -72,7 +75,7 @@ class PriceTable:
     def cost(self, row: UsageRow) -> int | None:
         """Of a row, by the version it names. None: no price."""
         price = self.version(row.model, row.price_version)
-        return None if price is None else cost_pico(row, price)
+        return None if price is None else row.priced(price).cost_pico
 
     def worst_case(
         self, model: str, at_us: int, input_tokens: int, max_output_tokens: int, priority: str = "default"
@@ -81,17 +84,10 @@ class PriceTable:
         price = self.find(model, at_us)
         return None if price is None else price.worst_case_pico(input_tokens, max_output_tokens, priority)
 
+    def priced(self, row: UsageRow) -> UsageRow:
+        """The row with its cost at the price valid when it was created, if it has none yet."""
+        price = self.find(row.model, row.created_us) if row.cost_pico is None else None
+        return row if price is None else row.priced(price)
+
     def __iter__(self) -> Iterator[PriceVersion]:
         return (version for history in self._versions.values() for version in history)
-
-
-def cost_pico(row: UsageRow, price: Price) -> int:
-    """In pico-units. A failed request costs nothing; a cancelled one what was computed for it."""
-    if row.status == "failed":
-        return 0
-    return price.cost_pico(
-        row.priority,
-        input_tokens=row.input_tokens,
-        cached_tokens=row.cached_tokens,
-        output_tokens=row.output_tokens,
-    )

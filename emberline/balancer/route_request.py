@@ -2,6 +2,7 @@
 
 import msgspec
 
+from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 
 
@@ -26,6 +27,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_tokens: int = 0  # of the reply; 0: unknown
     lost: tuple[str, ...] = ()  # workers that just failed it: avoided, and blamed once
     deadline_s: float | None = None  # seconds from now by which it must have ended
+    api: str = ""  # for the usage row
+    accepted_us: int = 0  # of a job: when it was queued, which decides its price; 0: `created_us`
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,6 +38,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: str = ""
     cached_tokens: int = 0  # of the prompt, expected in the cache of the worker that computes it
     rate_limits: RateLimits | None = None  # of the caller, for the response's headers
+    price: Price | None = None  # valid when the request was accepted; None: the model has none
 
 
 class Fault(msgspec.Struct, frozen=True):

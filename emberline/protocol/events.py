@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from emberline.protocol.errors import ErrorInfo
+from emberline.protocol.price import Price
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -16,6 +17,8 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "remote"
+    images: int = 0
+    audio_ms: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -104,6 +107,8 @@ class Completed(msgspec.Struct):
     """The terminal event: the usage row is durable."""
 
     usage: Usage
+    price: Price | None = None  # at which the request is charged
+    cost_pico: int | None = None  # None: the model has no price
 
 
 TextEvent = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | ChoiceDone | Completed

@@ -130,6 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     parallel_tool_calls: bool = True
     output: OutputFormat | None = None
     reasoning: Reasoning = Reasoning()
+    api: str = ""  # that the client used: "chat", "completions", "responses", "messages" or "run"
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True):

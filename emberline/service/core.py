@@ -15,8 +15,10 @@ from prometheus_client.registry import Collector
 
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.limit_enforcement import LimitEnforcer
+from emberline.accounts.price_store import PriceStore
+from emberline.accounts.prices import PriceTable
 from emberline.accounts.usage_ledger import UsageLedger
-from emberline.accounts.usage_row import UsageRow
+from emberline.accounts.usage_row import UsageRow, session_digest
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
@@ -83,6 +85,9 @@ class Core(Protocol):
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
 
+    async def refresh_prices(self) -> None:
+        """Prices were set in the store: return once the core charges them."""
+
     def refused(self, kind: str) -> None:
         """Count a request that was not admitted."""
 
@@ -102,6 +107,7 @@ class LocalCore:
         job_share: float = SHARE,
         data_dir: Path | None = None,
         directory: KeyDirectory | None = None,
+        prices: PriceStore | None = None,
     ) -> None:
         """`connections` are not started yet. Without being able to write to `data_dir`, no request can be served."""
         self.limits = None if directory is None else LimitEnforcer(directory)
@@ -109,6 +115,8 @@ class LocalCore:
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
         self.responses = responses
+        self.prices = PriceTable() if prices is None else prices.table
+        self._price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections
         self._connections: list[Connection] = []
         self._usage = usage
@@ -136,24 +144,30 @@ class LocalCore:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
-        if self.limits is None:
-            return await self.admission.admit(request)
-        is_new = not request.avoid
-        rate_limits = self.limits.admit(
-            request.id,
-            request.account,
-            request.key_id,
-            input_tokens=request.input_tokens,
-            output_tokens=request.max_tokens * request.n,
-            is_job=bool(request.engine),
-        )
+        price = self.prices.find(request.model, request.accepted_us or request.created_us)
+        rate_limits = None
+        if self.limits is not None:
+            rate_limits = self.limits.admit(
+                request.id,
+                request.account,
+                request.key_id,
+                input_tokens=request.input_tokens,
+                output_tokens=request.max_tokens * request.n,
+                is_job=bool(request.engine),
+            )
         try:
             route = await self.admission.admit(request)
         except BaseException:
-            if is_new:  # it never ran; one that is moved has its share until it ends
+            if self.limits is not None and not request.avoid:  # it never ran; one that is moved keeps its share
                 self.limits.release(request.id)
             raise
-        return route if rate_limits is None else msgspec.structs.replace(route, rate_limits=rate_limits)
+        if price is None and rate_limits is None:
+            return route
+        return msgspec.structs.replace(route, price=price, rate_limits=rate_limits)
+
+    async def refresh_prices(self) -> None:
+        if self._price_store is not None:
+            await self._price_store.refresh()
 
     def first_token(self, request_id: str, cached_tokens: int) -> None:
         self.admission.first_token(request_id, cached_tokens)
@@ -164,7 +178,7 @@ class LocalCore:
         self._usage.checkpoint(rows)
 
     async def finalize(self, end: RequestEnd) -> None:
-        row = end.row
+        row = self.prices.priced(end.row)
         self._observe_ttft(row)
         if self.limits is not None:
             self.limits.settle(row)
@@ -198,6 +212,8 @@ class LocalCore:
             status="failed",
             created_us=request.created_us,
             finished_us=now_us,
+            api=request.api,
+            session=session_digest(request.affinity),
         )
         if (used := self._usage.used_by(request_id)) is not None:
             row = msgspec.structs.replace(used, finished_us=now_us)

@@ -62,6 +62,10 @@ class GetStatus(msgspec.Struct, tag="status"):
     query: StatusQuery
 
 
+class RefreshPrices(msgspec.Struct, tag="prices"):
+    seq: int
+
+
 class ChangeWorkers(msgspec.Struct, tag="workers"):
     seq: int
     change: WorkerChange
@@ -128,6 +132,7 @@ Call = (
     | GetMetrics
     | GetStatus
     | ChangeWorkers
+    | RefreshPrices
 )
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members)

@@ -26,6 +26,7 @@ from emberline.service.core_protocol import (
     GetStatus,
     Notice,
     PutResponse,
+    RefreshPrices,
     WorkerLeft,
     to_core_decoder,
 )
@@ -141,6 +142,9 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, done=await core.responses.delete(call.account, call.response_id))
         if isinstance(call, ChangeWorkers):
             return CoreReply(call.seq, names=await core.change_workers(call.change))
+        if isinstance(call, RefreshPrices):
+            await core.refresh_prices()
+            return CoreReply(call.seq)
         if isinstance(call, GetHealth):
             return CoreReply(call.seq, health=await core.health())
         if isinstance(call, GetStatus):

@@ -44,6 +44,8 @@ def route_request(prepared: Prepared, job: JobContext | None) -> RouteRequest:
         deadline_s=request.deadline_s,
         reject_if_busy=request.reject_if_busy,
         engine="" if job is None else job.engine,
+        api=request.api,
+        accepted_us=0 if job is None else job.accepted_us,
     )
 
 

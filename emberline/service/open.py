@@ -1,18 +1,20 @@
 """Builds a service: in the core process, and in the other HTTP workers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from emberline.accounts.key_directory import KeyDirectory
+from emberline.accounts.price_store import PriceStore
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
+from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
 from emberline.service.membership import Membership, WorkerConnections
@@ -45,12 +47,14 @@ async def open_service(
     on_stall: Callable[[str], None] | None = None,
     on_leave: Callable[[str], Awaitable[None]] | None = None,
     directory: KeyDirectory | None = None,
+    prices: Mapping[str, Price] | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
-    of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits.
+    of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
+    the configured ones, by model.
     """
     connections = _connections(served, UpstreamModels(upstreams), on_stall)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
@@ -63,7 +67,9 @@ async def open_service(
     usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
     usage.start()
     written = data_dir if isinstance(store, SqliteStore) else None
-    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory)
+    price_store = PriceStore(store)
+    await price_store.start(prices)
+    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory, price_store)
     membership = core.membership = Membership(core, connections, on_leave)
 
     points = asyncio.create_task(core.history.run())
@@ -74,6 +80,7 @@ async def open_service(
         admission.close()
         await responses.close()
         await usage.close()
+        await price_store.close()
         if own is not None:
             await own.close()
 

@@ -33,6 +33,7 @@ from emberline.service.core_protocol import (
     Notice,
     Observation,
     PutResponse,
+    RefreshPrices,
     WorkerLeft,
     from_core_decoder,
 )
@@ -116,6 +117,9 @@ class RemoteCore:
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         return (await self._call(lambda seq: ChangeWorkers(seq, change))).names
+
+    async def refresh_prices(self) -> None:
+        await self._call(RefreshPrices)
 
     def refused(self, kind: str) -> None:
         self._refused[kind] += 1

@@ -24,6 +24,7 @@ class JobContext:
     on_delta: receives each delta of the engine right before the events made from it.
     attempt: the lease's fencing token. Attempts at one job overlap when a lease has expired, so each is in flight under
         an id of its own.
+    accepted_us: when the job was queued: the price of then is charged.
     """
 
     engine: str
@@ -31,6 +32,7 @@ class JobContext:
     resume_from: TokenDelta | None = None
     on_delta: Callable[[TokenDelta], None] | None = None
     attempt: int = 0
+    accepted_us: int = 0
 
 
 def in_flight_id(request_id: str, job: JobContext | None) -> str:

@@ -12,10 +12,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from emberline.accounts.usage_row import UsageRow, UsageStatus
+from emberline.accounts.usage_row import UsageRow, UsageStatus, session_digest
 from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import DeadlineExceeded, EmberlineError, Internal, Unavailable
-from emberline.protocol.events import Usage
+from emberline.protocol.events import Completed, Usage
 from emberline.protocol.trace_context import TraceContext, TraceDetails
 from emberline.service.core import Core, RequestEnd, SessionEntry
 from emberline.service.metrics import Counts
@@ -94,6 +94,7 @@ class Run(Generic[T]):
         self._job = job
         self._inter_token = inter_token or Counts()  # latencies, filled by the transport where it measures them
         self._route = Route(decode="")
+        self._row: UsageRow | None = None  # once the request has ended
         self._opened = False  # the attempt on `_route`
         self._prefilled = False  # the core knows that the attempt has computed the prompt
         self._first_token_us: int | None = None
@@ -116,6 +117,12 @@ class Run(Generic[T]):
     @property
     def usage(self) -> Usage:
         return self._transport.usage
+
+    @property
+    def completed(self) -> Completed:
+        """The terminal event of a request that was finished."""
+        assert self._row is not None
+        return Completed(self.usage, self._route.price, self._row.cost_pico)
 
     async def admit(self) -> None:
         """Wait for workers. Overloaded or Unavailable when there are none; then there is no usage row."""
@@ -150,7 +157,7 @@ class Run(Generic[T]):
     ) -> "asyncio.Task[None]":
         """The one end of the request; it goes on whatever becomes of the caller. Later calls change nothing."""
         if self.finalizing is None:
-            row = self._usage_row(status)
+            row = self._row = self._usage_row(status)
             end = RequestEnd(
                 row,
                 self._inter_token,
@@ -269,7 +276,7 @@ class Run(Generic[T]):
 
     def _usage_row(self, status: UsageStatus) -> UsageRow:
         request, usage = self._request, self.usage
-        return UsageRow(
+        row = UsageRow(
             id=request.id,
             account=request.account,
             key_id=request.key_id,
@@ -284,4 +291,9 @@ class Run(Generic[T]):
             created_us=request.created_us,
             first_token_us=self._first_token_us,
             finished_us=self._clock.now_us(),
+            images=usage.images,
+            audio_ms=usage.audio_ms,
+            api=request.api,
+            session=session_digest(request.affinity),
         )
+        return row if self._route.price is None else row.priced(self._route.price)

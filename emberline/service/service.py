@@ -11,7 +11,7 @@ import msgspec
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import EmberlineError, Unavailable
-from emberline.protocol.events import Completed, TextEvent
+from emberline.protocol.events import TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal
@@ -174,7 +174,7 @@ class Service:
                 for event in await run.step():
                     yield event
             await run.finish(await session_entries())
-        yield Completed(run.usage)
+        yield run.completed
 
     async def forward(
         self, request: UpstreamRequest, on_admit: Callable[[RateLimits | None], None] | None = None
@@ -218,7 +218,9 @@ class Service:
         if (card := self.upstream_card(request.model)) is not None:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)
-            sent.route = msgspec.structs.replace(sent.route, id=in_flight_id(request.id, job))
+            accepted_us = 0 if job is None else job.accepted_us
+            in_flight = in_flight_id(request.id, job)
+            sent.route = msgspec.structs.replace(sent.route, id=in_flight, api=request.api, accepted_us=accepted_us)
             reader = ChunkReader(request.n, request.sampling.stop, sent.route.input_tokens)
             upstream = UpstreamTransport(sent, self.upstream.clients, lambda: reader)
             return await self._admit(sent.route, upstream, clock, job), _no_session_entries

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from emberline.protocol.errors import Unavailable
 from emberline.store.database import Sql
+from emberline.store.usage_tables import METERING
 
 EVENT_TABLES = (
     "CREATE TABLE event_heads (account TEXT PRIMARY KEY, last BIGINT NOT NULL)",
@@ -322,6 +323,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     QUEUE_DETAILS,
     ACCOUNT_TABLES,
     TRACE_CONTEXT,
+    METERING,
 )
 
 

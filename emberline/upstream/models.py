@@ -106,11 +106,13 @@ class UpstreamModels:
         reject_if_busy: bool,
         deadline_s: float | None = None,
         engine: str = "",
+        api: str = "",
     ) -> RouteRequest:
         """Its prefix keys are over the bytes of the prompt. `engine` is the endpoint that a job was granted."""
         return RouteRequest(
             id=request_id,
             account=principal.account,
+            api=api,
             key_id=principal.key_id,
             model=card.id,
             model_version=card.fingerprint,

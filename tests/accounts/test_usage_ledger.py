@@ -14,7 +14,8 @@ from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.accounts.usage_row import UsageRow
 from emberline.protocol.errors import Unavailable
-from emberline.store import Database, Rows, Statement, Value, open_store
+from emberline.store import Database, Rows, Statement, Value, migrations, open_store
+from emberline.store.usage_tables import METERING
 from tests.databases import DatabaseLocation, StoppablePostgres
 
 ROW = UsageRow(
@@ -150,6 +151,7 @@ async def test_without_room_for_a_spool_rows_are_recorded_once_the_store_is_back
     outage = Outage(store)
     ledger = UsageLedger(outage, UsageJournal(tmp_path))
     ledger.start()
+    monkeypatch.setattr(usage_ledger, "STORE_WAIT_S", 30.0)
     monkeypatch.setattr(UsageJournal, "_write", lambda self, data: OSError(errno.ENOSPC, "no space left"))
     outage.away = True
     for row in rows("a", "b"):
@@ -232,3 +234,72 @@ async def test_rows_survive_a_postgres_outage(tmp_path: Path) -> None:
         await ledger.close()
         await store.close()
         await asyncio.to_thread(server.close)
+
+
+async def test_the_sums_of_a_day_are_those_of_its_rows(database: DatabaseLocation) -> None:
+    store = await database.open()
+    ledger = UsageLedger(store)
+    rows = [
+        msgspec.structs.replace(
+            ROW,
+            id=f"r{n}",
+            key_id=f"k{n % 3}",
+            priority="batch" if n % 2 else "default",
+            status=("finished", "failed", "cancelled")[n % 3],
+            input_tokens=n,
+            created_us=ROW.created_us + n * 20_000_000_000,  # a few days
+            cost_pico=None if n % 5 == 0 else n << 40,
+            discount_pico=n,
+            session="s" if n % 2 else "",
+        )
+        for n in range(40)
+    ]
+    await asyncio.gather(*(ledger.record(row) for row in rows))
+    await asyncio.gather(*(ledger.record(row) for row in rows[:20]))  # a second time: counted once
+    sums = await store.read(
+        "SELECT day, SUM(n_requests), SUM(n_failed), SUM(n_cancelled), SUM(n_unpriced), SUM(input_tokens), "
+        "SUM(cached_tokens), SUM(cost_pico), SUM(discount_pico), SUM(session_cached_tokens), "
+        "SUM(session_discount_pico) FROM usage_daily GROUP BY day ORDER BY day"
+    )
+    days: dict[int, list[UsageRow]] = {}
+    for row in rows:
+        days.setdefault(row.created_us // 86_400_000_000, []).append(row)
+    assert sums == [
+        (
+            day,
+            len(of),
+            sum(row.status == "failed" for row in of),
+            sum(row.status == "cancelled" for row in of),
+            sum(row.cost_pico is None for row in of),
+            sum(row.input_tokens for row in of),
+            sum(row.cached_tokens for row in of),
+            sum(row.cost_pico or 0 for row in of),
+            sum(row.discount_pico for row in of),
+            sum(row.cached_tokens for row in of if row.session),
+            sum(row.discount_pico for row in of if row.session),
+        )
+        for day, of in sorted(days.items())
+    ]
+    await store.close()
+
+
+async def test_rows_of_before_there_were_prices_are_in_the_sums(
+    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = migrations.MIGRATIONS
+    monkeypatch.setattr(migrations, "MIGRATIONS", known[: known.index(METERING)])
+    store = await database.open()
+    columns = "id, account, key_id, model, model_version, class, input_tokens, cached_by_tier, output_tokens, "
+    columns += "reasoning_tokens, status, created_us, finished_us, price_version"
+    for name in ("old1", "old2"):
+        values = (name, "a", "k", "m", "", "default", 10, '{"device":4,"host":2}', 3, 0, "finished", 1, 2, "")
+        await store.write(f"INSERT INTO usage ({columns}) VALUES ({', '.join('?' * 14)})", values)
+    await store.close()
+    monkeypatch.setattr(migrations, "MIGRATIONS", known)
+    store = await database.open()
+    daily = "SELECT n_requests, n_unpriced, input_tokens, cached_tokens, output_tokens, cost_pico FROM usage_daily"
+    assert await store.read(daily) == [(2, 2, 20, 12, 6, 0)]
+    found = await UsageLedger(store).find("old1")
+    assert found is not None
+    assert found.cost_pico is None
+    await store.close()

@@ -119,6 +119,7 @@ class CountRequest(NoSamplingFields, kw_only=True):
         if continue_final:
             self._check_prefill(messages[-1][0])
         request = GenerateRequest(
+            api="messages",
             id=request_id,
             model=self.model,
             messages=tuple(message for message, _ in messages),

@@ -73,6 +73,7 @@ class ChatRequest(ChatFields, kw_only=True):
         if self.uses_functions:
             fields["parallel_tool_calls"] = False
         request = GenerateRequest(
+            api="chat",
             id=request_id,
             model=self.model,
             messages=canonical_messages(self.messages),

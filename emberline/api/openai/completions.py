@@ -44,6 +44,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         sampling, session = self.sampling(1.0, self.logprobs), session_name(session, self.prompt_cache_key, self.user)
         requests = [
             GenerateRequest(
+                api="completions",
                 id=request_id if number == 0 else f"{request_id}-{number}",
                 model=self.model,
                 prompt=prompt if isinstance(prompt, str) else None,

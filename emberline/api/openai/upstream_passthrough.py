@@ -218,6 +218,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         priority=body.priority_class,
         session=session_name(call.session, body.prompt_cache_key, body.user),
         reject_if_busy=body.reject_if_busy,
+        api="chat" if path == CHAT else "completions",
     )
     asks_usage = body.stream_options is not None and body.stream_options.include_usage
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED

@@ -51,6 +51,7 @@ class RunRequest(ChatFields, kw_only=True):
             raise unsupported("n")
         messages, prompt = self._input()
         request = GenerateRequest(
+            api="run",
             id=request_id,
             model=model,
             messages=messages,

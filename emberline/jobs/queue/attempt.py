@@ -102,11 +102,11 @@ class JobAttempt:
             lease.request, priority=Priority.BATCH, deadline_s=max(0.001, left_s), reject_if_busy=False
         )
         if lease.kind != "response" or request.n > 1:
-            context = JobContext(engine, self._record_usage, attempt=lease.epoch)
+            context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
             return await collect_answer(service.generate(request, principal, context), request.n)
         transcript = TranscriptWriter(self._queue.transcripts, lease, lambda: self.stop(StopReason.LOST))
         resume_from = await transcript.load()
-        context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch)
+        context = JobContext(engine, self._record_usage, resume_from, transcript.record, lease.epoch, lease.created_us)
         return await collect_answer(transcript.follow(service.generate(request, principal, context)), request.n)
 
     def _end_trace(self) -> None:

@@ -39,6 +39,7 @@ class ClaimedJob(NamedTuple):
     kills: int
     prefix: int
     cost: int
+    created_us: int
     data: bytes | None
     blob: str | None
     key_id: str

@@ -57,6 +57,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     model: str
     deadline_us: int
+    created_us: int = 0
     attempts: int  # including this one
     kills: int
     prefix: int

@@ -150,7 +150,7 @@ def jobs_page(n_states: int) -> str:
 
 # --- the claim -------------------------------------------------------------------------------------------------------
 
-_CLAIMED = "lines.batch_id, lines.number, epoch, account, model, deadline_us, attempts, kills, prefix, cost"
+_CLAIMED = "lines.batch_id, lines.number, epoch, account, model, deadline_us, attempts, kills, prefix, cost, created_us"
 _LEASE = (
     "state = 'leased', owner = ?1, epoch = epoch + 1, attempts = attempts + 1, started_us = ?2, stopping = 0, "
     "ended_us = NULL"

@@ -133,6 +133,7 @@ class ResponsesRequest(NoSamplingFields, kw_only=True):
         effort = self.reasoning.effort if self.reasoning else None
         priority = PRIORITY[self.service_tier]
         request = GenerateRequest(
+            api="responses",
             id=request_id,
             model=self.model,
             messages=tuple(messages),
