@@ -120,6 +120,7 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
 class Config(Section, frozen=True, kw_only=True):
     home: Path
     endpoints: tuple[EndpointConfig, ...] = ()
+    aliases: dict[str, dict[str, int]] = {}  # other names of models: the models that each stands for, by weight
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
@@ -132,7 +133,9 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 _SECTIONS: dict[str, type[Section]] = {
-    field.name: field.type for field in msgspec.structs.fields(Config) if field.name not in ("home", "endpoints")
+    field.name: field.type
+    for field in msgspec.structs.fields(Config)
+    if field.name not in ("home", "endpoints", "aliases")
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
@@ -158,6 +161,7 @@ def resolve(
     path = home / FILE_NAME
     document = _document(path)
     endpoints = _endpoints(document.pop("endpoints", []), path, environ)
+    aliases = _aliases(document.pop("aliases", {}), path)
     values = {**_from_file(document, path), **_from_environment(environ)}
     for name, value in (flags or {}).items():
         if value is not None:
@@ -165,7 +169,7 @@ def resolve(
             values[section, key] = (value, _FLAGS.get(key, f"flag --{key.replace('_', '-')}"))
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    config = Config(home=home, endpoints=endpoints, **sections)
+    config = Config(home=home, endpoints=endpoints, aliases=aliases, **sections)
     _check(config)
     return config
 
@@ -242,7 +246,7 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     values: _Values = {}
     for section, table in document.items():
         if section not in _SECTIONS:
-            known = ", ".join((*_SECTIONS, "endpoints"))
+            known = ", ".join((*_SECTIONS, "aliases", "endpoints"))
             raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
@@ -272,6 +276,17 @@ def _endpoints(tables: Any, path: Path, environ: Mapping[str, str]) -> tuple[End
             raise ConfigError(f"the key of endpoint {endpoint.name} must be printable ASCII without spaces")
         found[endpoint.name] = endpoint
     return tuple(found.values())
+
+
+def _aliases(table: Any, path: Path) -> dict[str, dict[str, int]]:
+    """`name = "model"`, or `name = { "model" = weight, … }`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"aliases in {path} must be a table: write [aliases]", param="aliases")
+    targets = {name: {value: 1} if isinstance(value, str) else value for name, value in table.items()}
+    try:
+        return msgspec.convert(targets, dict[str, dict[str, Annotated[int, Meta(ge=1)]]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[aliases] in {path}: {error}", param="aliases") from error
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Values:

@@ -23,7 +23,9 @@ PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / f
 TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == path.startswith("emberline/")}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:submit|status|results|cancel|ls)\b)?([^`\n#|]*)")
+COMMAND = re.compile(
+    rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:submit|status|results|cancel|ls|add|show|alias)\b)?([^`\n#|]*)"
+)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -42,7 +44,7 @@ def flags_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]
 
 def config_keys() -> Iterator[tuple[str, str]]:
     for section in msgspec.structs.fields(Config):
-        if section.name not in ("home", "endpoints"):
+        if section.name not in ("home", "endpoints", "aliases"):
             yield from ((section.name, field.name) for field in msgspec.structs.fields(section.type))
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from emberline.api.admin import aliases, events, status, webhooks, workers
 from emberline.api.admin import endpoints as admin
-from emberline.api.admin import events, status, webhooks, workers
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
@@ -141,6 +141,9 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
     ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
+    ("GET", "/api/aliases", aliases.list_all, "List aliases of models"),
+    ("POST", "/api/aliases", aliases.put, "Add or replace an alias", aliases.NewAlias),
+    ("DELETE", "/api/aliases/{model}", aliases.remove, "Remove an alias"),
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
 

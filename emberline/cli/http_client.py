@@ -82,6 +82,11 @@ def post(address: ServerAddress, path: str, body: dict[str, Any] | None = None, 
         return _decode(response)
 
 
+def delete(address: ServerAddress, path: str, timeout_s: float = 60.0) -> Any:
+    with _request(address, "DELETE", path, timeout_s=timeout_s) as response:
+        return _decode(response)
+
+
 def upload(address: ServerAddress, path: Path, purpose: str) -> Any:
     """Send a file to /v1/files, streamed from the disk."""
     boundary = secrets.token_hex(16)

@@ -126,7 +126,9 @@ async def _run(plan: HttpWorkerPlan, listener: socket.socket) -> None:
             stack.push_async_callback(webhooks.close)
             queue = await open_queue(store, plan.config.home)
             stack.push_async_callback(queue.close)
-            service = await open_http_worker(served, core_socket=plan.core_socket, upstreams=upstreams)
+            service = await open_http_worker(
+                served, core_socket=plan.core_socket, upstreams=upstreams, data_dir=plan.config.home
+            )
             stack.push_async_callback(service.close)
             batches = BatchService(queue, service)
             stack.push_async_callback(batches.close)

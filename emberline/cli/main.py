@@ -13,6 +13,7 @@ COMMANDS = {
     "pull": "download a model: a name, a path, or hf:org/repo",
     "ls": "list the models on this machine",
     "rm": "remove models from this machine",
+    "model": "the catalog: add model cards, show a model, and name aliases of the running server's models",
     "ps": "show running models, their workers and load",
     "drain": "send a worker nothing new; it finishes what it has",
     "undrain": "use a drained worker again",
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"emberline.cli.{_MODULES.get(command, command)}")
     module.add_arguments(parser)
     # Flags may stand between positional arguments, except where argparse has subcommands.
-    parse = parser.parse_args if command == "batch" else parser.parse_intermixed_args
+    parse = parser.parse_args if command in ("batch", "model") else parser.parse_intermixed_args
     return _with_error_messages(module.run, parse(words[1:]))
 
 

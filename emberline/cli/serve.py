@@ -193,6 +193,7 @@ async def serve(
             on_stall=workers.kill,
             on_leave=workers.retire,
             directory=accounts.directory,
+            aliases=config.aliases,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):

@@ -196,3 +196,8 @@ def _matches(model: str, patterns: tuple[str, ...]) -> bool:
         if name == wanted or (wanted.endswith("*") and name.startswith(wanted[:-1])):
             return True
     return False
+
+
+def alias_caller(principal: Principal, session: str | None, request_id: str) -> str:
+    """For whom an alias with several targets is resolved: the session, or the request where there is none."""
+    return f"{principal.account}/{session}" if session else request_id

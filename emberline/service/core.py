@@ -6,7 +6,7 @@ The pipeline uses it through `Core`: `LocalCore` in the core process, `RemoteCor
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from emberline.balancer.balancer import Outcome
 from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.catalog.aliases import Aliases
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
@@ -60,6 +61,12 @@ class RequestEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 class Core(Protocol):
     @property
     def responses(self) -> ResponseStore: ...
+
+    @property
+    def aliases(self) -> Aliases: ...
+
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        """Set an alias, or remove it (None), in all HTTP workers."""
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         """The longest known prefix of the conversation whose messages have these digests."""
@@ -118,6 +125,7 @@ class LocalCore:
         self.prices = PriceTable() if prices is None else prices.table
         self._price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections
+        self.aliases = Aliases()  # replaced by the stored ones
         self._connections: list[Connection] = []
         self._usage = usage
         self._sessions = sessions
@@ -139,6 +147,9 @@ class LocalCore:
     async def change_workers(self, change: WorkerChange) -> list[str]:
         assert self.membership is not None
         return await self.membership.change(change)
+
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        await self.aliases.change(name, targets)
 
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return self._sessions.find(account, model_version, digests)

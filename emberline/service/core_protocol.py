@@ -4,6 +4,7 @@ import msgspec
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.catalog.aliases import AliasTable
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.frames import EngineLoad
@@ -71,6 +72,12 @@ class ChangeWorkers(msgspec.Struct, tag="workers"):
     change: WorkerChange
 
 
+class ChangeAlias(msgspec.Struct, tag="alias"):
+    seq: int
+    name: str
+    targets: dict[str, int] | None
+
+
 class Observation(msgspec.Struct, array_like=True):
     """The last load report that an HTTP worker received on its own connection to a worker."""
 
@@ -133,6 +140,7 @@ Call = (
     | GetStatus
     | ChangeWorkers
     | RefreshPrices
+    | ChangeAlias
 )
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
-from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members)
+from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members | AliasTable)

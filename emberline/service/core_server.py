@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.catalog.aliases import AliasTable
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.frames import decode
 from emberline.service.connection import Link
@@ -14,6 +15,7 @@ from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    ChangeAlias,
     ChangeWorkers,
     Checkpoint,
     CoreReply,
@@ -46,7 +48,8 @@ class CoreServer:
         self._server: asyncio.AbstractServer | None = None
         core.admission.on_left.add(self._tell_left)
         if core.membership is not None:
-            core.membership.on_change = self._tell_members
+            core.membership.on_change = self._tell_all
+        core.aliases.on_change = self._tell_all
 
     async def start(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -72,9 +75,9 @@ class CoreServer:
         for link in self.links:
             link.send(WorkerLeft(name, reason))
 
-    def _tell_members(self, members: Members) -> None:
+    def _tell_all(self, news: Members | AliasTable) -> None:
         for link in self.links:
-            link.send(members)
+            link.send(news)
 
 
 class _HttpWorkerLink(Link):
@@ -87,6 +90,7 @@ class _HttpWorkerLink(Link):
         self._server.links.add(self)
         if (membership := self._server.core.membership) is not None:
             self.send(membership.members)
+        self.send(self._server.core.aliases.table)
 
     def on_frame(self, payload: bytes) -> None:
         message = decode(to_core_decoder, payload)
@@ -144,6 +148,9 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, names=await core.change_workers(call.change))
         if isinstance(call, RefreshPrices):
             await core.refresh_prices()
+            return CoreReply(call.seq)
+        if isinstance(call, ChangeAlias):
+            await core.change_alias(call.name, call.targets)
             return CoreReply(call.seq)
         if isinstance(call, GetHealth):
             return CoreReply(call.seq, health=await core.health())

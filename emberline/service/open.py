@@ -14,6 +14,8 @@ from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.balancer import Balancer
 from emberline.balancer.cost_model import DEFAULTS, Settings
 from emberline.balancer.grants import SHARE
+from emberline.catalog.aliases import open_aliases
+from emberline.catalog.card_files import CardFiles
 from emberline.protocol.price import Price
 from emberline.service.core import CoreConnection, LocalCore
 from emberline.service.core_server import CoreServer
@@ -48,15 +50,16 @@ async def open_service(
     on_leave: Callable[[str], Awaitable[None]] | None = None,
     directory: KeyDirectory | None = None,
     prices: Mapping[str, Price] | None = None,
+    aliases: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Service:
     """The core process's service. Opens the store, by default in `data_dir`; connects to the engines meanwhile.
 
     A `store` that is given is used instead, and its owner closes it. `upstreams` are servers whose models are known by
     now (`discover`). `on_stall` is called with the name of an engine that hangs, to restart it; `on_leave` with that
     of a worker that has left, to end it. `directory`, which is open, has the accounts' and keys' limits; `prices` are
-    the configured ones, by model.
+    the configured ones, by model, and `aliases` the configured aliases.
     """
-    connections = _connections(served, UpstreamModels(upstreams), on_stall)
+    connections = _connections(served, UpstreamModels(upstreams, CardFiles(data_dir).apply), on_stall)
     own = await open_store(store_url or data_dir / DATABASE) if store is None else None
     store = store or own
     assert store is not None
@@ -70,6 +73,7 @@ async def open_service(
     price_store = PriceStore(store)
     await price_store.start(prices)
     core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory, price_store)
+    core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)
 
     points = asyncio.create_task(core.history.run())
@@ -97,10 +101,14 @@ async def open_core_server(service: Service, socket_path: Path) -> CoreServer:
 
 
 async def open_http_worker(
-    served: Sequence[Served], *, core_socket: Path, upstreams: Sequence[UpstreamClient] = ()
+    served: Sequence[Served],
+    *,
+    core_socket: Path,
+    upstreams: Sequence[UpstreamClient] = (),
+    data_dir: Path | None = None,
 ) -> Service:
     """The service of an HTTP worker. Waits a moment for the core; without it, requests are answered Unavailable."""
-    models = UpstreamModels(upstreams)
+    models = UpstreamModels(upstreams) if data_dir is None else UpstreamModels(upstreams, CardFiles(data_dir).apply)
     connections = _connections(served, models)
     core = RemoteCore(core_socket, connections.engines.values(), models.abort, connections.follow)
     await core.wait_connected(CORE_WAIT_S)

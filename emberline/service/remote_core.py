@@ -5,12 +5,13 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.endpoint import Endpoint
 from emberline.balancer.route_request import Route, RouteRequest
+from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.frames import decode
@@ -19,6 +20,7 @@ from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
     Admit,
     Call,
+    ChangeAlias,
     ChangeWorkers,
     Checkpoint,
     CoreReply,
@@ -62,6 +64,7 @@ class RemoteCore:
         that have joined and left."""
         self._endpoint = Endpoint(name="core", address=f"unix:{socket_path}")
         self.responses = RemoteResponses(self._call)
+        self.aliases = Aliases()  # as the core has told them
         self._engines = engines
         self._on_left = on_left
         self._follow = follow
@@ -121,6 +124,10 @@ class RemoteCore:
     async def refresh_prices(self) -> None:
         await self._call(RefreshPrices)
 
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        """The core tells the new table before it replies."""
+        await self._call(lambda seq: ChangeAlias(seq, name, None if targets is None else dict(targets)))
+
     def refused(self, kind: str) -> None:
         self._refused[kind] += 1
 
@@ -142,7 +149,7 @@ class RemoteCore:
     async def _stay_connected(self) -> None:
         delays = retry_delays()
         while True:
-            link = _CoreLink(self._on_left, self._on_members)
+            link = _CoreLink(self._on_left, self._on_members, self.aliases.follow)
             try:
                 self._link = await dial(link, self._endpoint)
                 self._linked.set()
@@ -197,8 +204,14 @@ class RemoteResponses:
 
 
 class _CoreLink(Link):
-    def __init__(self, on_left: Callable[[str, str], None], on_members: Callable[[Members], None]) -> None:
+    def __init__(
+        self,
+        on_left: Callable[[str, str], None],
+        on_members: Callable[[Members], None],
+        on_aliases: Callable[[AliasTable], None],
+    ) -> None:
         super().__init__()
+        self._on_aliases = on_aliases
         self._on_left = on_left
         self._on_members = on_members
         self._waiting: dict[int, asyncio.Future[CoreReply]] = {}
@@ -220,6 +233,8 @@ class _CoreLink(Link):
             return self._on_left(reply.name, reply.reason)
         if isinstance(reply, Members):
             return self._on_members(reply)
+        if isinstance(reply, AliasTable):
+            return self._on_aliases(reply)
         waiter = self._waiting.get(reply.seq)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.catalog.model_card import ModelCard, built_in
+from emberline.catalog.model_card import MODEL_ID, ModelCard, built_in
 from emberline.catalog.model_files import ModelFiles, read_info, read_text
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
 from emberline.protocol.frames import EngineInfo
 from emberline.text.text_model import TextModel
 
-_MODEL_ID = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._:+-]*(/[A-Za-z0-9][A-Za-z0-9._:+-]*)*")
+_MODEL_ID = re.compile(MODEL_ID)
 _MODEL_ID_CHARS = 256
 
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.balancer.route_request import RouteRequest
-from emberline.catalog.model_card import ModelCard
-from emberline.protocol.errors import EmberlineError, Unavailable
+from emberline.catalog.aliases import AliasTable
+from emberline.catalog.model_card import ModelCard, with_aliases
+from emberline.protocol.errors import Conflict, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import GenerateRequest, Principal
+from emberline.protocol.request import GenerateRequest, Principal, alias_caller
 from emberline.service.core import Core, SessionEntry
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
@@ -73,22 +74,59 @@ class Service:
     # --- queries -----------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelCard]:
-        return [*self._models.cards(), *self.upstream.cards()]
+        """With the aliases that the operator has given them."""
+        cards = [*self._models.cards(), *self.upstream.cards()]
+        table = self.core.aliases.table
+        return [with_aliases(card, table.names_of(card)) for card in cards] if table.aliases else cards
 
-    def upstream_card(self, model_id: str) -> ModelCard | None:
-        """The card of a model on upstream servers; a model of ours with the same name takes precedence."""
+    def upstream_card(self, model_id: str, caller: str = "") -> ModelCard | None:
+        """The card of a model on upstream servers; a model of ours with the same name takes precedence. An alias with
+        several targets stands for the same one in all requests of a caller."""
+        model_id = self._unalias(model_id, caller)
         return None if self._models.model_id(model_id) is not None else self.upstream.find(model_id)
 
-    def resolve(self, model_id: str) -> ModelCard:
+    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
         """The card of a model by id or alias, in any case of letters."""
-        return self.upstream_card(model_id) or self._models.resolve(model_id)
+        return self.upstream_card(model_id, caller) or self._models.resolve(self._unalias(model_id, caller))
+
+    def _unalias(self, name: str, caller: str) -> str:
+        """The name of a model where `name` is an alias, else `name`. Ids of models are no aliases."""
+        table = self.core.aliases.table
+        return name if name.lower() not in table.aliases or self._is_id(name) else table.pick(name, caller, self._has)
+
+    def _has(self, name: str) -> bool:
+        return self._models.model_id(name) is not None or self.upstream.find(name) is not None
+
+    def _is_id(self, name: str) -> bool:
+        model = self._models.model_id(name)
+        return self.upstream.find(name) is not None or (model is not None and model.lower() == name.lower())
+
+    @property
+    def aliases(self) -> AliasTable:
+        return self.core.aliases.table
+
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        """Set an alias, or remove it; in effect in every HTTP worker once this returns, and after a restart."""
+        if targets is not None:
+            if self._is_id(name):
+                raise Conflict(f"{name} is the id of a model: choose another name", param="name")
+            for target in targets:
+                if target.lower() not in self.core.aliases.table.aliases:
+                    self.resolve(target)
+        await self.core.change_alias(name, targets)
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int:
         """Tokens of the prompt as `generate` would build it; no engine of ours is asked."""
-        principal.check_model(self.resolve(request.model).id, request.model)
+        request = self._checked(request, principal)
         if (card := self.upstream_card(request.model)) is not None:
             return await self.upstream.count_tokens(request, card)
         return await self._preparer.count(request, await self._models.get(request.model))
+
+    def _checked(self, request: GenerateRequest, principal: Principal) -> GenerateRequest:
+        """With the name of the model where it is an alias, if the principal may use the model."""
+        model = self._unalias(request.model, alias_caller(principal, request.session, request.id))
+        principal.check_model(self.resolve(model).id, request.model)
+        return request if model is request.model else msgspec.structs.replace(request, model=model)
 
     @property
     def responses(self) -> ResponseStore:
@@ -214,7 +252,7 @@ class Service:
     ) -> tuple[Run[list[TextEvent]], Callable[[], Awaitable[Sequence[SessionEntry]]]]:
         """An admitted run, and what returns its session entries once it is done."""
         clock = Clock()
-        principal.check_model(self.resolve(request.model).id, request.model)
+        request = self._checked(request, principal)
         if (card := self.upstream_card(request.model)) is not None:
             validate(request, _ANY_VOCABULARY)
             sent = await self.upstream.upstream_request(request, card, principal, "" if job is None else job.engine)

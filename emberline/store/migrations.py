@@ -324,6 +324,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ACCOUNT_TABLES,
     TRACE_CONTEXT,
     METERING,
+    (
+        """
+        CREATE TABLE model_aliases (
+            name TEXT PRIMARY KEY,
+            alias TEXT NOT NULL,
+            changed_us BIGINT NOT NULL
+        )
+        """,
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,11 @@ log = logging.getLogger("emberline.balancer")
 class UpstreamModels:
     """Owns the clients of all upstream servers. Raises ConfigError for a tokenizer that cannot be loaded."""
 
-    def __init__(self, clients: Sequence[UpstreamClient]) -> None:
+    def __init__(
+        self, clients: Sequence[UpstreamClient], describe: Callable[[ModelCard], ModelCard] = lambda card: card
+    ) -> None:
+        """`describe` adds to a card what the operator knows of the model."""
+        self._describe = describe
         self.clients = {client.name: client for client in clients}
         self.texts: dict[str, TextModel] = {}  # by model, where the tokenizer is configured
         for client in clients:
@@ -45,7 +49,7 @@ class UpstreamModels:
 
     def _make_cards(self) -> None:
         ids = dict.fromkeys(model for client in self.clients.values() for model in client.models)
-        self._by_name = {model.lower(): _card(model, self._serving(model)) for model in ids}
+        self._by_name = {model.lower(): self._describe(_card(model, self._serving(model))) for model in ids}
         self._kinds = {model: self._serving(model)[0].config.kind for model in ids}
 
     async def load_tokenizer(self, client: UpstreamClient) -> None:

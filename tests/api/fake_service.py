@@ -1,7 +1,7 @@
 """A fake service that answers from a script, and clients that reach the app without a socket."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Events, OnAdmit
 from emberline.api.http.large_requests import LargeRequestRelay
+from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.answer import StoredResponse
@@ -132,6 +133,7 @@ class FakeService:
         self.ok = True
         self.responses: ResponseStore = MemoryResponses()
         self.changes: list[WorkerChange] = []
+        self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
 
     async def generate(
         self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
@@ -150,7 +152,7 @@ class FakeService:
 
     upstream = UpstreamModels(())
 
-    def upstream_card(self, model_id: str) -> None:
+    def upstream_card(self, model_id: str, caller: str = "") -> None:
         return None
 
     def forward(
@@ -166,7 +168,14 @@ class FakeService:
     def models(self) -> list[ModelCard]:
         return CARDS
 
-    def resolve(self, model_id: str) -> ModelCard:
+    @property
+    def aliases(self) -> AliasTable:
+        return AliasTable()
+
+    async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
+        self.alias_changes.append((name, targets))
+
+    def resolve(self, model_id: str, caller: str = "") -> ModelCard:
         if not model_id.isascii() or not model_id.isprintable() or " " in model_id:
             raise MalformedModelId("a model id is @source/author/name")
         for known in CARDS:

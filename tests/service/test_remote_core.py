@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.accounts import usage_ledger
@@ -13,7 +14,7 @@ from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.ledger import ORPHAN_RUNNING_S
 from emberline.balancer.route_request import Route
 from emberline.protocol import token_ids as tokens
-from emberline.protocol.errors import BadInput, Overloaded, Unavailable
+from emberline.protocol.errors import BadInput, Conflict, ModelNotFound, NotFound, Overloaded, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import Message
 from emberline.service import Service, open_core_server, open_http_worker, open_service, remote_core
@@ -332,3 +333,27 @@ async def test_notices_are_sent_periodically(
     async with asyncio.timeout(PATIENCE_S):
         while b"bad_input" not in await service.metrics():
             await asyncio.sleep(0.01)
+
+
+async def test_aliases_are_in_effect_in_every_process_at_once(service: Service, http_worker: Service) -> None:
+    for name in ("gpt-4o", "@cf/moonshotai/kimi-k2.5"):
+        await http_worker.change_alias(name, {"bytes": 1})
+        assert service.resolve(name).id == http_worker.resolve(name.upper()).id == "@cf/test/bytes"
+        request = msgspec.structs.replace(ask("hello"), model=name)
+        assert text_of(await events_of(http_worker, request)) == "Hello!"
+        assert (await row_of(service, request)).model == "@cf/test/bytes"
+    await http_worker.change_alias("best", {"gpt-4o": 1})
+    for name, targets, error in (
+        ("gpt-4o", {"best": 1}, BadInput),
+        ("loop", {"loop": 1}, ModelNotFound),
+        ("@cf/test/bytes", {"bytes": 1}, Conflict),
+        ("other", {"unknown": 1}, ModelNotFound),
+        ("unknown", None, NotFound),
+    ):
+        with pytest.raises(error):
+            await http_worker.change_alias(name, targets)
+    assert http_worker.models()[0].aliases == ("bytes", "gpt-4o", "@cf/moonshotai/kimi-k2.5", "best")
+    await service.change_alias("best", None)
+    with pytest.raises(ModelNotFound):
+        service.resolve("best")
+    await until(lambda: "best" not in http_worker.aliases.aliases)

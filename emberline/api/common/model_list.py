@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from emberline.catalog.model_card import TASKS, TEXT_GENERATION, ModelCard, task
+from emberline.protocol.price import MICRO, NANO
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
-_MICRO = 1_000_000  # micro-units of a currency in one unit
 _FLAGS = ("function_calling", "reasoning", "vision", "beta")
 
 
@@ -46,19 +46,15 @@ def _properties(card: ModelCard) -> dict[str, Any]:
 
 
 def _prices(card: ModelCard) -> list[dict[str, Any]]:
-    if (prices := card.prices) is None:
+    if (price := card.price) is None:
         return []
-    micros = {
-        "per M input tokens": prices.input,
-        "per M output tokens": prices.output,
-        "per M cached input tokens": prices.cached_input,
-        "per audio minute": None if prices.audio_second is None else prices.audio_second * 60,
+    rates = {
+        "per M input tokens": price.input / MICRO,
+        "per M output tokens": price.output / MICRO,
+        "per M cached input tokens": price.cached_input / MICRO,
+        "per audio minute": price.audio_second * 60 / NANO,
     }
-    return [
-        {"unit": unit, "price": micro / _MICRO, "currency": prices.currency}
-        for unit, micro in micros.items()
-        if micro is not None
-    ]
+    return [{"unit": unit, "price": rate, "currency": "USD"} for unit, rate in rates.items() if rate]
 
 
 def openai_model(card: ModelCard) -> dict[str, Any]:

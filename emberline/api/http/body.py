@@ -137,9 +137,11 @@ def n_separators(body: bytes) -> int:
 
 
 class _ModelField(msgspec.Struct):
-    """The one field of any body that tells which model it is for."""
+    """The fields of any body that tell which model it is for."""
 
     model: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
 
 
 _model_decoder = msgspec.json.Decoder(_ModelField)
@@ -147,11 +149,17 @@ _model_decoder = msgspec.json.Decoder(_ModelField)
 
 def named_model(body: bytes) -> str | None:
     """The model that a body names. What is wrong with a body without one is reported where it is decoded in full."""
+    return named_model_and_sessions(body)[0]
+
+
+def named_model_and_sessions(body: bytes) -> tuple[str | None, list[str]]:
+    """The model that a body names, and its ids of the session, the preferred one first."""
     try:
-        name = _model_decoder.decode(body).model
+        found = _model_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return name if isinstance(name, str) else None
+        return None, []
+    sessions = [name for name in (found.prompt_cache_key, found.user) if isinstance(name, str)]
+    return found.model if isinstance(found.model, str) else None, sessions
 
 
 async def read_model_body(call: Call) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -19,6 +19,7 @@ from emberline.protocol.request import GenerateRequest, Principal
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.auth import Authenticator
+    from emberline.catalog.aliases import AliasTable
     from emberline.catalog.model_card import ModelCard
     from emberline.jobs.queue.queue import Queue
     from emberline.jobs.webhooks.service import WebhookService
@@ -55,8 +56,9 @@ class Backend(Protocol):
     def upstream(self) -> "UpstreamModels":
         """The models on upstream servers."""
 
-    def upstream_card(self, model_id: str) -> "ModelCard | None":
-        """The card of a model on upstream servers; None for every other model."""
+    def upstream_card(self, model_id: str, caller: str = "") -> "ModelCard | None":
+        """The card of a model on upstream servers; None for every other model. An alias with several targets stands
+        for the same one in all requests of a caller."""
 
     def forward(
         self, request: "UpstreamRequest", on_admit: OnAdmit | None = None
@@ -74,7 +76,13 @@ class Backend(Protocol):
 
     def models(self) -> "Sequence[ModelCard]": ...
 
-    def resolve(self, model_id: str) -> "ModelCard": ...
+    def resolve(self, model_id: str, caller: str = "") -> "ModelCard": ...
+
+    @property
+    def aliases(self) -> "AliasTable": ...
+
+    async def change_alias(self, name: str, targets: "Mapping[str, int] | None") -> None:
+        """Set an alias, or remove it (None)."""
 
     async def health(self) -> "Health": ...
 

@@ -6,7 +6,8 @@ import msgspec
 
 from emberline.api.common.answer import collect
 from emberline.api.common.model_list import openai_model
-from emberline.api.http.body import decode, named_model, read_model_body
+from emberline.api.common.sampling_fields import session_name
+from emberline.api.http.body import decode, named_model_and_sessions, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.sse import stream
 from emberline.api.openai.chat import ChatRequest, ChatStream, chat_body
@@ -14,6 +15,7 @@ from emberline.api.openai.completions import CompletionRequest, CompletionStream
 from emberline.api.openai.upstream_passthrough import forward_chat, forward_completion
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput
+from emberline.protocol.request import alias_caller
 
 MAX_TOTAL_CHOICES = 128  # of one call: prompts times n
 
@@ -57,8 +59,11 @@ async def completions(call: Call) -> Reply | None:
 
 def _upstream_card(call: Call, raw: bytes) -> ModelCard | None:
     """The card of the model that the body names, if upstream servers compute it."""
-    name = named_model(raw)
-    return None if name is None else call.service.upstream_card(name)
+    name, sessions = named_model_and_sessions(raw)
+    if name is None:
+        return None
+    caller = alias_caller(call.principal, session_name(call.session, *sessions), call.id)
+    return call.service.upstream_card(name, caller)
 
 
 async def list_models(call: Call) -> Reply:

