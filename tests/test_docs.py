@@ -23,9 +23,8 @@ PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / f
 TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == path.startswith("emberline/")}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-COMMAND = re.compile(
-    rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:submit|status|results|cancel|ls|add|show|alias)\b)?([^`\n#|]*)"
-)
+ACTIONS = "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm"
+COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

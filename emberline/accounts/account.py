@@ -53,20 +53,10 @@ def parse_amount(text: str) -> int:
     except InvalidOperation:
         amount = Decimal("NaN")
     if not amount.is_finite() or amount != amount.to_integral_value() or not 0 <= amount <= MAX_INTEGER:
-        raise BadInput(f"{text[:40]!r} is not an amount such as 12.50, from 0 to {MAX_INTEGER // PICO:,}")
+        raise BadInput(
+            f"{text[:40]!r} is not an amount such as 12.50, from 0 to {MAX_INTEGER // PICO:,}", param="budget"
+        )
     return int(amount)
-
-
-def parse_budget(text: str) -> tuple[int, BudgetPeriod]:
-    """ "12.50", "12.50/day" or "12.50/month"."""
-    amount, slash, period = text.partition("/")
-    if not slash:
-        return parse_amount(amount), "total"
-    if period == "day":
-        return parse_amount(amount), "day"
-    if period in ("month", "total"):
-        return parse_amount(amount), "month" if period == "month" else "total"
-    raise BadInput(f"a budget is an AMOUNT, AMOUNT/day or AMOUNT/month, not {text[:60]!r}")
 
 
 def format_amount(pico: int) -> str:

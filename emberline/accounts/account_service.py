@@ -3,8 +3,8 @@
 Every process that serves HTTP has one over the shared store, and so has the command line where no server runs.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ _ACCOUNTS_PAGE = f"SELECT {ACCOUNT_COLUMNS} FROM accounts WHERE id > ? ORDER BY 
 _KEYS_PAGE = f"SELECT {KEY_COLUMNS} FROM api_keys WHERE id > ? ORDER BY id LIMIT ?"
 _KEYS_OF_ACCOUNT = f"SELECT {KEY_COLUMNS} FROM api_keys WHERE account = ? AND id > ? ORDER BY id LIMIT ?"
 
+Changes = Mapping[str, Any]  # of fields, by name
 R = TypeVar("R", Account, ApiKey)
 
 
@@ -92,25 +93,24 @@ class AccountService:
         return account
 
     async def update_account(
-        self, actor: Actor, account_id: str, limits: Limits | None = None, disabled: bool | None = None
+        self, actor: Actor, account_id: str, changes: Changes | None = None, disabled: bool | None = None
     ) -> Account:
-        """Replace its limits; disable it or enable it again."""
+        """Change some of its limits; disable it or enable it again."""
+        changes = changes or {}
 
         def work(version: int) -> Transaction[Account]:
             rows = yield Query(_FIND_ACCOUNT, (account_id,))
             if not rows:
                 raise NotFound(f"there is no account {account_id[:64]!r}")
             account = decode_row(Account, ACCOUNT_COLUMNS, rows[0])
-            account = _with_limits(account, limits or account)
             disabled_us = account.disabled_us
             if disabled is not None:
                 disabled_us = (disabled_us or self._store.now_us()) if disabled else None
-            account = msgspec.structs.replace(account, disabled_us=disabled_us, version=version)
+            account = msgspec.structs.replace(account, **changes, disabled_us=disabled_us, version=version)
             yield _replace("accounts", ACCOUNT_COLUMNS, msgspec.structs.astuple(account), account_id)
             return account
 
-        details: dict[str, object] = {} if limits is None else {"limits": _given(limits)}
-        details |= {} if disabled is None else {"disabled": disabled}
+        details = {**changes, **({} if disabled is None else {"disabled": disabled})}
         account = await self.audit.run(actor, "account.update", account_id, details, work)
         await self.directory.refresh()
         return account
@@ -134,7 +134,6 @@ class AccountService:
     async def create_key(self, actor: Actor, account_id: str, grant: KeyGrant = EVERYTHING) -> IssuedKey:
         """The key is in this result and nowhere else. An account that does not exist is created without limits."""
         check_account_name(account_id)
-        _check(grant, self._store.now_us())
         key, key_id = new_key(), new_key_id()
 
         def work(version: int) -> Transaction[ApiKey]:
@@ -158,6 +157,7 @@ class AccountService:
                 ),
                 grant.limits,
             )
+            _check_record(record, now_us)
             yield _insert("api_keys", KEY_COLUMNS, _key_values(record))
             return record
 
@@ -193,10 +193,15 @@ class AccountService:
 
         return await self._change_key(actor, "key.revoke", key_id, {}, change)
 
-    async def limit_key(self, actor: Actor, key_id: str, limits: Limits) -> ApiKey:
-        return await self._change_key(
-            actor, "key.limit", key_id, _given(limits), lambda record, now_us: _with_limits(record, limits)
-        )
+    async def update_key(self, actor: Actor, key_id: str, changes: Changes) -> ApiKey:
+        """Change its name, scope, expiry or some of its limits."""
+
+        def change(record: ApiKey, now_us: int) -> ApiKey:
+            changed = msgspec.structs.replace(record, **changes)
+            _check_record(changed, now_us if "expires_us" in changes else None)
+            return changed
+
+        return await self._change_key(actor, "key.update", key_id, dict(changes), change)
 
     async def _change_key(
         self, actor: Actor, act: str, key_id: str, details: object, change: Callable[[ApiKey, int], ApiKey]
@@ -215,12 +220,13 @@ class AccountService:
         return record
 
 
-def _check(grant: KeyGrant, now_us: int) -> None:
-    if len(grant.name) > MAX_NAME_CHARS or not grant.name.isprintable():
+def _check_record(key: ApiKey, now_us: int | None) -> None:
+    """`now_us`: check that it has not expired."""
+    if len(key.name) > MAX_NAME_CHARS or not key.name.isprintable():
         raise BadInput(f"a key's name is at most {MAX_NAME_CHARS} printable characters", param="name")
-    if grant.expires_us is not None and grant.expires_us <= now_us:
+    if now_us is not None and key.expires_us is not None and key.expires_us <= now_us:
         raise BadInput("the key would have expired already", param="expires_at")
-    for field, values in (("models", grant.models), ("apis", grant.apis)):
+    for field, values in (("models", key.models), ("apis", key.apis)):
         if len(values) > MAX_SCOPE or any(not 0 < len(value) <= 256 or not value.isprintable() for value in values):
             raise BadInput(f"`{field}` has at most {MAX_SCOPE} names of at most 256 characters", param=field)
 

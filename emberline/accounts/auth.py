@@ -7,19 +7,16 @@ the configured admin key, and operator tickets. Nothing but the credentials deci
 import time
 from collections.abc import Iterable
 from functools import lru_cache
-from hashlib import blake2b
 from hmac import compare_digest
 
 from emberline.accounts.account import LOCAL_ACCOUNT, check_account_name
 from emberline.accounts.api_key import MAX_KEY_CHARS, PREFIX, ApiKey, is_well_formed, key_digest
 from emberline.accounts.key_directory import KeyDirectory
+from emberline.accounts.operator_ticket import OPERATOR, TICKET_PREFIX, is_operator_ticket
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import Forbidden, Unauthorized
 from emberline.protocol.request import Principal
 
-OPERATOR = "operator"  # the key id of operator tickets
-TICKET_S = 60  # for which an operator ticket is valid, either side of its time
-_TICKET_PREFIX = "ember-operator."
 _CREDENTIALS = (b"authorization", b"x-auth-key", b"x-api-key")
 _HOW = "send it as `Authorization: Bearer <key>`"
 
@@ -79,7 +76,7 @@ class Authenticator:
         digest = key_digest(key)
         if self._admin_digest is not None and compare_digest(digest, self._admin_digest):
             return self._admin(self._admin_id, account)
-        if key.startswith(_TICKET_PREFIX) and self._is_operator(key):
+        if key.startswith(TICKET_PREFIX) and is_operator_ticket(self._secret, key, time.time()):
             return self._admin(OPERATOR, account)
         record = self._directory.key_of_digest(digest) if self._directory is not None else None
         if record is None:
@@ -112,20 +109,6 @@ class Authenticator:
     def _admin(self, key_id: str, account: str | None) -> Principal:
         name = account or LOCAL_ACCOUNT
         return Principal(name, key_id, self._salt_of(name), "admin")
-
-    def _is_operator(self, ticket: str) -> bool:
-        made_s = ticket.split(".")[1]
-        if not (made_s.isascii() and made_s.isdecimal() and len(made_s) <= 12):
-            return False
-        return abs(time.time() - int(made_s)) <= TICKET_S and compare_digest(
-            ticket.encode(), operator_ticket(self._secret, int(made_s)).encode()
-        )
-
-
-def operator_ticket(secret: Secret, now_s: int) -> str:
-    """An admin's credential for a minute, for whoever can read the root secret: the command line on this machine."""
-    mac = blake2b(str(now_s).encode(), key=secret.derive("operator", size=32), digest_size=32).hexdigest()
-    return f"{_TICKET_PREFIX}{now_s}.{mac}"
 
 
 def _presented(headers: RawHeaders, required: bool) -> str:

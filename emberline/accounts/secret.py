@@ -33,6 +33,14 @@ class Secret:
         except OSError as error:
             raise BadInput(f"cannot use the root secret {path}: {error.strerror}") from error
 
+    @classmethod
+    def existing(cls, data_dir: Path) -> "Secret | None":
+        """The secret as `open` finds it; None where there is none yet, or this user may not read it."""
+        try:
+            return cls.open(data_dir) if os.environ.get(ENVIRONMENT) or (data_dir / FILE).exists() else None
+        except (BadInput, OSError):
+            return None
+
     def derive(self, purpose: str, *context: str, size: int = 16) -> bytes:
         """A key for one purpose and context (such as an account); inputs are length-prefixed, so none collide."""
         keyed = blake2b(key=self._key, digest_size=size)

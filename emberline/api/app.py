@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from emberline import log as logs
+from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.api.http.body import held_bodies
 from emberline.api.http.call import (
@@ -52,11 +53,13 @@ class App:
         webhooks: WebhookService | None = None,
         batches: BatchQueue | None = None,
         large_requests: LargeRequestRelay | None = None,
+        accounts: AccountService | None = None,
     ) -> None:
         """Without `large_requests`, this process serves them itself."""
         self._large_requests = large_requests
         self._service = service
         self._webhooks = webhooks
+        self._accounts = accounts
         self._batches = batches
         self._auth = settings.auth
         self._guard = Guard(settings.hosts, settings.origins)
@@ -69,7 +72,10 @@ class App:
             return await send({"type": "websocket.close", "code": 1008})
         clock = Clock()
         relays_large = self._large_requests is not None
-        call = Call(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large)
+        call = Call(
+            *(scope, receive, send, self._service, self._auth, self._webhooks, self._batches, relays_large),
+            accounts=self._accounts,
+        )
         context = logs.request_id.set(call.id)
         traced, parent = (None, None) if scope["path"] in PROBES else incoming(call.headers)
         trace_token = trace_context.current.set(traced)
@@ -122,9 +128,14 @@ class App:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)
             authorize(call.principal, route)
         try:
-            return await route.endpoint(call)
+            reply = await route.endpoint(call)
         except LargeRequest as large:
             max_bytes = large.max_bytes
+        else:
+            if route.policy is Policy.ADMIN and route.method != "GET" and not call.is_audited and call.has_accounts:
+                target = call.audit_target or call.path_param
+                await call.accounts.audit.record(call.actor(), f"{route.method} {route.path}", target)
+            return reply
         # Not inside `except`: the exception's frames hold the body, and a relayed stream may last for minutes.
         assert self._large_requests is not None
         await self._large_requests.relay(call, max_bytes)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emberline.api.admin import aliases, events, status, webhooks, workers
+from emberline.api.admin import accounts, aliases, audit, events, status, webhooks, workers
 from emberline.api.admin import endpoints as admin
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
@@ -13,7 +13,7 @@ from emberline.api.batches.submission import JOB_QUERY
 from emberline.api.http import openapi
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
-from emberline.api.http.router import Policy, Route
+from emberline.api.http.router import APIS, Policy, Route
 from emberline.api.openai import batches, files
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.chat import ChatRequest
@@ -30,29 +30,6 @@ from emberline.config import EndpointConfig
 AI = "/client/v4/accounts/{account}/ai"
 SUBSCRIPTIONS = "/client/v4/accounts/{account}/event_subscriptions/subscriptions"
 QUEUE = {"queueRequest": {"type": "boolean"}}
-
-# The API of a route by the first word of its path: what a key's scope names. A route whose word is missing here is a
-# mistake that the import reports.
-APIS = {
-    "chat": "chat",
-    "completions": "chat",
-    "responses": "responses",
-    "messages": "messages",
-    "run": "run",
-    "embeddings": "embeddings",
-    "rerank": "rerank",
-    "audio": "audio",
-    "models": "models",
-    "tasks": "models",
-    "authors": "models",
-    "files": "files",
-    "batches": "batches",
-    "queue": "batches",
-    "events": "webhooks",
-    "webhook_endpoints": "webhooks",
-    "subscriptions": "webhooks",
-    "usage": "usage",
-}
 
 # Method, path, endpoint, summary; then the struct of the body and the query parameters, where there are any.
 _Row = tuple[Any, ...]
@@ -136,8 +113,18 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/metrics", admin.metrics, "Metrics for Prometheus"),
     ("GET", "/api/ps", admin.ps, "Models, engine workers and their load"),
     ("GET", "/api/status", status.show, "Load, requests in flight and the last hour", None, status.QUERY),
-    ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
-    ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
+    ("GET", "/api/accounts", accounts.list_accounts, "List accounts", None, accounts.PAGE),
+    ("POST", "/api/accounts", accounts.create_account, "Create an account", accounts.NewAccount),
+    ("GET", "/api/accounts/{id}", accounts.retrieve_account, "Retrieve an account"),
+    ("PATCH", "/api/accounts/{id}", accounts.update_account, "Limit or disable an account", accounts.AccountChange),
+    ("GET", "/api/keys", accounts.list_keys, "List API keys", None, accounts.KEY_PAGE),
+    ("POST", "/api/keys", accounts.create_key, "Create an API key", accounts.NewKeyRequest),
+    ("GET", "/api/keys/{id}", accounts.retrieve_key, "Retrieve an API key's record"),
+    ("PATCH", "/api/keys/{id}", accounts.update_key, "Change an API key's scope and limits", accounts.KeyChange),
+    ("POST", "/api/keys/{id}/rotate", accounts.rotate_key, "Replace an API key", accounts.RotateKeyRequest),
+    ("POST", "/api/keys/{id}/revoke", accounts.revoke_key, "Revoke an API key"),
+    ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
+    ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
     ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
@@ -145,6 +132,10 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/aliases", aliases.put, "Add or replace an alias", aliases.NewAlias),
     ("DELETE", "/api/aliases/{model}", aliases.remove, "Remove an alias"),
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
+)
+_QUEUE: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+    ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
+    ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
 )
 
 
@@ -168,6 +159,7 @@ def _first_word(path: str) -> str:
 ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _OPEN, Policy.OPEN),
     *_routes("", Dialect.OPENAI, _ADMIN, Policy.ADMIN),
+    *_routes("", Dialect.OPENAI, _QUEUE),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _OPENAI),

@@ -48,6 +48,11 @@ def print_json(value: Any) -> None:
     print()
 
 
+def print_note(text: str) -> None:
+    """For a person: beside the output, which another program may read."""
+    print(text, file=sys.stderr)
+
+
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.config import Config
+from emberline.accounts.operator_ticket import operator_ticket
+from emberline.accounts.secret import Secret
+from emberline.config import Config, is_loopback
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 
 PROBE_TIMEOUT_S = 2.0
@@ -25,12 +27,19 @@ class ServerAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     key: str | None = None
+    secret: Secret | None = None  # of this machine's data folder: without a key, it makes operator tickets
 
     @classmethod
     def of(cls, config: Config) -> "ServerAddress":
         """Where a server with this configuration is reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
-        return cls(host.strip("[]"), config.server.port, config.auth.key)
+        secret = Secret.existing(config.home) if config.auth.key is None and is_loopback(host) else None
+        return cls(host.strip("[]"), config.server.port, config.auth.key, secret)
+
+    @property
+    def credential(self) -> str | None:
+        """What authenticates a request that is sent now. A ticket is valid for a minute, and for loopback only."""
+        return self.key or (operator_ticket(self.secret, int(time.time())) if self.secret is not None else None)
 
     @property
     def url(self) -> str:
@@ -78,13 +87,28 @@ def get(address: ServerAddress, path: str, timeout_s: float = 10.0) -> Any:
 
 
 def post(address: ServerAddress, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-    with _request(address, "POST", path, json.dumps(body or {}).encode(), timeout_s=timeout_s) as response:
+    return request_json(address, "POST", path, body or {}, timeout_s)
+
+
+def request_json(
+    address: ServerAddress, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0
+) -> Any:
+    raw = None if body is None else json.dumps(body).encode()
+    with _request(address, method, path, raw, timeout_s=timeout_s) as response:
         return _decode(response)
 
 
 def delete(address: ServerAddress, path: str, timeout_s: float = 60.0) -> Any:
     with _request(address, "DELETE", path, timeout_s=timeout_s) as response:
         return _decode(response)
+
+
+def decode_reply(status: int, raw: bytes) -> Any:
+    """The JSON of a reply; raises its error."""
+    body = json.loads(raw) if raw else {}
+    if status >= 400:
+        raise _error_of(body, status)
+    return body
 
 
 def upload(address: ServerAddress, path: Path, purpose: str) -> Any:
@@ -139,7 +163,8 @@ def _request(
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Iterator[http.client.HTTPResponse]:
     """The response of a request that succeeded; raises the server's error otherwise."""
-    authorization = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    credential = address.credential
+    authorization = {"Authorization": f"Bearer {credential}"} if credential else {}
     connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json", **authorization, **(headers or {})})

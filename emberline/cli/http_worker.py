@@ -97,7 +97,7 @@ async def serve_http(
     closing = asyncio.create_task(_close_streams(stop, webhooks, batches))
     try:
         large_requests = None if large_socket is None else LargeRequestRelay(large_socket)
-        app = App(service, settings, webhooks, batches, large_requests)
+        app = App(service, settings, webhooks, batches, large_requests, accounts)
         await serve(app, listener, drain_s=config.server.drain_timeout_s, stop=stop)
     finally:
         closing.cancel()

@@ -21,6 +21,9 @@ COMMANDS = {
     "join": "add a worker on another machine, or an upstream server, to the running server",
     "batch": "submit a file of requests, watch it, download the results",
     "queue": "show queued jobs and the dead-letter queue; replay dead jobs",
+    "account": "create, list, limit and disable accounts",
+    "key": "create, list, limit, rotate and revoke API keys",
+    "audit": "show and verify the audit log of what admins did",
     "bench": "measure a server quickly: one stream, then eight at once",
     "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
     "doctor": "check this machine and say how to fix what is wrong",
@@ -31,6 +34,7 @@ _MODULES = {
     **dict.fromkeys(("pull", "ls", "rm"), "models"),
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
+_WITH_ACTIONS = ("batch", "model", "account", "key")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"emberline.cli.{_MODULES.get(command, command)}")
     module.add_arguments(parser)
     # Flags may stand between positional arguments, except where argparse has subcommands.
-    parse = parser.parse_args if command in ("batch", "model") else parser.parse_intermixed_args
+    parse = parser.parse_args if command in _WITH_ACTIONS else parser.parse_intermixed_args
     return _with_error_messages(module.run, parse(words[1:]))
 
 

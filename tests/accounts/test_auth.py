@@ -8,7 +8,8 @@ import pytest
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.api_key import is_well_formed, new_key
 from emberline.accounts.audit_log import Actor
-from emberline.accounts.auth import TICKET_S, Authenticator, operator_ticket
+from emberline.accounts.auth import Authenticator
+from emberline.accounts.operator_ticket import VALID_S, operator_ticket
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Forbidden, Unauthorized
 from emberline.store import open_store
@@ -216,8 +217,8 @@ def test_operator_tickets(auth: Authenticator) -> None:
     principal = auth.check(bearer(ticket), "alice")
     assert (principal.role, principal.key_id, principal.account) == ("admin", "operator", "alice")
     other = operator_ticket(Secret("t" * 32), now_s)
-    old = operator_ticket(SECRET, now_s - TICKET_S - 2)
-    late = operator_ticket(SECRET, now_s + TICKET_S + 60)
+    old = operator_ticket(SECRET, now_s - VALID_S - 2)
+    late = operator_ticket(SECRET, now_s + VALID_S + 60)
     moved = ticket.replace(str(now_s), str(now_s + 1))
     for bad in (other, old, late, moved, "ember-operator.", "ember-operator.x.y", f"ember-operator.{'9' * 40}.a"):
         with pytest.raises(Unauthorized):

@@ -4,11 +4,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from emberline.accounts.account_service import AccountService
 from emberline.api.batch_loader import BatchService
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.store import open_store
 from tests.api.batch_fixtures import open_batch_service
-from tests.api.fake_service import FakeService, client_of
+from tests.api.fake_service import SECRET, FakeService, client_of
 from tests.jobs.webhooks.helpers import webhook_service
 
 
@@ -29,6 +30,17 @@ async def webhooks(tmp_path: Path) -> AsyncIterator[WebhookService]:
     store = await open_store(tmp_path / "webhooks.db")
     async with webhook_service(store, deliver=False) as webhooks:
         yield webhooks
+    await store.close()
+
+
+@pytest.fixture
+async def accounts(tmp_path: Path) -> AsyncIterator[AccountService]:
+    """Accounts and keys on their own store."""
+    store = await open_store(tmp_path / "accounts.db")
+    accounts = AccountService(store, SECRET)
+    await accounts.open()
+    yield accounts
+    await accounts.close()
     await store.close()
 
 

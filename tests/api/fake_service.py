@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from emberline.accounts.account_service import AccountService
 from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
@@ -38,6 +39,7 @@ from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
 
 MODEL = "@cf/huggingfacetb/smollm2-135m-instruct"
+SECRET = Secret("0" * 64)
 KEY = "correct-horse-battery-staple"
 Script = Callable[[GenerateRequest], AsyncIterator[TextEvent]]
 
@@ -220,10 +222,13 @@ def app_of(
     webhooks: WebhookService | None = None,
     batches: BatchService | None = None,
     large_requests: LargeRequestRelay | None = None,
+    accounts: AccountService | None = None,
     **settings: Any,
 ) -> ASGIApp:
-    auth = Authenticator(Secret("0" * 64), key)
-    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests)
+    """With `accounts`, every request needs a key."""
+    directory = None if accounts is None else accounts.directory
+    auth = Authenticator(SECRET, key, directory, required=accounts is not None)
+    return App(service, ApiSettings(auth=auth, **settings), webhooks, batches, large_requests, accounts)
 
 
 def client_of(
@@ -231,9 +236,10 @@ def client_of(
     key: str | None = None,
     webhooks: WebhookService | None = None,
     batches: BatchService | None = None,
+    accounts: AccountService | None = None,
     **settings: Any,
 ) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app_of(service, key, webhooks, batches, **settings))
+    transport = httpx.ASGITransport(app=app_of(service, key, webhooks, batches, accounts=accounts, **settings))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8686")
 
 

@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from emberline.accounts.account_service import AccountService
+from emberline.accounts.audit_log import Actor
 from emberline.api.batch_loader import BatchService
 from emberline.api.http.errors import CODES, Dialect
 from emberline.api.http.router import Policy, Route
@@ -26,49 +28,59 @@ def test_open_routes() -> None:
     assert {route.path for route in ROUTES if route.policy is Policy.OPEN} == OPEN
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 async def test_the_policy_holds(
-    service: FakeService, webhooks: WebhookService, batches: BatchService, route: Route
+    service: FakeService, webhooks: WebhookService, batches: BatchService, accounts: AccountService
 ) -> None:
-    async with client_of(service, KEY, webhooks, batches) as client:
-        tries = [
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": KEY},
-            {"x-api-key": KEY[:-1]},
-            {"x-api-key": KEY + "x"},
-        ]
-        for headers in tries:
-            answer = await client.request(route.method, url(route), headers=headers, json={})
-            assert (answer.status_code == 401) == (route.policy is not Policy.OPEN), answer.text
-            assert MODEL not in answer.text
-        answer = await client.request(route.method, url(route), headers={"authorization": f"Bearer {KEY}"}, json={})
-        assert answer.status_code != 401
+    """Of every route: without a key, with a wrong one, a tenant's and the admin's."""
+    tenant = await accounts.create_key(Actor("test"), "acme")
+    wrong = [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": KEY},
+        {"x-api-key": KEY[:-1]},
+        {"x-api-key": KEY + "x"},
+        {"x-api-key": tenant.key.text[:-1]},
+    ]
+    async with client_of(service, KEY, webhooks, batches, accounts) as client:
+        for route in ROUTES:
+            where = f"{route.method} {route.path}"
+            is_open = route.policy is Policy.OPEN
+            for headers in wrong:
+                answer = await client.request(route.method, url(route), headers=headers, json={})
+                assert (answer.status_code == 401) is not is_open, (where, answer.text)
+                assert MODEL not in answer.text
+            answer = await client.request(route.method, url(route), headers={"x-api-key": tenant.key.text}, json={})
+            assert (answer.status_code == 403) is (route.policy is Policy.ADMIN), (where, answer.text)
+            answer = await client.request(route.method, url(route), headers={"authorization": f"Bearer {KEY}"}, json={})
+            assert answer.status_code not in (401, 403), where
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 async def test_other_methods(
-    service: FakeService, webhooks: WebhookService, batches: BatchService, route: Route
+    service: FakeService, webhooks: WebhookService, batches: BatchService, accounts: AccountService
 ) -> None:
-    async with client_of(service, webhooks=webhooks, batches=batches) as client:
-        others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {
-            r.method for r in ROUTES if r.path == route.path
-        }
-        for method in others:
-            answer = await client.request(method, url(route))
-            assert answer.status_code == 405, method
-            assert route.method in answer.headers["allow"]
-            found = answer.json()
-            if route.path.startswith("/client"):
-                assert found["errors"][0]["code"] == 7001
-            assert ("error" in found) == (route.dialect is not Dialect.NATIVE)
-            if route.dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
-                assert found["error"]["code"] == "method_not_allowed"
-            elif route.dialect is not Dialect.NATIVE:
-                assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-        if route.method == "GET":
-            found = {404} if "{id}" in route.path else {200, 204, 400}
-            assert (await client.head(url(route))).status_code in found
+    async with client_of(service, KEY, webhooks=webhooks, batches=batches, accounts=accounts) as client:
+        client.headers["authorization"] = f"Bearer {KEY}"
+        for route in ROUTES:
+            await check_other_methods(client, route)
+
+
+async def check_other_methods(client: httpx.AsyncClient, route: Route) -> None:
+    others = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - {r.method for r in ROUTES if r.path == route.path}
+    for method in others:
+        answer = await client.request(method, url(route))
+        assert answer.status_code == 405, (method, route.path)
+        assert route.method in answer.headers["allow"]
+        found = answer.json()
+        if route.path.startswith("/client"):
+            assert found["errors"][0]["code"] == 7001
+        assert ("error" in found) == (route.dialect is not Dialect.NATIVE)
+        if route.dialect in (Dialect.OPENAI, Dialect.OPENAI_ENVELOPED):
+            assert found["error"]["code"] == "method_not_allowed"
+        elif route.dialect is not Dialect.NATIVE:
+            assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
+    if route.method == "GET":
+        found = {404} if "{id}" in route.path else {200, 204, 400}
+        assert (await client.head(url(route))).status_code in found, route.path
 
 
 @pytest.mark.parametrize(

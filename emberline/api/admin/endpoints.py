@@ -100,8 +100,8 @@ _replay_decoder = msgspec.json.Decoder(QueueReplay)
 
 
 async def show_queue(call: Call) -> Reply:
-    """Queued and running jobs by model and account; the first of the dead letters."""
-    queue = call.queue
+    """Queued and running jobs by model and account; the first of the dead letters. An admin sees every account's."""
+    queue, account = call.queue, None if call.principal.is_admin else call.principal.account
     now_us = queue.now_us()
     waiting = [
         {
@@ -113,16 +113,20 @@ async def show_queue(call: Call) -> Reply:
             "age_s": None if depth.oldest_us is None else round(max(0, now_us - depth.oldest_us) / 1e6, 1),
         }
         for depth in await queue.depths()
+        if account in (None, depth.account)
     ]
-    n_dead = await queue.count_dead_letters()
+    n_dead = await queue.count_dead_letters(account)
     limit = call.int_param("dead", 20, 0, MAX_DEAD_LETTERS)
-    dead = [_dead_letter(job) for job in await queue.dead_letters(limit=limit)] if n_dead and limit else []
+    dead = [_dead_letter(job) for job in await queue.dead_letters(account, limit=limit)] if n_dead and limit else []
     return json_reply({"waiting": waiting, "n_dead": n_dead, "dead": dead}, headers=NO_STORE)
 
 
 async def replay_dead_letters(call: Call) -> Reply:
     body = await read_json(call, _replay_decoder)
-    n_jobs = await call.queue.replay(body.batch, body.line)
+    account = None if call.principal.is_admin else call.principal.account
+    n_jobs = await call.queue.replay(body.batch, body.line, account)
+    if call.principal.is_admin and call.has_accounts:
+        await call.accounts.audit.record(call.actor(), "queue.replay", body.batch, {"line": body.line, "jobs": n_jobs})
     if not n_jobs:
         which = f"line {body.line}" if body.line is not None else "no line"
         raise NotFound(f"{which} of {body.batch[:100]} is among the dead letters", param="line")

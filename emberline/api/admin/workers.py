@@ -50,6 +50,7 @@ async def _rest(call: Call, action: Literal["drain", "undrain"]) -> Reply:
 
 
 async def _change(call: Call, change: WorkerChange) -> Reply:
+    call.audit_target = change.name
     names = await call.service.change_workers(change)
     engines = {engine["name"]: engine for engine in (await call.service.health()).detail.get("engines", ())}
     gone = {"state": "left", "in_flight": 0}

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol import trace_context
@@ -18,6 +19,7 @@ from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
+    from emberline.accounts.account_service import AccountService
     from emberline.accounts.auth import Authenticator
     from emberline.catalog.aliases import AliasTable
     from emberline.catalog.model_card import ModelCard
@@ -148,6 +150,7 @@ class Call:
         webhooks: "WebhookService | None" = None,
         batches: BatchQueue | None = None,
         relays_large: bool = False,
+        accounts: "AccountService | None" = None,
     ) -> None:
         self.scope = scope
         self.receive = receive
@@ -156,6 +159,9 @@ class Call:
         self._auth = auth
         self._webhooks = webhooks
         self._batches = batches
+        self._accounts = accounts
+        self.is_audited = False  # what it does is in the audit log
+        self.audit_target = ""  # what an admin's act is done to, for the audit log; empty: `path_param`
         self.relays_large = relays_large  # large requests are for another process: endpoints raise LargeRequest
         self.received: list[bytes] = []  # of the body, as far as it has been read
         self.body_complete = False
@@ -189,6 +195,22 @@ class Call:
         if self._webhooks is None:
             raise Unavailable("this server was started without a store: it keeps no events")
         return self._webhooks
+
+    @property
+    def has_accounts(self) -> bool:
+        return self._accounts is not None
+
+    @property
+    def accounts(self) -> "AccountService":
+        if self._accounts is None:
+            raise Unavailable("this server was started without a store: it has no accounts")
+        return self._accounts
+
+    def actor(self) -> Actor:
+        """For an act that its endpoint enters into the audit log itself. Only the connection says where from."""
+        self.is_audited = True
+        client = self.scope.get("client")
+        return Actor(self.principal.key_id or "local", client[0] if client else "")
 
     @property
     def has_queue(self) -> bool:

@@ -23,6 +23,30 @@ _REST = ("{model}", "{asset}")  # the rest of the path
 _ID = "{id}"
 
 
+# What a key's scope names: the API of a route by the first word of its path.
+APIS = {
+    "chat": "chat",
+    "completions": "chat",
+    "responses": "responses",
+    "messages": "messages",
+    "run": "run",
+    "embeddings": "embeddings",
+    "rerank": "rerank",
+    "audio": "audio",
+    "models": "models",
+    "tasks": "models",
+    "authors": "models",
+    "files": "files",
+    "batches": "batches",
+    "queue": "batches",
+    "events": "webhooks",
+    "webhook_endpoints": "webhooks",
+    "subscriptions": "webhooks",
+    "usage": "usage",
+}
+API_NAMES = tuple(dict.fromkeys(APIS.values()))
+
+
 class Policy(Enum):
     """Who may call a route. Every route has one; what is not OPEN needs a principal (see `authorize`)."""
 

@@ -265,9 +265,12 @@ class Queue(QueueReader):
             raise Conflict(f"{batch_id} is {batch.status}: cancel it first")
         await self._sweeper.delete_batch(batch_id, 1, batch.status)
 
-    async def replay(self, batch_id: str, number: int | None = None) -> int:
-        """Move a batch's dead letters, or one, back to the queue with a fresh window; returns how many."""
-        batch = await self._batch_of_any_account(batch_id)
+    async def replay(self, batch_id: str, number: int | None = None, account: str | None = None) -> int:
+        """Move a batch's dead letters, or one, back to the queue with a fresh window; returns how many.
+
+        The batch of an `account`, or of any.
+        """
+        batch = await (self._batch_of_any_account(batch_id) if account is None else self.batch(account, batch_id))
         numbers = [number] if number is not None else await self._dead_numbers(batch_id)
         deadline_us = self._store.now_us() + batch.deadline_us - batch.created_us
         n_jobs = await self._store.run(lambda: replay_dead(batch, numbers, deadline_us))

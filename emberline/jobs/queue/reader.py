@@ -102,13 +102,15 @@ class QueueReader:
             raise NotFound(f"no request {number} in {batch_id}")
         return found[0]
 
-    async def dead_letters(self, *, after: JobKey | None = None, limit: int = 100) -> list[Job]:
-        """The dead-letter queue of all accounts, by batch and number."""
-        rows = await self._store.read(sql.DEAD_LETTERS, (*(after or ("", -1)), limit))
+    async def dead_letters(
+        self, account: str | None = None, *, after: JobKey | None = None, limit: int = 100
+    ) -> list[Job]:
+        """The dead-letter queue of an account or of all, by batch and number."""
+        rows = await self._store.read(sql.DEAD_LETTERS, (*(after or ("", -1)), account, account, limit))
         return [await self._job(row) for row in rows]
 
-    async def count_dead_letters(self) -> int:
-        ((n_jobs,),) = await self._store.read(sql.COUNT_DEAD_LETTERS)
+    async def count_dead_letters(self, account: str | None = None) -> int:
+        ((n_jobs,),) = await self._store.read(sql.COUNT_DEAD_LETTERS, (account, account))
         return int(n_jobs or 0)
 
     async def depths(self) -> list[QueueDepth]:

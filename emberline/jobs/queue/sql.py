@@ -136,6 +136,7 @@ _JOBS_WITH_RESULTS = f"""
 """
 DEAD_LETTERS = f"""
     {_JOBS_WITH_RESULTS} WHERE lines.state = 'dead' AND (lines.batch_id, lines.number) > (?, ?)
+        AND (CAST(? AS TEXT) IS NULL OR lines.account = ?)
     ORDER BY lines.batch_id, lines.number LIMIT ?
 """
 
@@ -236,7 +237,7 @@ REPLAY_JOB = """
 """
 LEASED_BY = "SELECT batch_id, number, epoch, stopping, started_us FROM lines WHERE state = 'leased' AND owner = ?"
 STOP_REQUESTS = "SELECT 1 FROM lines WHERE state = 'leased' AND owner = ? AND stopping <> 0 LIMIT 1"
-COUNT_DEAD_LETTERS = "SELECT COUNT(*) FROM lines WHERE state = 'dead'"
+COUNT_DEAD_LETTERS = "SELECT COUNT(*) FROM lines WHERE state = 'dead' AND (CAST(? AS TEXT) IS NULL OR account = ?)"
 LEASES_OF = "SELECT batch_id, number, epoch, kills FROM lines WHERE state = 'leased' AND owner = ? LIMIT ?"
 
 # --- counters --------------------------------------------------------------------------------------------------------
