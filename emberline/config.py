@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from emberline.protocol.errors import BadInput
+from emberline.protocol.price import Price, PriceFields
 
 FILE_NAME = "emberline.toml"
 MIN_KEY_LEN = 16  # characters of an API key that protects more than loopback
@@ -117,10 +118,17 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
         return f"EndpointConfig(name={self.name!r}, url={self.url!r}, key={'set' if self.key else None})"
 
 
+class PriceConfig(PriceFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[prices]]` table: what a model costs, in any currency, as long as it is the same everywhere."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class Config(Section, frozen=True, kw_only=True):
     home: Path
     endpoints: tuple[EndpointConfig, ...] = ()
     aliases: dict[str, dict[str, int]] = {}  # other names of models: the models that each stands for, by weight
+    prices: dict[str, Price] = {}  # by model, in lower case
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
@@ -135,7 +143,7 @@ class Config(Section, frozen=True, kw_only=True):
 _SECTIONS: dict[str, type[Section]] = {
     field.name: field.type
     for field in msgspec.structs.fields(Config)
-    if field.name not in ("home", "endpoints", "aliases")
+    if field.name not in ("home", "endpoints", "aliases", "prices")
 }
 _SHORT_NAMES = {"EMBERLINE_PORT": ("server", "port")}
 _STORES = ("postgresql://", "postgres://", "sqlite:///")
@@ -162,6 +170,7 @@ def resolve(
     document = _document(path)
     endpoints = _endpoints(document.pop("endpoints", []), path, environ)
     aliases = _aliases(document.pop("aliases", {}), path)
+    prices = _prices(document.pop("prices", []), path)
     values = {**_from_file(document, path), **_from_environment(environ)}
     for name, value in (flags or {}).items():
         if value is not None:
@@ -169,7 +178,7 @@ def resolve(
             values[section, key] = (value, _FLAGS.get(key, f"flag --{key.replace('_', '-')}"))
     assert {section for section, _ in values} <= set(_SECTIONS)
     sections: dict[str, Any] = {name: _section(name, values) for name in _SECTIONS}
-    config = Config(home=home, endpoints=endpoints, aliases=aliases, **sections)
+    config = Config(home=home, endpoints=endpoints, aliases=aliases, prices=prices, **sections)
     _check(config)
     return config
 
@@ -246,7 +255,7 @@ def _from_file(document: Mapping[str, Any], path: Path) -> _Values:
     values: _Values = {}
     for section, table in document.items():
         if section not in _SECTIONS:
-            known = ", ".join((*_SECTIONS, "aliases", "endpoints"))
+            known = ", ".join((*_SECTIONS, "aliases", "endpoints", "prices"))
             raise ConfigError(f"unknown section [{section}] in {path}; there are {known}", param=section)
         if not isinstance(table, dict):
             raise ConfigError(f"{section} in {path} must be a table: write [{section}]", param=section)
@@ -287,6 +296,22 @@ def _aliases(table: Any, path: Path) -> dict[str, dict[str, int]]:
         return msgspec.convert(targets, dict[str, dict[str, Annotated[int, Meta(ge=1)]]])
     except msgspec.ValidationError as error:
         raise ConfigError(f"[aliases] in {path}: {error}", param="aliases") from error
+
+
+def _prices(tables: Any, path: Path) -> dict[str, Price]:
+    if not isinstance(tables, list):
+        raise ConfigError(f"prices in {path} is a list of tables: write [[prices]]", param="prices")
+    found: dict[str, Price] = {}
+    for number, table in enumerate(tables, 1):
+        try:
+            given = msgspec.convert(table, PriceConfig)
+            price = given.price()
+        except (ValueError, BadInput) as error:
+            raise ConfigError(f"[[prices]] number {number} in {path}: {error}", param="prices") from error
+        if given.model.lower() in found:
+            raise ConfigError(f"two [[prices]] in {path} are of {given.model!r}", param="prices")
+        found[given.model.lower()] = price
+    return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> _Values:

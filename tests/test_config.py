@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from emberline.config import ConfigError, check_exposure, is_loopback, needs_keys, parse_size, resolve
+from emberline.protocol.price import Price
 
 
 def write(home: Path, text: str) -> Path:
@@ -172,3 +173,26 @@ def test_sizes() -> None:
 def test_a_choice_names_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"flag --device.*: there are auto, cpu, cuda"):
         resolve({"engine.device": "tpu"}, {}, tmp_path)
+
+
+def test_prices(tmp_path: Path) -> None:
+    path = tmp_path / "emberline.toml"
+    path.write_text(
+        '[[prices]]\nmodel = "@cf/A/b"\ninput = 0.6\ncached_input = "0.10"\noutput = 3\nbatch = 50\n'
+        '[[prices]]\nmodel = "free"\n'
+    )
+    prices = resolve(environ={}, home=tmp_path).prices
+    assert prices["@cf/a/b"] == Price(input=600_000, cached_input=100_000, output=3_000_000, batch=50)
+    assert prices["free"] == Price()
+    for wrong, message in {
+        'model = "m"\ninput = "cheap"': "number 1 .*`input`",
+        'model = "m"\nprice = 1': "number 1 .*price",
+        "input = 1": "number 1 .*model",
+        'model = "m"\n[[prices]]\nmodel = "M"': "two .*'M'",
+    }.items():
+        path.write_text(f"[[prices]]\n{wrong}\n")
+        with pytest.raises(ConfigError, match=message):
+            resolve(environ={}, home=tmp_path)
+    path.write_text("prices = 1\n")
+    with pytest.raises(ConfigError, match=r"\[\[prices\]\]"):
+        resolve(environ={}, home=tmp_path)

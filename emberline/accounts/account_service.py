@@ -12,7 +12,9 @@ from emberline.accounts.account import ACCOUNT_COLUMNS, Account, Limits, check_a
 from emberline.accounts.api_key import KEY_COLUMNS, ApiKey, NewKey, Role, new_key, new_key_id
 from emberline.accounts.audit_log import Actor, AuditLog
 from emberline.accounts.key_directory import KeyDirectory, decode_key
+from emberline.accounts.price_store import PriceStore
 from emberline.accounts.secret import Secret
+from emberline.accounts.usage_report import UsageReports
 from emberline.protocol.errors import BadInput, Conflict, NotFound
 from emberline.store import Database, Query, Transaction, Value
 from emberline.store.database import decode_row
@@ -58,6 +60,8 @@ class AccountService:
     def __init__(self, store: Database, secret: Secret) -> None:
         self._store = store
         self.audit = AuditLog(store, secret)
+        self.prices = PriceStore(store, self.audit)
+        self.reports = UsageReports(store)
         self.directory = KeyDirectory(store)
 
     async def open(self) -> None:

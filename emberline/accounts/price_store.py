@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from emberline.accounts.audit_log import Actor, AuditLog
 from emberline.accounts.prices import PriceSource, PriceTable, PriceVersion
 from emberline.protocol.errors import BadInput, Conflict, Unavailable
-from emberline.protocol.price import Price
+from emberline.protocol.price import Price, price_fields
 from emberline.store import Database, Query, Rows, Transaction
 
 CHANNEL = "prices"
@@ -30,8 +31,10 @@ log = logging.getLogger("emberline.prices")
 class PriceStore:
     """Owns `table`, which is kept up to date between `start` and `close`."""
 
-    def __init__(self, store: Database) -> None:
+    def __init__(self, store: Database, audit: AuditLog | None = None) -> None:
+        """`audit` records the prices that admins set."""
         self.table = PriceTable()
+        self._audit = audit
         self._store = store
         self._subscription = store.listen(CHANNEL, POLL_S)
         self._following: asyncio.Task[None] | None = None
@@ -60,10 +63,15 @@ class PriceStore:
             await asyncio.gather(self._following, return_exceptions=True)
 
     async def set(
-        self, model: str, price: Price | None, source: PriceSource, by: str = "", valid_from_us: int | None = None
+        self,
+        model: str,
+        price: Price | None,
+        source: PriceSource,
+        actor: Actor | None = None,
+        valid_from_us: int | None = None,
     ) -> PriceVersion:
         """A new version, valid from now or later. None: the model has no price from then on."""
-        now_us = self._store.now_us()
+        now_us, by = self._store.now_us(), "" if actor is None else actor.name
         if valid_from_us is not None and valid_from_us < now_us:
             raise BadInput("a price cannot begin in the past: requests were charged by then", param="valid_from")
 
@@ -93,10 +101,20 @@ class PriceStore:
 
         version = None
         while version is None:
-            version = await self._store.run(work)
+            if self._audit is None or actor is None:
+                version = await self._store.run(work)
+            else:
+                details = None if price is None else {"price": price_fields(price)}
+                version = await self._audit.run(actor, "price.set", model, details, lambda _: work())
         await self._store.notify(CHANNEL)
         await self.refresh()
         return version
+
+    def current(self) -> list[PriceVersion]:
+        """The version of each model that is valid now, by model."""
+        now_us = self._store.now_us()
+        valid = {version.model: version for version in self.table if version.valid_from_us <= now_us}
+        return [valid[model] for model in sorted(valid) if valid[model].price is not None]
 
     async def refresh(self) -> None:
         """Add to the table what others have set."""

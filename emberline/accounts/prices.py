@@ -16,6 +16,10 @@ from emberline.protocol.price import Price
 
 PriceSource = Literal["card", "config", "admin"]
 
+# Workers AI's own prices, for models of these names whose card states none: 0.60, 0.10 and 3.00 dollars per million
+# tokens, and 11 millionths of a dollar a neuron.
+PUBLISHED = {"@cf/moonshotai/kimi-k2.5": Price(input=600_000, cached_input=100_000, output=3_000_000, neuron=11)}
+
 
 class PriceVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`price` is None where the model has no price from then on."""

@@ -28,7 +28,7 @@ from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.models import fetch
-from emberline.config import Config, ConfigError, ServerConfig, check_exposure
+from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
 from emberline.supervisor.engine_workers import EngineWorkers, plan_workers
@@ -36,6 +36,7 @@ from emberline.supervisor.http_workers import HttpWorkers, LargeRequestWorker
 
 if TYPE_CHECKING:
     from emberline.accounts.account_service import AccountService
+    from emberline.accounts.prices import PriceTable
     from emberline.api.batch_loader import BatchService
     from emberline.cli.http_worker import HttpWorkerPlan
     from emberline.service import Service
@@ -194,6 +195,7 @@ async def serve(
             on_leave=workers.retire,
             directory=accounts.directory,
             aliases=config.aliases,
+            prices=config.prices,
         )
         stack.push_async_callback(service.close)
         if not await service.ready(CONNECT_TIMEOUT_S):
@@ -205,6 +207,8 @@ async def serve(
         webhooks.deliver()
         assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.register(DeliveryMetrics(webhooks.deliverer))
+        if needs_keys(config):
+            _warn_of_missing_prices(service.core.prices, [card.id for card in service.models()])
         if tracer is not None:
             service.core.register(tracer.exporter)
         batches = await _open_queue(stack, config, store, service, stop, accounts)
@@ -230,6 +234,16 @@ async def serve(
             listener.close()  # otherwise new connections would queue for HTTP workers that accept no more
         else:
             await serve_http(service, config, listener, stop, webhooks, batches, large_socket, accounts)
+
+
+def _warn_of_missing_prices(prices: "PriceTable", models: Sequence[str]) -> None:
+    missing = [model for model in models if prices.find(model, time.time_ns() // 1000) is None]
+    if missing:
+        log.warning(
+            "no price: requests of %s are recorded without a cost, and keys with a budget cannot use them; "
+            "set one with `emberline price set MODEL --input … --output …`",
+            ", ".join(missing),
+        )
 
 
 async def _open_queue(

@@ -4,7 +4,8 @@ A *micro-unit* is 10⁻⁶ of the currency, a *pico-unit* 10⁻¹². A price of 
 same number of pico-units per token, so every cost is an integer of pico-units.
 """
 
-from typing import Annotated
+from decimal import Decimal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -91,6 +92,60 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         assert kind in ("priority", "flex", "batch"), kind
         percent: int = getattr(self, kind)
         return percent
+
+
+Amount = Annotated[str, Meta(max_length=40)] | int | float  # of the currency: "0.60", or 0.60 as it is written
+_SCALES = {
+    "input": MICRO,
+    "cached_input": MICRO,
+    "output": MICRO,
+    "audio_second": NANO,
+    "image": MICRO,
+    "neuron": MICRO,
+}
+
+
+class PriceFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A price as people write it: amounts of the currency per million tokens, second of audio, image and neuron."""
+
+    input: Amount = 0
+    cached_input: Amount | None = None  # None: as `input`
+    output: Amount = 0
+    audio_second: Amount = 0
+    image: Amount = 0
+    neuron: Amount = 0  # the price of one neuron, with which `cf-ai-neurons` is calculated
+    priority: Percent = 100  # percent of the price, for requests of this class
+    flex: Percent = 100
+    batch: Percent = 100
+
+    def price(self) -> Price:
+        """BadInput names the field."""
+        rates: dict[str, Any] = {name: getattr(self, name) for name in ("priority", "flex", "batch")}
+        for name, scale in _SCALES.items():
+            amount = getattr(self, name)
+            if amount is None:
+                amount = self.input
+            try:
+                rates[name] = parse_amount(
+                    f"{Decimal(repr(amount)):f}" if isinstance(amount, float) else str(amount), scale
+                )
+            except (BadInput, ArithmeticError, ValueError) as error:
+                raise BadInput(f"`{name}`: {error}", param=name) from None
+        try:
+            return msgspec.convert(rates, Price)
+        except ValueError as error:
+            raise BadInput(f"this price cannot be used: {error}") from None
+
+
+def price_fields(price: Price) -> dict[str, Any]:
+    """The price as people write it, with exact amounts; what is not charged is left out."""
+    fields: dict[str, Any] = {
+        name: format_amount(getattr(price, name), scale) for name, scale in _SCALES.items() if getattr(price, name)
+    }
+    if price.input:
+        fields["cached_input"] = format_amount(price.cached_input, MICRO)
+    percents = {name: getattr(price, name) for name in ("priority", "flex", "batch")}
+    return fields | {name: percent for name, percent in percents.items() if percent != 100}
 
 
 def parse_amount(text: str, scale: int = MICRO) -> int:

@@ -8,6 +8,7 @@ import msgspec
 
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.price_store import PriceStore
+from emberline.accounts.prices import PUBLISHED
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
 from emberline.balancer.admission_controller import AdmissionController
@@ -71,7 +72,9 @@ async def open_service(
     usage.start()
     written = data_dir if isinstance(store, SqliteStore) else None
     price_store = PriceStore(store)
-    await price_store.start(prices)
+    known = [*(item.card for item in served), *connections.upstream.cards()]
+    stated = ((card.id, card.price or PUBLISHED.get(card.id)) for card in known)
+    await price_store.start(prices, {model: price for model, price in stated if price is not None})
     core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory, price_store)
     core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)

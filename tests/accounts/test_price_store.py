@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from emberline.accounts.audit_log import Actor
 from emberline.accounts.price_store import PriceStore
 from emberline.protocol.errors import BadInput, Conflict
 from emberline.protocol.price import Price
@@ -19,7 +20,7 @@ async def test_versions_are_kept_and_shared(database: DatabaseLocation) -> None:
     await prices.start()
     await other.start()
     assert prices.table.find("@cf/a/b", store.now_us()) is None
-    await prices.set("@cf/A/b", CHEAP, "admin", by="key1")
+    await prices.set("@cf/A/b", CHEAP, "admin", Actor("key1"))
     await asyncio.gather(*(process.set("@cf/a/b", DEAR, "admin") for process in (prices, other, prices)))
     await asyncio.gather(prices.refresh(), other.refresh())
     for process in (prices, other):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.protocol.errors import BadInput
-from emberline.protocol.price import MICRO, PICO, Price, format_amount, parse_amount
+from emberline.protocol.price import MICRO, PICO, Price, PriceFields, format_amount, parse_amount, price_fields
 
 CLASSES = st.sampled_from(["priority", "default", "flex", "batch"])
 TOKENS = st.integers(0, 10_000_000)
@@ -99,3 +99,23 @@ def test_amounts() -> None:
     for wrong in ("", ".", "-1", "1e3", "1,5", "0.0000001", "٣", "9" * 5000, "nan"):
         with pytest.raises(BadInput):
             parse_amount(wrong)
+
+
+def test_a_price_as_people_write_it() -> None:
+    price = PriceFields(input="0.60", cached_input=0.1, output=3, batch=50, audio_second="0.000008334").price()
+    assert (price.input, price.cached_input, price.output, price.batch) == (600_000, 100_000, 3_000_000, 50)
+    assert price.audio_second == 8334
+    assert price_fields(price) == {
+        "input": "0.60",
+        "cached_input": "0.10",
+        "output": "3.00",
+        "audio_second": "0.000008334",
+        "batch": 50,
+    }
+    assert PriceFields(input="0.60").price().cached_input == 600_000  # no discount unless it is stated
+    for wrong in ({"input": "0.0000001"}, {"output": 1e-9}, {"input": float("nan")}, {"image": -1}, {"output": "1e3"}):
+        with pytest.raises(BadInput, match=f"`{next(iter(wrong))}`"):
+            PriceFields(**wrong).price()  # type: ignore[arg-type]
+    for refused in ({"input": 1, "cached_input": 2}, {"input": 10_001}, {"input": "0.000001", "flex": 50}):
+        with pytest.raises(BadInput, match="cannot be used"):
+            PriceFields(**refused).price()  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Usage reports: requests, tokens and money by account, key, model, class and day, from sums that the store keeps.
+
+A report reads sums by day, never the rows of requests, so that its time does not grow with their number. Amounts are
+exact: they are added in two halves, because one database's sum of 64-bit integers may not exceed 64 bits.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from emberline.protocol.errors import BadInput
+from emberline.protocol.price import PICO, format_amount
+from emberline.store import Database, Value
+from emberline.store.database import Row
+
+Dimension = Literal["day", "account", "key", "model", "class"]
+DIMENSIONS: tuple[str, ...] = get_args(Dimension)
+DEFAULT_DAYS = 30
+MAX_ROWS = 10_000
+_COLUMN_OF = {"key": "key_id"}
+_COUNTS = (
+    *("n_requests", "n_failed", "n_cancelled", "n_unpriced", "input_tokens", "cached_tokens", "output_tokens"),
+    *("reasoning_tokens", "images", "audio_ms", "session_cached_tokens"),
+)
+_AMOUNTS = ("cost_pico", "discount_pico", "session_discount_pico")
+_SUMS = ", ".join(
+    [
+        *(f"COALESCE(SUM({name}), 0)" for name in _COUNTS),
+        *(f"COALESCE(SUM({name} / {PICO}), 0), COALESCE(SUM({name} % {PICO}), 0)" for name in _AMOUNTS),
+    ]
+)
+_EPOCH = date(1970, 1, 1)
+_RELATIVE = re.compile(r"([0-9]{1,4})d")
+
+
+class ReportQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Days are counted from 1970 in UTC, both included. None: all."""
+
+    by: tuple[str, ...] = ("day", "model")
+    since: int
+    until: int
+    account: str | None = None
+    key: str | None = None
+    model: str | None = None
+
+
+class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of one group; `group` has a value per dimension of the report."""
+
+    group: dict[str, str]
+    n_requests: int
+    n_failed: int
+    n_cancelled: int
+    n_unpriced: int  # requests of models that had no price: they are not in `cost_pico`
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    images: int
+    audio_ms: int
+    session_cached_tokens: int  # of requests that named a session
+    cost_pico: int
+    discount_pico: int  # what cached input would have cost more
+    session_discount_pico: int  # the part of it in requests that named a session, which affinity keeps on one worker
+
+    def body(self) -> dict[str, Any]:
+        """Amounts are exact decimals, as text. The cost is null where no request had a price."""
+        is_priced = self.n_unpriced < self.n_requests or not self.n_requests
+        return {
+            **self.group,
+            "requests": self.n_requests,
+            "failed": self.n_failed,
+            "cancelled": self.n_cancelled,
+            "without_price": self.n_unpriced,
+            "input_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+            "images": self.images,
+            "audio_seconds": format_amount(self.audio_ms, 1000),
+            "cost": format_amount(self.cost_pico) if is_priced else None,
+            "cache_savings": format_amount(self.discount_pico),
+            "affinity_tokens": self.session_cached_tokens,
+            "affinity_savings": format_amount(self.session_discount_pico),
+        }
+
+
+class UsageReports:
+    def __init__(self, store: Database) -> None:
+        self._store = store
+
+    def today(self) -> int:
+        return self._store.now_us() // 86_400_000_000
+
+    async def report(self, query: ReportQuery) -> list[ReportRow]:
+        """One row per group, in order. BadInput if there are more than MAX_ROWS: a bill with rows missing is wrong."""
+        columns = [_COLUMN_OF.get(name, name) for name in query.by]
+        where, params = _where(query)
+        listed = ", ".join(columns)
+        grouped = f"GROUP BY {listed} ORDER BY {listed} LIMIT {MAX_ROWS + 1}" if columns else ""
+        sql = f"SELECT {', '.join([*columns, _SUMS])} FROM usage_daily WHERE {where} {grouped}"
+        rows = await self._store.read(sql, params)
+        if len(rows) > MAX_ROWS:
+            raise BadInput(f"the report has more than {MAX_ROWS:,} rows: choose fewer days or fewer groups", param="by")
+        return [_row(query.by, row) for row in rows]
+
+    async def total(self, query: ReportQuery) -> ReportRow:
+        (row,) = await self.report(msgspec.structs.replace(query, by=()))
+        return row
+
+
+def _where(query: ReportQuery) -> tuple[str, list[Value]]:
+    conditions, params = ["day >= ?", "day <= ?"], list[Value]([query.since, query.until])
+    for column, value in (("account", query.account), ("key_id", query.key), ("model", query.model)):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            params.append(value)
+    return " AND ".join(conditions), params
+
+
+def _row(by: Sequence[str], row: Row) -> ReportRow:
+    group = {
+        name: format_day(int(value or 0)) if name == "day" else str(value)
+        for name, value in zip(by, row[: len(by)], strict=True)
+    }
+    sums = [int(value or 0) for value in row[len(by) :]]
+    halves = sums[len(_COUNTS) :]
+    amounts = {name: halves[2 * n] * PICO + halves[2 * n + 1] for n, name in enumerate(_AMOUNTS)}
+    return ReportRow(group=group, **dict(zip(_COUNTS, sums, strict=False)), **amounts)
+
+
+def parse_dimensions(text: str) -> tuple[str, ...]:
+    """ "day,model" """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in DIMENSIONS:
+            raise BadInput(f"`by` is a list of {', '.join(DIMENSIONS)}; {name[:40]!r} is none of them", param="by")
+    if len(set(names)) < len(names):
+        raise BadInput("`by` names something twice", param="by")
+    return names
+
+
+def parse_day(text: str, today: int, param: str) -> int:
+    """ "2026-11-16", or "7d" for seven days ago; in days since 1970."""
+    if (match := _RELATIVE.fullmatch(text)) is not None:
+        return today - int(match[1])
+    try:
+        return (datetime.strptime(text[:20], "%Y-%m-%d").replace(tzinfo=UTC).date() - _EPOCH).days
+    except ValueError:
+        raise BadInput(f"`{param}` is a day such as 2026-11-16, or 7d for seven days ago", param=param) from None
+
+
+def format_day(day: int) -> str:
+    try:
+        return (_EPOCH + timedelta(days=day)).isoformat()
+    except OverflowError:
+        return str(day)
+
+
+def report_csv(by: Sequence[str], rows: Sequence[ReportRow]) -> str:
+    """With a heading. An unknown cost is empty."""
+    empty = ReportRow(
+        group=dict.fromkeys(by, ""),
+        **dict.fromkeys((*_COUNTS, *_AMOUNTS), 0),
+    )
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(empty.body()), lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(row.body() for row in rows)
+    return out.getvalue()

@@ -1,0 +1,94 @@
+"""Reports add up to the rows, whatever they are grouped by, and are exact beyond 64 bits."""
+
+import asyncio
+import csv
+import io
+
+import msgspec
+import pytest
+
+from emberline.accounts import usage_report
+from emberline.accounts.usage_ledger import UsageLedger
+from emberline.accounts.usage_report import ReportQuery, UsageReports, parse_day, parse_dimensions, report_csv
+from emberline.protocol.errors import BadInput
+from emberline.protocol.price import PICO
+from tests.accounts.test_usage_ledger import ROW
+from tests.databases import DatabaseLocation
+
+DAY_US = 86_400_000_000
+TODAY = ROW.created_us // DAY_US
+ALL = ReportQuery(since=TODAY - 10, until=TODAY + 10)
+
+
+async def test_every_grouping_adds_up_to_the_rows(database: DatabaseLocation) -> None:
+    store = await database.open()
+    ledger, reports = UsageLedger(store), UsageReports(store)
+    rows = [
+        msgspec.structs.replace(
+            ROW,
+            id=f"r{n}",
+            account=f"a{n % 2}",
+            key_id=f"k{n % 3}",
+            model=f"m{n % 5}",
+            created_us=(TODAY + n % 4) * DAY_US,
+            cost_pico=None if n % 5 == 4 else 5_000_000 * PICO + n,  # the sum exceeds 64 bits
+            discount_pico=n,
+            session="s" if n % 2 else "",
+        )
+        for n in range(30)
+    ]
+    await asyncio.gather(*(ledger.record(row) for row in rows))
+    cost_pico = sum(row.cost_pico or 0 for row in rows)
+    assert cost_pico > 1 << 63
+    for by in ((), ("day",), ("account", "model"), ("day", "account", "key", "model", "class")):
+        found = await reports.report(msgspec.structs.replace(ALL, by=by))
+        assert sum(row.n_requests for row in found) == 30
+        assert sum(row.cost_pico for row in found) == cost_pico
+        assert sum(row.n_unpriced for row in found) == 6
+        assert sum(row.session_cached_tokens for row in found) == 15 * ROW.cached_tokens
+        assert sum(row.session_discount_pico for row in found) == sum(range(1, 30, 2))
+    total = await reports.total(ALL)
+    assert total.body()["cost"] == f"120000000.{cost_pico % PICO:012d}"
+    (mine,) = await reports.report(msgspec.structs.replace(ALL, by=("account",), account="a1", model="m4"))
+    assert (mine.group, mine.n_requests) == ({"account": "a1"}, 3)
+    assert mine.body()["cost"] is None  # no price is not zero
+    assert await reports.report(msgspec.structs.replace(ALL, account="nobody' OR 1=1 --")) == []
+    (first, *_) = await reports.report(msgspec.structs.replace(ALL, by=("day",), until=TODAY))
+    assert first.group == {"day": "2023-11-14"}
+    await store.close()
+
+
+async def test_csv(database: DatabaseLocation) -> None:
+    store = await database.open()
+    await UsageLedger(store).record(msgspec.structs.replace(ROW, cost_pico=1_500_000_000_000))
+    by = ("account", "day")
+    text = report_csv(by, await UsageReports(store).report(msgspec.structs.replace(ALL, by=by)))
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert (row["account"], row["day"], row["requests"], row["cost"]) == ("alice", "2023-11-14", "1", "1.50")
+    assert report_csv(by, []).count("\r\n") == 1
+    await store.close()
+
+
+async def test_a_report_that_is_too_long_is_refused(
+    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await database.open()
+    monkeypatch.setattr(usage_report, "MAX_ROWS", 1)
+    ledger, reports = UsageLedger(store), UsageReports(store)
+    for name in ("m1", "m2"):
+        await ledger.record(msgspec.structs.replace(ROW, id=name, model=name))
+    with pytest.raises(BadInput, match="more than 1 rows"):
+        await reports.report(msgspec.structs.replace(ALL, by=("model",)))
+    await store.close()
+
+
+def test_bad_input() -> None:
+    assert parse_day("7d", 100, "since") == 93
+    assert parse_day("1970-01-03", 100, "since") == 2
+    for text in ("", "yesterday", "2026-13-01", "99999d", "1970-01-01T00:00", "٣d"):
+        with pytest.raises(BadInput, match="`since`"):
+            parse_day(text, 100, "since")
+    assert parse_dimensions("day, model") == ("day", "model")
+    for text in ("day,day", "price", "day;DROP TABLE usage"):
+        with pytest.raises(BadInput, match="`by`"):
+            parse_dimensions(text)
