@@ -104,7 +104,7 @@ async def describe(call: Call) -> Reply:
 _OPEN: tuple[_Row, ...] = (
     ("GET", "/", assets.playground, "Playground"),
     ("GET", "/assets/{asset}", assets.asset, "Scripts and styles of the pages"),
-    ("GET", "/status", admin.page, "Status page"),
+    ("GET", "/operations", assets.operations, "The operator's pages"),
     ("GET", "/favicon.ico", admin.favicon, "No icon"),
     ("GET", "/health", admin.health, "Health check"),
     ("GET", "/openapi.json", describe, "This document"),

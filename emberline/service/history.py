@@ -129,7 +129,9 @@ class History:
     async def run(self) -> None:
         """Close a point every step, until cancelled."""
         while True:
-            await asyncio.sleep(STEP_S - self._clock() % STEP_S)
+            end_s = (self._clock() // STEP_S + 1) * STEP_S
+            while (now_s := self._clock()) < end_s:  # a timer may fire a little early
+                await asyncio.sleep(end_s - now_s)
             self.close_point()
 
 

@@ -14,7 +14,7 @@ from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.errors import EmberlineError
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 
-OPEN = {"/", "/assets/{asset}", "/status", "/favicon.ico", "/health", "/openapi.json"}
+OPEN = {"/", "/assets/{asset}", "/operations", "/favicon.ico", "/health", "/openapi.json"}
 
 
 def url(route: Route) -> str:

@@ -1,13 +1,8 @@
-"""Endpoints for operators: health, metrics, loaded models, the queue, and the status page."""
+"""Endpoints for operators: health, metrics, loaded models, the queue."""
 
-import hashlib
-from base64 import b64encode
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, Template
 
 from emberline import __version__
 from emberline.api.http.body import read_json
@@ -44,25 +39,6 @@ async def favicon(call: Call) -> Reply:
     return Reply(204, b"", headers=[(b"cache-control", b"max-age=86400")])
 
 
-async def page(call: Call) -> Reply:
-    template, policy = _page()
-    models = call.service.models() if call.trusted else []
-    html = template.render(
-        version=__version__,
-        running=await _status(call) if call.trusted else None,
-        model=models[0].id if models else "MODEL",
-        base=f"{call.scope.get('scheme', 'http')}://{call.headers['host']}",
-        needs_key=call.needs_key,
-    )
-    headers: HeaderList = [
-        *NO_STORE,
-        (b"content-security-policy", policy),
-        (b"x-content-type-options", b"nosniff"),
-        (b"referrer-policy", b"no-referrer"),
-    ]
-    return Reply(200, html.encode(), b"text/html; charset=utf-8", headers)
-
-
 async def _status(call: Call) -> dict[str, Any]:
     found = await call.service.health()
     models = [
@@ -76,19 +52,6 @@ async def _status(call: Call) -> dict[str, Any]:
         for card in call.service.models()
     ]
     return {"version": __version__, "ok": found.ok, "models": models, **found.detail}
-
-
-@cache
-def _page() -> tuple[Template, bytes]:
-    """The page's template, and a content security policy that allows only its own script and style."""
-    source = files("emberline.api.admin").joinpath("page.html").read_text(encoding="utf-8")
-    script = source.partition("<script>")[2].partition("</script>")[0]
-    digest = b64encode(hashlib.sha256(script.encode()).digest())
-    policy = (
-        b"default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        b"frame-ancestors 'none'; script-src 'sha256-" + digest + b"'"
-    )
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source), policy
 
 
 class QueueReplay(msgspec.Struct, kw_only=True):

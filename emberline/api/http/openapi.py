@@ -98,7 +98,7 @@ def _responses(route: Route) -> dict[str, Any]:
 
 
 def _content_types(route: Route) -> list[str]:
-    special = {"/": ["text/html"], "/status": ["text/html"], "/metrics": ["text/plain"]}
+    special = {"/": ["text/html"], "/operations": ["text/html"], "/metrics": ["text/plain"]}
     special["/assets/{asset}"] = ["text/javascript", "text/css", "image/svg+xml"]
     if route.body is not None:
         return ["application/json", "text/event-stream"]

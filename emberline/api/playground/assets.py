@@ -98,10 +98,15 @@ def _suffix(name: str) -> str:
 
 
 async def playground(call: Call) -> Reply:
-    return page(call, "playground.html")
+    return _page(call, "playground.html")
 
 
-def page(call: Call, name: str) -> Reply:
+async def operations(call: Call) -> Reply:
+    """What it shows comes from the admin API, with the key that the page is given."""
+    return _page(call, "operations.html")
+
+
+def _page(call: Call, name: str) -> Reply:
     """A page of `static/`, with the content security policy of all pages."""
     assets = load()
     return assets.reply(call, assets.pages[name], _REVALIDATE, _PAGE)

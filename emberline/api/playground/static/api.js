@@ -80,6 +80,10 @@ export async function getJson(path) {
   return (await request(path)).json();
 }
 
+export async function postJson(path, body = {}) {
+  return (await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
+}
+
 /** Calls `onChunk` with every chunk of a streamed chat completion; throws ConnectionLost if it ends too early. */
 export async function streamChat(body, { signal, affinity, onChunk }) {
   const headers = { "content-type": "application/json", "x-session-affinity": affinity };

@@ -2,9 +2,10 @@
 
 import { session } from "./api.js";
 import { Composer, ModelButton, Transcript } from "./chat.js";
-import { CodeDialog, ModelDialog, Shortcuts, SignIn } from "./dialogs.js";
+import { CodeDialog, ModelDialog, Shortcuts } from "./dialogs.js";
 import { models } from "./models.js";
 import { SettingsPanel } from "./settings_panel.js";
+import { SignIn } from "./sign_in.js";
 import { announce, Button, html, Icon, render, Shell, useEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
@@ -76,7 +77,7 @@ function App() {
       <${Composer} key=${workspace.panes.length} />
       ${settings && html`<${SettingsPanel} close=${() => setSettings(false)} />`}
     </main>
-    ${session.needed ? html`<${SignIn} />` : dialog?.name === "models" ? html`<${ModelDialog} pane=${dialog.pane} onClose=${close} />`
+    ${session.needed ? html`<${SignIn} onSignedIn=${() => models.refresh()} />` : dialog?.name === "models" ? html`<${ModelDialog} pane=${dialog.pane} onClose=${close} />`
       : dialog?.name === "code" ? html`<${CodeDialog} onClose=${close} />` : dialog?.name === "shortcuts" ? html`<${Shortcuts} onClose=${close} />` : null}
   <//>`;
 }

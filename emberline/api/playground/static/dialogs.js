@@ -1,6 +1,6 @@
-// Dialogs of the playground: choose a model, view code, sign in, shortcuts.
+// Dialogs of the playground: choose a model, view code, shortcuts.
 
-import { getJson, session } from "./api.js";
+import { session } from "./api.js";
 import { State } from "./chat.js";
 import { CodeBlock } from "./code_block.js";
 import { samples } from "./code_samples.js";
@@ -66,39 +66,6 @@ function Code({ language, code }) {
     root.current.replaceChildren(block.node);
   }, [code]);
   return html`<div ref=${root} class="sample"></div>`;
-}
-
-export function SignIn() {
-  useObservable(session);
-  const [key, setKey] = useState("");
-  const [remember, setRemember] = useState(true);
-  const [problem, setProblem] = useState(null);
-  const submit = async (event) => {
-    event.preventDefault();
-    const before = session.key;
-    session.key = key.trim();
-    try {
-      await getJson("/v1/models");
-    } catch (error) {
-      session.key = before;
-      session.reason = "";
-      setProblem(error.status === 401 ? "The server does not accept this key." : error.message);
-      return;
-    }
-    session.signIn(key.trim(), remember);
-    await models.refresh();
-  };
-  return html`<${Dialog} title="Sign in" onClose=${() => {}} class="sign-in">
-    <form onSubmit=${submit}>
-      <p>${visible(session.reason) || "This server asks for an API key."}</p>
-      <label class="field">API key
-        <input type="password" autocomplete="off" spellcheck=${false} required autofocus value=${key} onInput=${(event) => setKey(event.target.value)} /></label>
-      <label class="check"><input type="checkbox" checked=${remember} onChange=${(event) => setRemember(event.target.checked)} /> Keep it until this tab is closed</label>
-      ${problem && html`<p class="problem" role="alert">${visible(problem)}</p>`}
-      <button type="submit" class="button primary">Sign in</button>
-      <p class="soft">The key stays in this tab, and goes only to this server.</p>
-    </form>
-  <//>`;
 }
 
 export const SHORTCUTS = [

@@ -168,7 +168,7 @@ function ThemeButton() {
 // Every page is listed here; a page names itself with `here`.
 const PAGES = [
   { path: "/", name: "Playground" },
-  { path: "/status", name: "Status" },
+  { path: "/operations", name: "Operations" },
 ];
 
 /** The frame of every page: navigation, theme, and what the page adds to the right. */
