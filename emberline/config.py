@@ -62,6 +62,17 @@ class EngineConfig(Section, frozen=True):
     deterministic: bool = False
 
 
+class ModelsConfig(Section, frozen=True):
+    """Models that are loaded on demand, beside those named in [engine] models."""
+
+    on_demand: bool = True  # pulled models that are not named are loaded when a request asks for them
+    memory_bytes: Count = 0  # for weights and KV caches of all loaded models; 0: four fifths of the free memory
+    max_loaded: Count = 0  # at once; 0: as many as there is memory for
+    keep_alive_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 300.0  # of an idle model; named ones stay loaded
+    switch_after_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0  # of waiting, until a busy model makes way
+    batch_switch_after_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0  # the same for queued jobs
+
+
 class StoreConfig(Section, frozen=True):
     url: str = ""  # empty: SQLite in the data folder; else postgresql://… or sqlite:///path
 
@@ -132,6 +143,7 @@ class Config(Section, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     engine: EngineConfig = EngineConfig()
+    models: ModelsConfig = ModelsConfig()
     store: StoreConfig = StoreConfig()
     queue: QueueConfig = QueueConfig()
     responses: ResponsesConfig = ResponsesConfig()

@@ -6,6 +6,7 @@ from typing import Any
 
 from emberline.api.admin import accounts, aliases, audit, events, status, webhooks, workers
 from emberline.api.admin import endpoints as admin
+from emberline.api.admin import models as admin_models
 from emberline.api.anthropic import batches as message_batches
 from emberline.api.anthropic import messages as anthropic
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
@@ -125,6 +126,8 @@ _ADMIN: tuple[_Row, ...] = (
     ("POST", "/api/keys/{id}/revoke", accounts.revoke_key, "Revoke an API key"),
     ("GET", "/api/audit", audit.entries, "List the audit log", None, audit.PAGE),
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
+    ("POST", "/api/models/load", admin_models.load, "Load a model", admin_models.ModelName),
+    ("POST", "/api/models/unload", admin_models.unload, "Unload a model once it is idle", admin_models.ModelName),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
     ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),

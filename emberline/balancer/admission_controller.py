@@ -12,7 +12,7 @@ from emberline.balancer.endpoint import Capacity, Endpoint, WorkerConnection
 from emberline.balancer.ledger import InFlightRequest
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol.block_hash import DIGEST_BYTES
-from emberline.protocol.errors import BadInput
+from emberline.protocol.errors import BadInput, EmberlineError
 from emberline.protocol.frames import EngineLoad, KVEvents
 
 KV_KEYS_AT_ONCE = 1024  # of KV events: a snapshot of a large cache must not hold up the event loop
@@ -55,6 +55,16 @@ class AdmissionController:
 
     def in_flight_on(self, name: str) -> int:
         return self.balancer.in_flight_on(name)
+
+    def waiting_s(self, model: str) -> float | None:
+        """How long the first of the requests that wait for the model has waited; None: none waits."""
+        since_s = self.balancer.waiting_since_s(model)
+        return None if since_s is None else self._clock() - since_s
+
+    def refuse_waiting(self, model: str, error: EmberlineError) -> None:
+        """The model cannot be loaded."""
+        self.balancer.refuse_waiting(model, error)
+        self._dispatch()
 
     async def admit(self, request: RouteRequest) -> Route:
         """Wait for a route; the request is in flight until `ended`. Overloaded, Unavailable, DeadlineExceeded.

@@ -59,6 +59,9 @@ class AdmissionQueue:
     def n_of(self, model: str) -> int:
         return len(self._models[model].waiting)
 
+    def waiting_of(self, model: str) -> list[InFlightRequest]:
+        return list(self._models[model].waiting) if model in self._models else []
+
     def waiting_for(self, worker: str) -> Set[InFlightRequest]:
         """Requests in the queue of a worker; "": those that wait for any worker to connect."""
         return self._queues[worker]

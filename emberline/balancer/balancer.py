@@ -6,7 +6,6 @@ method takes the time in monotonic seconds, so that the simulator runs the same 
 
 import logging
 from collections import Counter
-from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -22,8 +21,8 @@ from emberline.balancer.ledger import (
     InFlightRequest,
     Tenants,
 )
-from emberline.balancer.prefix_index import FleetPrefixIndex, Match
-from emberline.balancer.route_request import Route, RouteRequest
+from emberline.balancer.prefix_index import FleetPrefixIndex, shared_blocks
+from emberline.balancer.route_request import Route, RouteRequest, session_hash
 from emberline.balancer.routing_policy import RoutingInput
 from emberline.balancer.worker import Worker, WorkerSnapshot
 from emberline.balancer.worker_pool import WorkerPair, WorkerPool
@@ -233,6 +232,15 @@ class Balancer:
         decided, self._decided = self._decided, []
         return decided
 
+    def refuse_waiting(self, model: str, error: EmberlineError) -> None:
+        """Requests that wait for this model cannot be served."""
+        for record in self._queue.waiting_of(model):
+            self._refused(record, error, hand_out=True)
+
+    def waiting_since_s(self, model: str) -> float | None:
+        """When the first of the requests that wait for the model arrived; None: none waits."""
+        return min((record.arrived_s for record in self._queue.waiting_of(model)), default=None)
+
     def wake_s(self, now_s: float) -> float | None:
         """When to call `dispatch` even if nothing has happened; None while no request waits."""
         at_s = self._queue.wake_s()
@@ -362,13 +370,13 @@ class Balancer:
 
     def _routing_input(self, request: RouteRequest, pool: WorkerPool, decoders: list[Worker]) -> RoutingInput:
         match = self._index.match(request.keys)
-        shared = _shared_blocks(match, decoders) if match else 0
+        shared = shared_blocks(match, [worker.slot_bits for worker in decoders]) if match else 0
         return RoutingInput(
             max(1, request.input_tokens),
             request.n,
             match,
             shared,
-            _session64(request, shared),
+            session_hash(request, shared),
             pool.replies.expected(request.max_tokens),
             request.n * pool.replies.predicted(request.max_tokens),
             self._settings.block_tokens,
@@ -573,25 +581,3 @@ class Balancer:
         if pool is None:
             pool = self._pools[model] = WorkerPool(self._settings)
         return pool
-
-
-def _shared_blocks(match: Match, workers: list[Worker]) -> int:
-    """How many leading blocks more than half of the workers hold: what many conversations begin with."""
-    bits = 0
-    for worker in workers:
-        bits |= worker.slot_bits
-    n_holders = 0
-    for depth, mask in match:
-        n_holders += (mask & bits).bit_count()
-        if 2 * n_holders > len(workers):
-            return depth
-    return 0
-
-
-def _session64(request: RouteRequest, shared: int) -> int:
-    """Identifies the conversation: by its session; else by its first block beyond the shared ones; else by its id."""
-    if request.affinity is None and request.keys:
-        first = min(shared, len(request.keys) // DIGEST_BYTES - 1) * DIGEST_BYTES
-        return int.from_bytes(request.keys[first : first + 8], "little")
-    name = request.id if request.affinity is None else request.affinity
-    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

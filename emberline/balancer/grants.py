@@ -7,7 +7,7 @@ requests they get all of them. A minimum is always granted: the engine itself ke
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from emberline.balancer.balancer import Balancer
@@ -159,6 +159,7 @@ class Grants:
         self._share = share
         self._clock = clock
         self._quotas: dict[str, JobQuota] = {}  # by worker
+        self._queued_since_s: dict[str, float] = {}  # by model
         self._room = asyncio.Event()
 
     def issue(self, model: str, most: int) -> list[Grant]:
@@ -191,6 +192,21 @@ class Grants:
         for quota in self._of(model):
             if quota.worker.name == worker:
                 quota.observe_ttft(ttft_s, mixed, self._clock())
+
+    def queued(self, oldest_s: Mapping[str, float]) -> None:
+        """For how long the oldest queued job of each model has waited; models without jobs are left out."""
+        now_s = self._clock()
+        self._queued_since_s = {model: now_s - waited_s for model, waited_s in oldest_s.items()}
+
+    def oldest_job_s(self, model: str) -> float | None:
+        """None: no job of the model is queued."""
+        since_s = self._queued_since_s.get(model)
+        return None if since_s is None else max(0.0, self._clock() - since_s)
+
+    def granted_on(self, worker: str) -> int:
+        """Sequences of jobs that were granted room there, whether or not they run yet."""
+        quota = self._quotas.get(worker)
+        return 0 if quota is None else quota.granted
 
     def notify_room(self) -> None:
         """There may be room where there was none."""

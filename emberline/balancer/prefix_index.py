@@ -247,3 +247,17 @@ def _split(keys: bytes) -> list[int]:
     """The first half of each key, as a number in native byte order."""
     halves = array("Q", keys[: len(keys) // DIGEST_BYTES * DIGEST_BYTES])
     return halves[:: DIGEST_BYTES // KEY_BYTES].tolist()
+
+
+def shared_blocks(match: Match, slot_bits: list[int]) -> int:
+    """How many leading blocks more than half of the workers hold, given by their slots: what many conversations begin
+    with."""
+    bits = 0
+    for of_worker in slot_bits:
+        bits |= of_worker
+    n_holders = 0
+    for depth, mask in match:
+        n_holders += (mask & bits).bit_count()
+        if 2 * n_holders > len(slot_bits):
+            return depth
+    return 0

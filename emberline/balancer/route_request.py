@@ -1,7 +1,10 @@
 """What admission is asked and what it answers: a request to be routed, its route, and why an attempt failed."""
 
+from hashlib import blake2b
+
 import msgspec
 
+from emberline.protocol.block_hash import DIGEST_BYTES
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 
@@ -47,3 +50,12 @@ class Fault(msgspec.Struct, frozen=True):
     retryable: bool
     avoid: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()  # counted by their circuit breakers
+
+
+def session_hash(request: RouteRequest, shared: int) -> int:
+    """Identifies the conversation: by its session; else by its first block beyond the shared ones; else by its id."""
+    if request.affinity is None and request.keys:
+        first = min(shared, len(request.keys) // DIGEST_BYTES - 1) * DIGEST_BYTES
+        return int.from_bytes(request.keys[first : first + 8], "little")
+    name = request.id if request.affinity is None else request.affinity
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -86,12 +86,12 @@ def get(address: ServerAddress, path: str, timeout_s: float = 10.0) -> Any:
         return _decode(response)
 
 
-def post(address: ServerAddress, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+def post(address: ServerAddress, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 60.0) -> Any:
     return request_json(address, "POST", path, body or {}, timeout_s)
 
 
 def request_json(
-    address: ServerAddress, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0
+    address: ServerAddress, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 60.0
 ) -> Any:
     raw = None if body is None else json.dumps(body).encode()
     with _request(address, method, path, raw, timeout_s=timeout_s) as response:
@@ -160,7 +160,7 @@ def _request(
     path: str,
     body: Any = None,
     headers: dict[str, str] | None = None,
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float | None = ANSWER_TIMEOUT_S,
 ) -> Iterator[http.client.HTTPResponse]:
     """The response of a request that succeeded; raises the server's error otherwise."""
     credential = address.credential

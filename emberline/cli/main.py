@@ -15,6 +15,8 @@ COMMANDS = {
     "rm": "remove models from this machine",
     "model": "the catalog: add model cards, show a model, and name aliases of the running server's models",
     "ps": "show running models, their workers and load",
+    "load": "load models into a running server, before a request asks for them",
+    "stop": "unload models from a running server; requests that run finish first",
     "drain": "send a worker nothing new; it finishes what it has",
     "undrain": "use a drained worker again",
     "leave": "drain a worker and remove it from the running server",
@@ -32,6 +34,7 @@ COMMANDS = {
 }
 _MODULES = {
     **dict.fromkeys(("pull", "ls", "rm"), "models"),
+    **dict.fromkeys(("load", "stop"), "loading"),
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
 _WITH_ACTIONS = ("batch", "model", "account", "key")

@@ -23,6 +23,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     headings = ("MODEL", "WORKER", "ROLE", "DEVICE", "STATE", "RUNNING", "WAITING", "KV USED", "TOKENS/S")
     common.print_table([headings, *(_row(engine) for engine in now["engines"])])
+    unloaded = [model for model in now.get("model_states", ()) if model["state"] != "loaded"]
+    if unloaded:
+        print()
+        common.print_table([("MODEL", "STATE", "MEMORY", ""), *(_unloaded_row(model) for model in unloaded)])
     return 0
 
 
@@ -38,6 +42,11 @@ def _state(engine: dict[str, Any]) -> str:
     if engine.get("state") == "draining":
         return "draining" if engine["in_flight"] else "drained"
     return engine["problem"] or ("ok" if engine["ok"] else "down")
+
+
+def _unloaded_row(model: dict[str, Any]) -> tuple[str, ...]:
+    state = model["state"].replace("_", " ")
+    return model["id"], state, f"about {common.format_size(model['memory_bytes'])}", model["reason"]
 
 
 def _row(engine: dict[str, Any]) -> tuple[str, ...]:

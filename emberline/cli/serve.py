@@ -28,6 +28,7 @@ from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
 from emberline.cli.http_client import ServerAddress
 from emberline.cli.models import fetch
+from emberline.cli.on_demand import OnDemandModels, loaded_at_start, memory_limit
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
@@ -156,7 +157,9 @@ async def serve(
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         remote = _endpoints_by_model(config)
-        workers = EngineWorkers(plan_workers(config.engine, local_models(config, entries, remote)), config.engine)
+        local = local_models(config, entries, remote)
+        pinned, memory_bytes = loaded_at_start(config, local), memory_limit(config)
+        workers = EngineWorkers(plan_workers(config.engine, pinned), config.engine)
         stack.push_async_callback(workers.stop, WORKER_GRACE_S)
         await workers.start()
 
@@ -175,9 +178,10 @@ async def serve(
         traces = tracing.settings(config.tracing, os.environ)
         tracer = tracing.start(traces, "core")
         stack.push_async_callback(asyncio.to_thread, tracing.stop)
-        ids = [entry.card.id for entry in entries]
+        at_start = [entry for entry in entries if entry.card.id in pinned or entry.card.id in remote]
+        ids = [entry.card.id for entry in at_start]
         endpoints = {model: workers.endpoints.get(model, []) + remote.get(model, []) for model in ids}
-        served = load_models(entries, endpoints)
+        served = load_models(at_start, endpoints)
         await workers.wait_ready()
         store = await open_store(config.store.url or config.home / DATABASE)
         stack.push_async_callback(store.close)
@@ -202,10 +206,14 @@ async def serve(
             if not config.endpoints:
                 raise Unavailable("the engine workers are ready but refuse the connection; their log lines say why")
             log.warning("some workers cannot be reached; `emberline ps` shows which")
+        assert isinstance(service.core, LocalCore), "this process is the core"
+        named = [entry for entry in entries if entry.card.id in local]
+        on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, remote)
+        stack.push_async_callback(on_demand.close)
+        await on_demand.open()
         webhooks = open_webhooks(store, config)
         stack.push_async_callback(webhooks.close)
         webhooks.deliver()
-        assert isinstance(service.core, LocalCore), "this process is the core"
         service.core.register(DeliveryMetrics(webhooks.deliverer))
         if needs_keys(config):
             _warn_of_missing_prices(service.core.prices, [card.id for card in service.models()])
@@ -219,7 +227,7 @@ async def serve(
             core_pid=os.getpid(),
             large_socket=large_socket,
             tracing=traces,
-            models=[(entry.card, entry.path, endpoints[entry.card.id]) for entry in entries],
+            models=[(entry.card, entry.path, endpoints[entry.card.id]) for entry in at_start],
         )
         http_workers = await _open_http_workers(stack, plan, service, listener)
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -25,6 +25,7 @@ from emberline.balancer.endpoint import WorkerConnection
 from emberline.balancer.grants import SHARE, Grants
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import Aliases
+from emberline.protocol.errors import Unsupported
 from emberline.service.health import Connection, Health, check, disk_problem
 from emberline.service.history import History
 from emberline.service.membership import Membership, WorkerChange
@@ -95,8 +96,25 @@ class Core(Protocol):
     async def refresh_prices(self) -> None:
         """Prices were set in the store: return once the core charges them."""
 
+    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+        """What an operator asks for; returns when it is done."""
+
     def refused(self, kind: str) -> None:
         """Count a request that was not admitted."""
+
+
+class ModelLoading(Protocol):
+    """Loads and unloads the models of this machine."""
+
+    def admitting(self, model: str) -> float:
+        """How long a request that is about to be admitted may wait for its model, in seconds; 0: it is not loaded on
+        demand. Unavailable: it cannot be loaded."""
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Of the models that are loaded and unloaded here, as plain data."""
+
+    async def ask(self, model: str, action: Literal["load", "unload"]) -> None:
+        """Returns when it is done. NotFound, Unavailable."""
 
 
 class CoreConnection(Connection, WorkerConnection, Protocol):
@@ -126,6 +144,7 @@ class LocalCore:
         self._price_store = prices
         self.membership: Membership | None = None  # set by whoever owns the connections
         self.aliases = Aliases()  # replaced by the stored ones
+        self.models: ModelLoading | None = None  # set where this machine loads and unloads models
         self._connections: list[Connection] = []
         self._usage = usage
         self._sessions = sessions
@@ -151,10 +170,19 @@ class LocalCore:
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         await self.aliases.change(name, targets)
 
+    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+        if self.models is None:
+            raise Unsupported("this server loads no models on demand: it has no engine workers of its own")
+        await self.models.ask(model, action)
+
     async def find(self, account: str, model_version: str, digests: list[bytes]) -> KnownPrefix | None:
         return self._sessions.find(account, model_version, digests)
 
     async def admit(self, request: RouteRequest) -> Route:
+        if self.models is not None and not request.engine:
+            wait_s = self.models.admitting(request.model)
+            if wait_s > request.wait_s:
+                request = msgspec.structs.replace(request, wait_s=wait_s)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
         rate_limits = None
         if self.limits is not None:
@@ -233,6 +261,10 @@ class LocalCore:
 
     async def health(self) -> Health:
         health = check(self._connections, self.admission.snapshot())
+        if self.models is not None:
+            statuses = self.models.statuses()
+            can_load = any(not status["pinned"] and status["state"] != "failed" for status in statuses)
+            health = Health(health.ok or can_load, {**health.detail, "model_states": statuses})
         if self._data_dir is None:
             return health
         problem = await asyncio.to_thread(disk_problem, self._data_dir)

@@ -1,5 +1,7 @@
 """The frames between an HTTP worker and the core: numbered calls, and replies with the same number."""
 
+from typing import Literal
+
 import msgspec
 
 from emberline.accounts.usage_row import UsageRow
@@ -78,6 +80,12 @@ class ChangeAlias(msgspec.Struct, tag="alias"):
     targets: dict[str, int] | None
 
 
+class LoadModel(msgspec.Struct, tag="load_model"):
+    seq: int
+    model: str
+    action: Literal["load", "unload"]
+
+
 class Observation(msgspec.Struct, array_like=True):
     """The last load report that an HTTP worker received on its own connection to a worker."""
 
@@ -141,6 +149,7 @@ Call = (
     | ChangeWorkers
     | RefreshPrices
     | ChangeAlias
+    | LoadModel
 )
 to_core_decoder = msgspec.msgpack.Decoder(Call | Notice | FirstToken | Checkpoint)
 from_core_decoder = msgspec.msgpack.Decoder(CoreReply | WorkerLeft | Members | AliasTable)

@@ -26,6 +26,7 @@ from emberline.service.core_protocol import (
     GetHealth,
     GetResponse,
     GetStatus,
+    LoadModel,
     Notice,
     PutResponse,
     RefreshPrices,
@@ -144,6 +145,9 @@ class _HttpWorkerLink(Link):
             return CoreReply(call.seq, records=await core.responses.get(call.account, call.response_id, call.whole))
         if isinstance(call, DeleteResponse):
             return CoreReply(call.seq, done=await core.responses.delete(call.account, call.response_id))
+        if isinstance(call, LoadModel):
+            await core.load_model(call.model, call.action)
+            return CoreReply(call.seq)
         if isinstance(call, ChangeWorkers):
             return CoreReply(call.seq, names=await core.change_workers(call.change))
         if isinstance(call, RefreshPrices):

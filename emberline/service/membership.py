@@ -6,13 +6,14 @@ not kept over a restart of the server: what is to stay belongs into its configur
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.endpoint import Endpoint, engine_endpoint
+from emberline.catalog.model_files import ModelFiles
 from emberline.config import EndpointConfig
 from emberline.protocol.errors import BadInput, Conflict, NotFound, Unavailable
 from emberline.service.engine_client import EngineClient
@@ -42,6 +43,8 @@ class Members(msgspec.Struct, tag="members", omit_defaults=True):
     engines: list[Endpoint] = []  # that have joined,
     upstreams: list[UpstreamConfig] = []
     gone: list[str] = []  # names of workers that have left
+    models: list[ModelFiles] = []  # that are loaded on demand
+    states: dict[str, str] = {}  # of the models that this machine loads and unloads: on_disk, loading, loaded, …
 
 
 class WorkerConnections:
@@ -77,6 +80,8 @@ class WorkerConnections:
     async def follow(self, members: Members) -> None:
         """What the core says, in a process that is not the core. Workers are added and removed before this waits for
         anything: the core's next message may be a route to one of them, or other members."""
+        self.models.offer(members.models)
+        self.models.states = members.states
         for endpoint in members.engines:
             if endpoint.name not in self.engines:
                 self.add_engine(endpoint).start()
@@ -137,6 +142,32 @@ class Membership:
         log.info("%s: %s", change.action, ", ".join(names))
         return names
 
+    # --- models that are loaded on demand ----------------------------------------------------------------------------
+
+    async def attach(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Workers of a model that this machine has loaded; whether they could be reached."""
+        clients = [self._add_engine(endpoint) for endpoint in endpoints]
+        names = {endpoint.name for endpoint in endpoints}
+        self.members.gone = [name for name in self.members.gone if name not in names]
+        self._tell()
+        return all(await asyncio.gather(*(client.wait_connected(JOIN_TIMEOUT_S) for client in clients)))
+
+    async def detach(self, names: Sequence[str]) -> None:
+        """Workers without requests whose model is being unloaded."""
+        for name in names:
+            await self._remove(name)
+
+    def offer(self, models: Sequence[ModelFiles]) -> None:
+        """The models that can be loaded on demand, for this process and the HTTP workers."""
+        self.members.models = list(models)
+        self._connections.models.offer(models)
+        self._tell()
+
+    def show_states(self, states: Mapping[str, str]) -> None:
+        if states != self.members.states:
+            self.members.states = self._connections.models.states = dict(states)
+            self._tell()
+
     async def close(self) -> None:
         for task in self._leaving.values():
             task.cancel()
@@ -170,11 +201,15 @@ class Membership:
             )
         endpoint = msgspec.structs.replace(endpoint, models=(model,))
         await self._check_weights(endpoint)
+        self._add_engine(endpoint)
+        return [endpoint.name]
+
+    def _add_engine(self, endpoint: Endpoint) -> EngineClient:
         client = self._connections.add_engine(endpoint)
         self._core.add(client)
         client.start()
         self.members.engines.append(endpoint)
-        return [endpoint.name]
+        return client
 
     async def _check_weights(self, endpoint: Endpoint) -> None:
         """Whether it can be reached, and has the same weights as the other workers of its model."""
@@ -214,17 +249,20 @@ class Membership:
         if stop and (engine := self._connections.engines.get(name)) is not None:
             engine.end_worker(STOP_LIMIT_S)
             await asyncio.sleep(DRAIN_POLL_S)  # closing the connection would discard what is not sent yet
+        await self._remove(name)
+        del self._leaving[name]
+        log.info("left: %s", name)
+        if self._on_leave is not None:
+            await self._on_leave(name)
+
+    async def _remove(self, name: str) -> None:
         self._core.discard(name)
         await self._connections.remove(name)
         members = self.members
         members.engines = [endpoint for endpoint in members.engines if endpoint.name != name]
         members.upstreams = [config for config in members.upstreams if config.name != name]
         members.gone.append(name)
-        del self._leaving[name]
         self._tell()
-        log.info("left: %s", name)
-        if self._on_leave is not None:
-            await self._on_leave(name)
 
     def _tell(self) -> None:
         if self.on_change is not None:

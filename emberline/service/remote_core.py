@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from emberline.accounts.usage_row import UsageRow
 from emberline.balancer.endpoint import Endpoint
@@ -32,6 +33,7 @@ from emberline.service.core_protocol import (
     GetMetrics,
     GetResponse,
     GetStatus,
+    LoadModel,
     Notice,
     Observation,
     PutResponse,
@@ -127,6 +129,9 @@ class RemoteCore:
     async def change_alias(self, name: str, targets: Mapping[str, int] | None) -> None:
         """The core tells the new table before it replies."""
         await self._call(lambda seq: ChangeAlias(seq, name, None if targets is None else dict(targets)))
+
+    async def load_model(self, model: str, action: Literal["load", "unload"]) -> None:
+        await self._call(lambda seq: LoadModel(seq, model, action))
 
     def refused(self, kind: str) -> None:
         self._refused[kind] += 1

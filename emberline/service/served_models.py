@@ -40,6 +40,7 @@ class ServedModels:
         self._load = load or load_served
         self._cards = {item.card.id: item.card for item in served}
         self._served = {item.card.id: item for item in served}
+        self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
         self._at_start = frozenset(self._served)
         self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, by id
         self._loading: dict[str, asyncio.Future[Served]] = {}

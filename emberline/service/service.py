@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -59,6 +59,7 @@ class Service:
         self.core = core
         self.upstream = upstream if upstream is not None else UpstreamModels(())
         self._models = served
+        self._infos: dict[str, EngineInfo] = {}  # of the engines that a model last had
         self._engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
@@ -150,6 +151,16 @@ class Service:
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
         return await self.core.change_workers(change)
+
+    def model_state(self, model_id: str) -> str:
+        """on_disk, loading, loaded, unloading or failed; empty for a model that is not loaded and unloaded here."""
+        return self._models.states.get(model_id, "")
+
+    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
+        """What an operator asks for; returns when it is done."""
+        card = self._models.resolve(self._unalias(model_id, ""))
+        await self.core.load_model(card.id, action)
+        return card
 
     # --- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -307,9 +318,10 @@ class Service:
     def _info(self, served: Served) -> EngineInfo:
         for engine in self._engines_of(served):
             if engine.info is not None:
+                self._infos[served.card.id] = engine.info
                 return engine.info
-        if served.info is not None:
-            return served.info
+        if (info := self._infos.get(served.card.id, served.info)) is not None:  # it may be loaded for this request
+            return info
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
     def _engines_of(self, served: Served) -> list[EngineClient]:

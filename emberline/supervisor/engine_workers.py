@@ -47,9 +47,11 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] = ()  # CPU affinity; empty: any
 
 
-def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[WorkerPlan]:
+def plan_workers(
+    config: EngineConfig, models: Mapping[str, Path], first: int = 0, kv_bytes: int = 0
+) -> list[WorkerPlan]:
     """Workers for each model's weights: one per GPU, or one on a CPU; these divide the memory, and share the
-    cores by need."""
+    cores by need. `first`: the number of the first one; `kv_bytes` of each, where the configuration leaves it open."""
     gpus = machine.gpus() if config.device != "cpu" else []
     if config.device == "cuda" and not gpus:
         raise BadInput(
@@ -57,29 +59,36 @@ def plan_workers(config: EngineConfig, models: Mapping[str, Path]) -> list[Worke
         )
     roles = _roles(config, len(gpus))
     n_workers = len(roles) * len(models)
-    kv_bytes = default_kv_bytes("cpu", n_workers) if n_workers else 0
-    core_sets = _core_sets(n_workers) if n_workers and config.prefill_workers and not gpus else []
+    kv_bytes = kv_bytes or (default_kv_bytes("cpu", n_workers) if n_workers else 0)
+    pins = n_workers and config.prefill_workers and not gpus and not first
+    core_sets = _core_sets(n_workers) if pins else []
     threads = max(1, machine.cores() // n_workers) if core_sets else machine.cores()
     plans: list[WorkerPlan] = []
     for model, path in models.items():
         for index, role in enumerate(roles):
-            label = f"{len(plans)}" if role == "both" else f"{role}{index - roles.index(role)}"
+            number = first + len(plans)
+            label = f"{number}" if role == "both" else f"{role}{index - roles.index(role)}"
             plans.append(
                 WorkerPlan(
                     name=f"{_short_name(model)}-{label}",
-                    number=len(plans),
+                    number=number,
                     model=model,
                     path=path,
                     device="cuda" if gpus else "cpu",
                     gpu=gpus[index % len(gpus)] if gpus else None,
                     kv_bytes=config.kv_bytes or (0 if gpus else kv_bytes),
                     threads=config.threads or (0 if gpus else threads),
-                    shares_cpu=not (config.threads or gpus or core_sets),
+                    shares_cpu=not (config.threads or gpus or core_sets) and number < cpu_share.MAX_WORKERS,
                     role=role,
                     cores=core_sets[len(plans)] if core_sets else (),
                 )
             )
     return plans
+
+
+def workers_per_model(config: EngineConfig) -> int:
+    gpus = machine.gpus() if config.device != "cpu" else []
+    return len(_roles(config, len(gpus)))
 
 
 def _roles(config: EngineConfig, n_gpus: int) -> list[WorkerRole]:
@@ -105,20 +114,50 @@ class EngineWorkers(ProcessGroup):
     """The planned workers, and the endpoints at which the balancer reaches them."""
 
     def __init__(self, plans: Sequence[WorkerPlan], config: EngineConfig, make_spec: MakeSpec | None = None) -> None:
-        make_spec = make_spec or worker_spec
         self.folder = runtime_folder()
-        self.endpoints: dict[str, list[Endpoint]] = {}  # by model
-        specs = []
+        self.endpoints: dict[str, list[Endpoint]] = {}  # by model, of all workers that were ever planned
+        self._config = config
+        self._make_spec = make_spec or worker_spec
+        self._specs: dict[str, ProcessSpec] = {}  # by name
+        self._paths: dict[str, Path] = {}  # of the planned models' weights
         cpu_share.create(self.folder / CPU_SHARE)
         for plan in plans:
-            socket = self.folder / f"w{plan.number}.sock"
-            token = secrets.token_hex(32)
-            endpoint = Endpoint(
-                name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,)
-            )
-            self.endpoints.setdefault(plan.model, []).append(endpoint)
-            specs.append(make_spec(plan, config, socket, token))
-        super().__init__(map(SupervisedProcess, specs))
+            self._add(plan)
+        super().__init__(map(SupervisedProcess, self._specs.values()))
+
+    def _add(self, plan: WorkerPlan) -> None:
+        socket = self.folder / f"w{plan.number}.sock"
+        token = secrets.token_hex(32)
+        endpoint = Endpoint(name=plan.name, address=f"unix:{socket}", token=token, role=plan.role, models=(plan.model,))
+        self.endpoints.setdefault(plan.model, []).append(endpoint)
+        self._specs[plan.name] = self._make_spec(plan, self._config, socket, token)
+        self._paths[plan.model] = plan.path
+
+    async def load(self, model: str, path: Path, kv_bytes: int) -> list[Endpoint]:
+        """Start the workers of one more model; returns when all are ready. ProcessFailed: it cannot be loaded. A model
+        that was loaded before gets the same endpoints."""
+        if self._paths.get(model) != path:
+            self.endpoints.pop(model, None)
+            for plan in plan_workers(self._config, {model: path}, len(self._specs), kv_bytes):
+                self._add(plan)
+        started = [SupervisedProcess(self._specs[endpoint.name]) for endpoint in self.endpoints[model]]
+        self.processes += started
+        try:
+            await asyncio.gather(*(worker.start() for worker in started))
+            await asyncio.gather(*(worker.wait_ready() for worker in started))
+        except BaseException:
+            await self._end(started)
+            raise
+        return self.endpoints[model]
+
+    async def unload(self, model: str) -> None:
+        """End the workers of a model, which have no requests."""
+        names = {endpoint.name for endpoint in self.endpoints.get(model, ())}
+        await self._end([worker for worker in self.processes if worker.name in names])
+
+    async def _end(self, workers: Sequence[SupervisedProcess]) -> None:
+        await asyncio.gather(*(worker.stop(RETIRE_GRACE_S) for worker in workers))
+        self.processes = [worker for worker in self.processes if worker not in workers]
 
     def kill(self, name: str) -> None:
         """Kill a worker that hangs, so that it is started anew. One on another machine is not ours to kill."""
@@ -128,7 +167,7 @@ class EngineWorkers(ProcessGroup):
 
     async def retire(self, name: str) -> None:
         """End a worker that has left the server. One on another machine is not ours to end."""
-        await asyncio.gather(*(worker.stop(RETIRE_GRACE_S) for worker in self.processes if worker.name == name))
+        await self._end([worker for worker in self.processes if worker.name == name])
 
     async def stop(self, grace_s: float) -> None:
         await super().stop(grace_s)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -136,6 +136,7 @@ class FakeService:
         self.responses: ResponseStore = MemoryResponses()
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
+        self.loads: list[tuple[str, str]] = []
 
     async def generate(
         self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
@@ -191,6 +192,13 @@ class FakeService:
         engine = {"name": "smollm2-0", "model": MODEL, "ok": self.ok, "problem": "", "device": "cpu", "load": load}
         engine |= {"state": "ready", "in_flight": 1}
         return Health(self.ok, {"engines": [engine]})
+
+    def model_state(self, model_id: str) -> str:
+        return "loaded" if model_id == MODEL else ""
+
+    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
+        self.loads.append((model_id, action))
+        return self.resolve(model_id)
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         self.changes.append(change)

@@ -29,6 +29,7 @@ class FakeServer(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.disconnected = threading.Event()  # a client went away in the middle of an answer
         self.output_tokens = 0
+        self.model_states: list[dict[str, Any]] = []
         self.n_done = 0  # of the batch
 
     @property
@@ -50,7 +51,7 @@ class FakeServer(ThreadingHTTPServer):
             "kv_tokens": 64,
             "load": {**load, "output_tokens": self.output_tokens},
         }
-        return {"ok": True, "engines": [engine]}
+        return {"ok": True, "engines": [engine], "model_states": self.model_states}
 
     def batch(self) -> dict[str, Any]:
         self.n_done = min(6, self.n_done + 2)
@@ -100,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, {"id": "file-in"})
         elif self.path == "/api/queue/replay":
             self._reply(200, {"replayed": 1})
+        elif self.path.startswith("/api/models/"):
+            self._reply(200, {"model": MODEL, "state": "loaded"})
         elif self.path.startswith("/api/workers/"):
             self._reply(200, {"workers": [{"name": "model-0", "state": "draining", "in_flight": 2}]})
         else:

@@ -140,10 +140,21 @@ async def test_workers_serve_restart_and_stop(monkeypatch: pytest.MonkeyPatch) -
     assert worker.n_restarts == 1
 
     await client.close()
-    await workers.retire(workers.processes[1].name)
-    assert (worker.pid is None, workers.processes[1].pid) == (False, None)
+    retired = workers.processes[1]
+    await workers.retire(retired.name)
+    assert (worker.pid is None, retired.pid, workers.processes) == (False, None, [worker])
+
+    loaded = await workers.load("@cf/c/three", Path("/models/three.gguf"), 64)
+    assert [endpoint.name for endpoint in loaded] == ["three-2"]
+    (third,) = workers.processes[1:]
+    await workers.unload("@cf/c/three")
+    assert (third.pid, workers.processes) == (None, [worker])
+    assert await workers.load("@cf/c/three", Path("/models/three.gguf"), 64) == loaded, "clients find it again"
+    assert await workers.load("@cf/b/two", MODELS["@cf/b/two"], 64) == workers.endpoints["@cf/b/two"]
+    running = list(workers.processes)
+    assert len(running) == 3
     await workers.stop(grace_s=5)
-    assert [worker.pid for worker in workers.processes] == [None, None]
+    assert [worker.pid for worker in running] == [None, None, None]
     assert not workers.folder.exists()
 
 
@@ -154,6 +165,9 @@ async def test_missing_weights_are_reported(tmp_path: Path) -> None:
     await workers.start()
     with pytest.raises(ProcessFailed, match=r"m-0 exited with status 1: .*missing\.gguf"):
         await asyncio.wait_for(workers.wait_ready(), 60)
+    with pytest.raises(ProcessFailed, match=r"n-1 exited with status 1: .*missing\.gguf"):
+        await asyncio.wait_for(workers.load("n", tmp_path / "missing.gguf", 64), 60)
+    assert [worker.name for worker in workers.processes] == ["m-0"]
     await workers.stop(grace_s=5)
 
 

@@ -15,8 +15,9 @@ def source(card: ModelCard) -> int:
     return _SOURCES.get(card.id.partition("/")[0], _LOCAL_SOURCE)
 
 
-def cloudflare_model(card: ModelCard) -> dict[str, Any]:
-    return {
+def cloudflare_model(card: ModelCard, state: str = "") -> dict[str, Any]:
+    """`state`: see `openai_model`."""
+    return ({"state": state} if state else {}) | {
         "id": card.uuid,
         "source": source(card),
         "name": card.id,
@@ -57,8 +58,9 @@ def _prices(card: ModelCard) -> list[dict[str, Any]]:
     return [{"unit": unit, "price": rate, "currency": "USD"} for unit, rate in rates.items() if rate]
 
 
-def openai_model(card: ModelCard) -> dict[str, Any]:
-    return {
+def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
+    """`state` of a model that the server loads and unloads: on_disk, loading, loaded, unloading, failed."""
+    return ({"state": state} if state else {}) | {
         "id": card.id,
         "aliases": list(card.aliases),
         "object": "model",

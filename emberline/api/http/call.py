@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -94,6 +94,12 @@ class Backend(Protocol):
 
     async def change_workers(self, change: "WorkerChange") -> list[str]:
         """Workers join, leave or drain; returns their names."""
+
+    def model_state(self, model_id: str) -> str:
+        """Of a model that the server loads and unloads; empty for others."""
+
+    async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> "ModelCard":
+        """Returns when it is done."""
 
 
 class BatchQueue(Protocol):

@@ -67,8 +67,10 @@ def _upstream_card(call: Call, raw: bytes) -> ModelCard | None:
 
 
 async def list_models(call: Call) -> Reply:
-    return list_reply([openai_model(card) for card in call.service.models()], has_more=False)
+    service = call.service
+    return list_reply([openai_model(card, service.model_state(card.id)) for card in service.models()], has_more=False)
 
 
 async def get_model(call: Call) -> Reply:
-    return json_reply(openai_model(call.service.resolve(call.path_param)))
+    card = call.service.resolve(call.path_param)
+    return json_reply(openai_model(card, call.service.model_state(card.id)))

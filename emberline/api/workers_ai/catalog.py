@@ -72,7 +72,7 @@ async def models(call: Call) -> Reply:
     call.bool_param("hide_experimental", default=True)  # no model is experimental
     found = [card for card in call.service.models() if _matches(card, call.query)]
     if "format" not in call.query:
-        return paged_reply(call, [cloudflare_model(card) for card in found])
+        return paged_reply(call, [cloudflare_model(card, call.service.model_state(card.id)) for card in found])
     call.enum_param("format", ("openrouter",), "openrouter")
     rows = _page(call, [openrouter_model(card) for card in found])
     return json_reply(envelope(rows, data=rows))

@@ -13,7 +13,7 @@ import random
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,6 +125,9 @@ class BatchAdmission(Protocol):
     """Admission, as far as queued jobs are concerned."""
 
     def issue(self, model: str, most: int) -> Sequence[AdmissionGrant]: ...
+
+    def queued(self, oldest_s: Mapping[str, float]) -> None:
+        """For how long the oldest queued job of each model has waited, so that their models can be loaded."""
 
     def issue_exclusive(self, model: str) -> AdmissionGrant | None:
         """A grant for an engine without other jobs; None: not yet, one is being drained."""
@@ -277,7 +280,9 @@ class Puller:
         """Update the metrics. Run quarantined jobs alone, one after another, taking turns with the others."""
         while True:
             depths = await self._queue.depths()
-            self.metrics.update(depths, await self._queue.count_dead_letters(), self._queue.now_us())
+            now_us = self._queue.now_us()
+            self.metrics.update(depths, await self._queue.count_dead_letters(), now_us)
+            self._admission.queued(_oldest_s(depths, now_us))
             quarantined = {depth.model for depth in depths if depth.n_quarantined} & set(self._models())
             for model in self._draining - quarantined:
                 self._draining.discard(model)
@@ -335,6 +340,16 @@ async def _wait(waiting: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):  # `wait_for` could swallow our own cancellation
             await waiting
+
+
+def _oldest_s(depths: Sequence[QueueDepth], now_us: int) -> dict[str, float]:
+    """For how long the next job of each model has waited; of models with queued jobs."""
+    oldest_s: dict[str, float] = {}
+    for depth in depths:
+        if depth.n_queued and depth.oldest_us is not None:
+            waited_s = max(0, now_us - depth.oldest_us) / 1e6
+            oldest_s[depth.model] = max(waited_s, oldest_s.get(depth.model, 0.0))
+    return oldest_s
 
 
 def _release(grants: Sequence[AdmissionGrant]) -> None:

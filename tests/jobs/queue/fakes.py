@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
@@ -103,11 +103,15 @@ class FakeAdmission:
         self.n = n
         self.taken = 0
         self.draining = False
+        self.queued_s: dict[str, float] = {}
         self._room = asyncio.Event()
 
     def issue(self, model: str, most: int) -> list["FakeGrant"]:
         free = 0 if self.draining else max(0, self.n - self.taken)
         return [FakeGrant(self) for _ in range(min(free, most))]
+
+    def queued(self, oldest_s: Mapping[str, float]) -> None:
+        self.queued_s = dict(oldest_s)
 
     def issue_exclusive(self, model: str) -> "FakeGrant | None":
         if not self.n:

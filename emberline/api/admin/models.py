@@ -1,0 +1,32 @@
+"""Endpoints for operators: load and unload a model of this machine."""
+
+from typing import Literal
+
+import msgspec
+
+from emberline.api.http.body import read_json
+from emberline.api.http.call import Call, Reply, json_reply, while_connected
+
+
+class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str  # id or alias
+
+
+_decoder = msgspec.json.Decoder(ModelName)
+
+
+async def load(call: Call) -> Reply:
+    """Answered when it is loaded. Idle models make way where there is no room."""
+    return await _change(call, "load")
+
+
+async def unload(call: Call) -> Reply:
+    """Answered when its last request has ended and it is unloaded. The next request for it loads it again."""
+    return await _change(call, "unload")
+
+
+async def _change(call: Call, action: Literal["load", "unload"]) -> Reply:
+    body = await read_json(call, _decoder)
+    call.audit_target = body.model[:256]
+    card = await while_connected(call.receive, call.service.load_model(body.model, action))
+    return json_reply({"model": card.id, "state": "loaded" if action == "load" else "on_disk"})

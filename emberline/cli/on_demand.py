@@ -1,0 +1,138 @@
+"""The models that `emberline serve` loads on demand: which there are, and how much memory each takes."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberline.catalog.integrity import verify
+from emberline.catalog.model_files import ModelFiles
+from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.config import Config
+from emberline.engine.memory import MAX_HOST_KV_BYTES, free_host_bytes
+from emberline.supervisor import machine
+from emberline.supervisor.engine_workers import EngineWorkers, workers_per_model
+from emberline.supervisor.model_manager import LoadableModel, ModelManager
+from emberline.supervisor.model_switching import Limits
+
+if TYPE_CHECKING:
+    from emberline.service.core import LocalCore
+
+RESCAN_S = 1.0  # between two looks whether models were pulled or removed
+MEMORY_SHARE = 0.8  # of the free memory, for models, by default
+PROCESS_BYTES = 256 << 20  # of a worker, beside weights and KV cache
+
+log = logging.getLogger("emberline.models")
+
+
+def loaded_at_start(config: Config, local: Mapping[str, Path]) -> dict[str, Path]:
+    """Of the models that were named, those that stay loaded: all, or none if fewer may be loaded at once."""
+    most = config.models.max_loaded
+    return dict(local) if not most or len(local) <= most else {}
+
+
+def memory_limit(config: Config) -> int:
+    """Of all models together, in bytes. To be asked before any is loaded."""
+    if config.models.memory_bytes:
+        return config.models.memory_bytes
+    return 1 << 62 if _on_gpus(config) else int(MEMORY_SHARE * free_host_bytes())
+
+
+class OnDemandModels:
+    """Offers the models of the model store, as they come and go, and those that were named but are not loaded yet."""
+
+    def __init__(
+        self,
+        config: Config,
+        memory_bytes: int,
+        named: Sequence[ModelEntry],
+        pinned: Collection[str],
+        workers: EngineWorkers,
+        core: "LocalCore",
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """`named`: models to run on this machine, as the command line says; the `pinned` ones of them are loaded.
+        Models that run `elsewhere` are not loaded here."""
+        assert core.membership is not None
+        self._config = config
+        self._store = ModelStore(config.home)
+        self._membership = core.membership
+        self._named = {entry.card.id: entry for entry in named}
+        self._pinned = frozenset(pinned)
+        self._elsewhere = frozenset(elsewhere) - set(self._named)
+        self._n_workers = workers_per_model(config.engine)
+        self._kv_bytes = config.engine.kv_bytes or min(memory_bytes // 4 // self._n_workers, MAX_HOST_KV_BYTES)
+        models = config.models
+        max_loaded = models.max_loaded
+        if _on_gpus(config) and not config.engine.kv_bytes and not max_loaded:
+            max_loaded = max(1, len(pinned))  # a worker's KV cache takes what its GPU has left
+        limits = Limits(
+            memory_bytes=memory_bytes,
+            max_loaded=max_loaded,
+            keep_alive_s=models.keep_alive_s,
+            switch_after_s=models.switch_after_s,
+            batch_switch_after_s=models.batch_switch_after_s,
+        )
+        self._manager = ModelManager(limits, workers, core.membership, core.admission, core.grants, self._check)
+        core.models = self._manager
+        for model in pinned:
+            self._manager.add_loaded(self._loadable(self._named[model]), workers.endpoints[model])
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Returns when as many of the named models are loaded as may be."""
+        await self._offer()
+        self._manager.start()
+        self._watching = asyncio.create_task(self._watch())
+        waiting = [model for model in self._named if model not in self._pinned]
+        for model in waiting[: self._config.models.max_loaded]:
+            await self._manager.ask(model, "load")
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._manager.close()
+
+    async def _offer(self) -> None:
+        found = await asyncio.to_thread(self._store.entries) if self._config.models.on_demand else []
+        entries = {entry.card.id: entry for entry in found if entry.card.id not in self._elsewhere}
+        offered = list((entries | self._named).values())
+        self._membership.offer([ModelFiles(entry.card, str(entry.path)) for entry in offered])
+        self._manager.offer([self._loadable(entry) for entry in offered])
+
+    async def _watch(self) -> None:
+        """Models that are pulled while the server runs can be used at once."""
+        seen = await asyncio.to_thread(self._stamp)
+        while True:
+            await asyncio.sleep(RESCAN_S)
+            stamp = await asyncio.to_thread(self._stamp)
+            if stamp != seen:
+                seen = stamp
+                try:
+                    await self._offer()
+                except OSError as error:
+                    log.warning("the model store could not be read: %s", error)
+
+    def _stamp(self) -> int:
+        """Changes with every model that is pulled or removed."""
+        with contextlib.suppress(OSError):
+            return self._store.root.stat().st_mtime_ns
+        return 0
+
+    def _loadable(self, entry: ModelEntry) -> LoadableModel:
+        each = entry.card.weight_bytes + self._kv_bytes + PROCESS_BYTES
+        return LoadableModel(
+            id=entry.card.id, path=entry.path, memory_bytes=self._n_workers * each, kv_bytes=self._kv_bytes
+        )
+
+    def _check(self, model: str) -> None:
+        """Whether its files are as they were pulled. Blocks."""
+        if (entry := self._store.find(model)) is not None:
+            verify(self._store, entry.card)
+
+
+def _on_gpus(config: Config) -> bool:
+    return config.engine.device != "cpu" and bool(machine.gpus())

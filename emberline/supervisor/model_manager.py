@@ -1,0 +1,302 @@
+"""Loads and unloads the models of this machine, as requests and queued jobs want them.
+
+Requests for a model that is not loaded wait in the admission queue like any others: their deadlines, the queue's limit
+and leaving clients are its business. The manager looks at who waits for what, follows the rule of `model_switching.py`,
+starts and ends engine workers, and makes them known. It lives in the core's event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from emberline.balancer.admission_controller import AdmissionController
+from emberline.balancer.endpoint import Endpoint
+from emberline.balancer.grants import Grants
+from emberline.protocol.errors import EmberlineError, NotFound, Unavailable
+from emberline.supervisor.model_switching import Demand, Limits, ManagedModel, ModelSwitching
+
+POLL_S = 0.05  # while requests wait for models, or models drain
+IDLE_POLL_S = 0.5  # otherwise: for models that have been idle long enough, and queued jobs
+LOAD_WAIT_S = 600.0  # that a request waits for its model, turns of others included
+FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # after a failure to load
+
+log = logging.getLogger("emberline.models")
+
+
+class LoadableModel(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    path: Path
+    memory_bytes: int  # estimated, of all its workers
+    kv_bytes: int = 0  # of each worker, where the configuration leaves it open
+
+
+class ModelWorkers(Protocol):
+    """The processes: `EngineWorkers`."""
+
+    async def load(self, model: str, path: Path, kv_bytes: int) -> Sequence[Endpoint]:
+        """Returns when they are ready; raises what is wrong."""
+
+    async def unload(self, model: str) -> None: ...
+
+
+class Attachment(Protocol):
+    """Makes workers known to the core and to the HTTP workers."""
+
+    async def attach(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Whether they could be reached."""
+
+    async def detach(self, names: Sequence[str]) -> None: ...
+
+    def show_states(self, states: Mapping[str, str]) -> None: ...
+
+
+class ModelManager:
+    """Carries out the decisions of `ModelSwitching`. `start` it when the service runs, `close` it before the service
+    does."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        workers: ModelWorkers,
+        attachment: Attachment,
+        admission: AdmissionController,
+        grants: Grants,
+        check: Callable[[str], None] = lambda model: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`check` is called in a thread before a model is loaded, and raises what is wrong with its files."""
+        self.switching = ModelSwitching(limits)
+        self._workers = workers
+        self._attachment = attachment
+        self._admission = admission
+        self._grants = grants
+        self._check = check
+        self._clock = clock
+        self._files: dict[str, LoadableModel] = {}
+        self._offered: frozenset[str] = frozenset()
+        self._names: dict[str, list[str]] = {}  # of the workers of models that are loaded
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.Task[None] | None = None
+
+    # --- which models there are --------------------------------------------------------------------------------------
+
+    def add_loaded(self, model: LoadableModel, workers: Sequence[Endpoint]) -> None:
+        """A model whose workers run already: it stays loaded until an operator unloads it."""
+        self._files[model.id] = model
+        self._names[model.id] = [endpoint.name for endpoint in workers]
+        managed = ManagedModel(id=model.id, memory_bytes=model.memory_bytes, pinned=True)
+        self.switching.add([managed])
+        self.switching.set_state(model.id, "loaded", self._clock())
+
+    def offer(self, models: Iterable[LoadableModel]) -> None:
+        """The models that may be loaded on demand. One that is gone is unloaded when it is idle."""
+        offered = {model.id: model for model in models}
+        known = self.switching.models
+        self._offered = frozenset(offered)
+        for name in list(known):
+            self._forget_removed(name)
+        for name, model in offered.items():
+            self._files[name] = model
+            if name not in known:
+                self.switching.add([ManagedModel(id=name, memory_bytes=model.memory_bytes)])
+        self._show()
+
+    def _forget_removed(self, model: str) -> None:
+        if model not in self._offered and self.switching.models[model].state in ("on_disk", "failed"):
+            del self.switching.models[model], self._files[model]
+
+    # --- for the core ------------------------------------------------------------------------------------------------
+
+    def admitting(self, model: str) -> float:
+        """How long a request may wait for this model to be loaded, in seconds; 0: it is not loaded on demand. It is
+        about to enter the admission queue. Unavailable: it cannot be loaded, or could not a moment ago."""
+        found = self.switching.models.get(model)
+        if found is None or found.pinned:
+            return 0.0
+        if found.state == "loaded" and not found.closed:
+            return LOAD_WAIT_S
+        if found.state == "failed" and (left_s := found.retry_s - self._clock()) > 0:
+            raise self._failure(found, left_s)
+        if found.state in ("on_disk", "failed") and (problem := self.switching.room_problem(model)):
+            raise Unavailable(f"{model} cannot be loaded: {problem}")
+        self._wake.set()
+        return LOAD_WAIT_S
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """The models that this machine loads and unloads, as plain data for people and `ps`."""
+        now_s = self._clock()
+        return [
+            {
+                "id": model.id,
+                "state": "unloading" if model.closed else model.state,
+                "pinned": model.pinned,
+                "memory_bytes": model.memory_bytes,
+                "reason": model.reason,
+                "unload_in_s": self._unload_in_s(model, now_s),
+            }
+            for model in self.switching.models.values()
+        ]
+
+    async def ask(self, model: str, action: Literal["load", "unload"]) -> None:
+        """What an operator wants; returns when it is done. NotFound, Unavailable say why it cannot be."""
+        found = self.switching.models.get(model)
+        if found is None:
+            raise NotFound(f"{model[:100]} is not a model that this machine can load; `emberline ls` shows them")
+        wanted = "loaded" if action == "load" else "on_disk"
+        if found.state == wanted and not found.closed:
+            return
+        if action == "load" and (problem := self.switching.room_problem(model)):
+            raise Unavailable(f"{model} cannot be loaded: {problem}")
+        if action == "unload":
+            if found.state == "failed":
+                return
+            found.pinned = False
+        elif found.state == "failed":
+            found.retry_s = 0.0
+        found.asked, found.asked_s = action, self._clock()
+        self._wake.set()
+        async with self._changed:
+            await self._changed.wait_for(lambda: not found.asked)
+        if action == "load" and found.state == "failed":
+            raise self._failure(found, max(0.0, found.retry_s - self._clock()))
+
+    # --- lifecycle ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._show()
+        self._loop = asyncio.create_task(self._run(), name="model manager")
+
+    async def close(self) -> None:
+        """Workers that run go on: their owner ends them."""
+        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._step()
+            except Exception:  # a bug: models that are loaded go on, and the next look may succeed
+                log.exception("the model manager failed")
+            busy = any(model.closed or model.asked or not self._settled(model.id) for model in self._models())
+            try:
+                async with asyncio.timeout(POLL_S if busy else IDLE_POLL_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    def _step(self) -> None:
+        self._notice_gone()
+        decision = self.switching.decide(self._demand, self._clock())
+        for name in decision.close:
+            for worker in self._names[name]:
+                self._admission.drain(worker)
+        for name in decision.reopen:
+            for worker in self._names[name]:
+                self._admission.undrain(worker)
+        for name in decision.unload:
+            self._set_state(name, "unloading")
+            self._spawn(self._unload(name))
+        for name in decision.load:
+            self._set_state(name, "loading")
+            self._spawn(self._load(name))
+        if decision.close or decision.reopen:
+            self._show()
+
+    def _demand(self, model: str) -> Demand:
+        names = self._names.get(model, ())
+        in_flight = sum(self._admission.in_flight_on(name) + self._grants.granted_on(name) for name in names)
+        return Demand(in_flight, self._admission.waiting_s(model), self._grants.oldest_job_s(model))
+
+    def _settled(self, model: str) -> bool:
+        return self.switching.models[model].state == "loaded" or self._admission.waiting_s(model) is None
+
+    def _notice_gone(self) -> None:
+        """An operator may have removed all workers of a model."""
+        known = set(self._admission.worker_names())
+        for model in self._models():
+            if model.state == "loaded" and not known.intersection(self._names[model.id]):
+                model.pinned = False
+                self._names.pop(model.id)
+                self._set_state(model.id, "on_disk")
+
+    async def _load(self, model: str) -> None:
+        began_s, files = self._clock(), self._files[model]
+        log.info("loading %s", model, extra={"memory_bytes": files.memory_bytes})
+        try:
+            await asyncio.to_thread(self._check, model)
+            endpoints = await self._workers.load(model, files.path, files.kv_bytes)
+            self._names[model] = [endpoint.name for endpoint in endpoints]
+            if not await self._attachment.attach(endpoints):
+                await self._attachment.detach(self._names.pop(model))
+                await self._workers.unload(model)
+                raise Unavailable("its workers refuse the connection; their log lines say why")
+        except Exception as error:
+            self._failed(model, error)
+        else:
+            self._set_state(model, "loaded")
+            log.info("loaded %s", model, extra={"seconds": round(self._clock() - began_s, 2)})
+            self._grants.notify_room()
+        await self._notify()
+
+    def _failed(self, model: str, error: Exception) -> None:
+        expected = isinstance(error, EmberlineError | OSError)
+        found = self.switching.models[model]
+        found.n_failures += 1
+        wait_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** (found.n_failures - 1))
+        found.reason = str(error) if expected else "internal error; the log has it"
+        found.retry_s = self._clock() + wait_s
+        log.error("%s could not be loaded: %s", model, found.reason, exc_info=None if expected else error)
+        self._set_state(model, "failed")
+        self._admission.refuse_waiting(model, self._failure(found, wait_s))
+
+    async def _unload(self, model: str) -> None:
+        names = self._names.pop(model)
+        try:
+            await self._attachment.detach(names)
+            await self._workers.unload(model)
+        finally:
+            self._set_state(model, "on_disk")
+            self._forget_removed(model)
+            log.info("unloaded %s", model)
+            await self._notify()
+
+    def _failure(self, model: ManagedModel, left_s: float) -> Unavailable:
+        return Unavailable(
+            f"{model.id} could not be loaded: {model.reason}; it is tried again from {left_s:.0f} s from now",
+            retry_after_s=max(1.0, left_s),
+        )
+
+    def _set_state(self, model: str, state: Literal["on_disk", "loading", "loaded", "unloading", "failed"]) -> None:
+        self.switching.set_state(model, state, self._clock())
+        self._wake.set()
+        self._show()
+
+    def _show(self) -> None:
+        self._attachment.show_states({status["id"]: status["state"] for status in self.statuses()})
+
+    def _models(self) -> list[ManagedModel]:
+        return list(self.switching.models.values())
+
+    def _unload_in_s(self, model: ManagedModel, now_s: float) -> float | None:
+        if model.state != "loaded" or model.pinned or not self._demand(model.id).idle:
+            return None
+        return round(max(0.0, model.used_s + self.switching.limits.keep_alive_s - now_s), 1)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

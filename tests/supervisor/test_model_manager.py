@@ -1,0 +1,334 @@
+"""Models loaded and unloaded for requests, jobs and operators: a real service over fake engines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from emberline.balancer.endpoint import Endpoint
+from emberline.catalog.model_files import ModelFiles
+from emberline.protocol import token_ids as tokens
+from emberline.protocol.errors import DeadlineExceeded, NotFound, Overloaded, Unavailable
+from emberline.protocol.events import TextEvent, TokenDelta
+from emberline.service import Served, Service, open_core_server, open_http_worker, open_service
+from emberline.service.core import LocalCore
+from emberline.supervisor import model_manager
+from emberline.supervisor.model_manager import LoadableModel, ModelManager
+from emberline.supervisor.model_switching import Limits
+from emberline.supervisor.process import ProcessFailed
+from emberline.text.text_model import TextModel
+from tests.service.conftest import ALICE, PATIENCE_S, offer, say, text_model
+from tests.service.fake_engine import EOS, FakeEngine, Script
+from tests.service.test_service import ask, events_of, row_of, text_of
+
+__all__ = ["say", "text_model"]  # fixtures
+
+A, B = "@cf/test/a", "@cf/test/b"
+
+
+class FakeWorkers:
+    """Starts fake engines, one a model, in place of processes."""
+
+    def __init__(self, folder: Path, script: Script) -> None:
+        self._folder = folder
+        self.script: Script | None = script
+        self.engines: dict[str, FakeEngine] = {}
+        self.log: list[str] = []
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()  # loading goes on when it is set
+        self.gate.set()
+
+    async def load(self, model: str, path: Path, kv_bytes: int) -> Sequence[Endpoint]:
+        self.log.append(f"load {model[-1]}")
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        name = f"{model[-1]}-0"
+        engine = self.engines[model] = FakeEngine(self._folder / f"{name}.sock", self.script, name=name, model=model)
+        await engine.start()
+        return [msgspec.structs.replace(engine.endpoint, models=(model,))]
+
+    async def unload(self, model: str) -> None:
+        self.log.append(f"unload {model[-1]}")
+        await self.engines.pop(model).die()
+
+
+class Bench:
+    """A service with two models that are loaded on demand, one at a time."""
+
+    def __init__(self, service: Service, workers: FakeWorkers, text: TextModel, **limits: float) -> None:
+        assert isinstance(service.core, LocalCore)
+        assert service.core.membership is not None
+        self.service, self.workers, self.core = service, workers, service.core
+        given = {"memory_bytes": 100, "max_loaded": 1, "switch_after_s": 0.2, "keep_alive_s": 60.0}
+        rules = Limits(**(given | limits))  # type: ignore[arg-type]
+        self.manager = ModelManager(
+            rules, workers, service.core.membership, service.core.admission, service.core.grants
+        )
+        service.core.models = self.manager
+        card = offer(text).card
+        cards = [msgspec.structs.replace(card, id=name, aliases=(name[-1],)) for name in (A, B)]
+        service._models._load = lambda files: Served(files.card, text, info=INFO)
+        service.core.membership.offer([ModelFiles(found, "/m") for found in cards])
+        self.manager.offer([LoadableModel(id=found.id, path=Path("/m"), memory_bytes=10) for found in cards])
+        self.manager.start()
+
+    def states(self) -> dict[str, str]:
+        return {name[-1]: self.service.model_state(name) for name in (A, B)}
+
+    async def until(self, **states: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not states.items() <= self.states().items():
+                await asyncio.sleep(0.002)
+
+    def ask(self, model: str, **fields: object) -> "asyncio.Task[list[TextEvent]]":
+        return asyncio.create_task(events_of(self.service, ask(model=model, **fields)))
+
+    def finish(self, model: str) -> None:
+        """End every request that runs on the model's engine."""
+        engine = self.workers.engines[model]
+        for request in engine.submitted:
+            engine.step(TokenDelta(request.id, tokens.pack([EOS]), "stop"))
+
+
+INFO = FakeEngine(Path("/x")).info
+MakeBench = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def make(tmp_path: Path, text_model: TextModel, say: Callable[..., Script]) -> AsyncIterator[MakeBench]:
+    made: list[Bench] = []
+
+    async def open_bench(max_waiting: int = 64, **limits: float) -> Bench:
+        service = await open_service([], data_dir=tmp_path / "data", max_waiting=max_waiting)
+        made.append(Bench(service, FakeWorkers(tmp_path, say("Hello!")), text_model, **limits))
+        return made[-1]
+
+    yield open_bench
+    for bench in made:
+        await bench.manager.close()
+        await bench.service.close()
+        for engine in bench.workers.engines.values():
+            await engine.die()
+
+
+@pytest.fixture
+async def bench(make: MakeBench) -> Bench:
+    return await make()
+
+
+async def test_a_request_waits_while_its_model_is_loaded(bench: Bench) -> None:
+    bench.workers.gate.clear()
+    waiting = [bench.ask("a"), bench.ask(A)]
+    await bench.until(a="loading", b="on_disk")
+    assert (await bench.service.health()).ok, "what is not loaded can be"
+    bench.workers.gate.set()
+    for answer in await asyncio.gather(*waiting):
+        assert text_of(answer) == "Hello!"
+    assert bench.states() == {"a": "loaded", "b": "on_disk"}
+    assert bench.workers.log == ["load a"], "once for both"
+
+
+async def test_waiting_keeps_the_rules_of_admission(make: MakeBench) -> None:
+    """Deadlines hold, a full queue refuses, a client that leaves is forgotten."""
+    bench = await make(max_waiting=4)
+    bench.workers.gate.clear()
+    with pytest.raises(DeadlineExceeded):
+        await bench.ask("a", deadline_s=0.05)
+    waiting = [bench.ask("a") for _ in range(4)]
+    await bench.until(a="loading")
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(bench.core.admission.snapshot().waiting.values()) < 4:
+            await asyncio.sleep(0.002)
+    with pytest.raises(Overloaded, match="4 requests already wait"):
+        await bench.ask("a")
+    with pytest.raises(Overloaded):
+        await bench.ask("a", reject_if_busy=True)
+    waiting[0].cancel()
+    await asyncio.wait([waiting[0]])
+    bench.workers.gate.set()
+    assert all(text_of(answer) == "Hello!" for answer in await asyncio.gather(*waiting[1:]))
+    assert len(bench.workers.engines[A].submitted) == 3
+
+
+async def test_idle_models_make_way_at_once_and_are_unloaded_after_a_while(make: MakeBench) -> None:
+    bench = await make(keep_alive_s=0.3, switch_after_s=60.0)
+    await bench.ask("a")
+    await bench.ask("b")
+    assert bench.workers.log == ["load a", "unload a", "load b"]
+    await bench.until(a="on_disk", b="on_disk")
+    await bench.ask("b")
+    assert bench.workers.log[-2:] == ["unload b", "load b"]
+
+
+async def test_a_busy_model_finishes_its_requests_before_it_makes_way(bench: Bench) -> None:
+    bench.workers.script = None
+    running = bench.ask("a")
+    await bench.until(a="loaded")
+    engine = bench.workers.engines[A]
+    await engine.submission()
+    other = bench.ask("b")
+    await bench.until(a="unloading")
+    late = bench.ask("a")  # waits for the next turn
+    await asyncio.sleep(0.3)
+    assert (len(engine.submitted), bench.workers.log) == (1, ["load a"])
+    assert not running.done()
+    bench.finish(A)
+    await running
+    await bench.until(a="on_disk", b="loaded")
+    await bench.workers.engines[B].submission()
+    bench.finish(B)
+    await other
+    await bench.until(a="loaded")
+    await bench.workers.engines[A].submission()
+    bench.finish(A)
+    await late
+    assert bench.workers.log == ["load a", "unload a", "load b", "unload b", "load a"]
+
+
+async def test_a_failure_is_told_to_all_that_wait_and_tried_again_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_manager, "FIRST_RETRY_S", 0.2)
+    bench.workers.error = ProcessFailed("a-0 exited with status 1: the weights are damaged")
+    for result in await asyncio.gather(bench.ask("a"), bench.ask("a"), return_exceptions=True):
+        assert isinstance(result, Unavailable)
+        assert "could not be loaded: a-0 exited with status 1: the weights are damaged" in result.message
+        assert result.retry_after_s is not None
+    assert bench.states()["a"] == "failed"
+    with pytest.raises(Unavailable, match="the weights are damaged"):
+        await bench.ask("a")
+    assert bench.workers.log == ["load a"], "not before the backoff has passed"
+    bench.workers.error = None
+    await asyncio.sleep(0.25)
+    assert text_of(await bench.ask("a")) == "Hello!"
+
+
+async def test_what_can_never_fit_is_refused_with_the_reason(make: MakeBench) -> None:
+    bench = await make(memory_bytes=9)
+    with pytest.raises(Unavailable, match="raise \\[models\\] memory_bytes"):
+        await bench.ask("a")
+    with pytest.raises(Unavailable, match="raise \\[models\\] memory_bytes"):
+        await bench.service.load_model("a", "load")
+
+
+async def test_an_operator_loads_and_unloads(bench: Bench) -> None:
+    assert (await bench.service.load_model("A", "load")).id == A
+    assert bench.states() == {"a": "loaded", "b": "on_disk"}
+    bench.workers.engines[A].script = None
+    running = bench.ask("a")
+    await bench.workers.engines[A].submission()
+    unloading = asyncio.create_task(bench.service.load_model("a", "unload"))
+    await bench.until(a="unloading")
+    assert not unloading.done()
+    bench.finish(A)
+    await asyncio.gather(running, unloading)
+    assert bench.states()["a"] == "on_disk"
+    bench.workers.error = OSError("no memory")
+    with pytest.raises(Unavailable, match="no memory"):
+        await bench.service.load_model("b", "load")
+    with pytest.raises(NotFound):
+        await bench.core.load_model("@cf/test/none", "load")
+
+
+async def test_queued_jobs_load_their_model(bench: Bench) -> None:
+    bench.core.grants.queued({A: 1.0})
+    await bench.until(a="loaded")
+    (grant,) = bench.core.grants.issue(A, 1)
+    bench.core.grants.queued({B: 1000.0})
+    await bench.until(a="unloading")
+    assert not bench.core.grants.issue(A, 1), "jobs of the model that makes way are claimed no more"
+    await asyncio.sleep(0.1)
+    assert "unload a" not in bench.workers.log, "a job was granted room there"
+    grant.release()
+    await bench.until(b="loaded")
+
+
+async def test_a_client_that_leaves_lets_the_model_stay(bench: Bench) -> None:
+    bench.workers.script = None
+    running = bench.ask("a")
+    await bench.until(a="loaded")
+    other = bench.ask("b")
+    await bench.until(a="unloading")
+    other.cancel()
+    await bench.until(a="loaded")
+    late = bench.ask("a")
+    await bench.workers.engines[A].submission(2)
+    bench.finish(A)
+    await asyncio.gather(running, late)
+
+
+async def test_switching_under_load_ends_every_request_once(bench: Bench, tmp_path: Path) -> None:
+    """Two models, one place, clients of both that leave at random: whoever stays is answered in full, with one row."""
+    requests = [ask(model="ab"[n % 2 if n < 40 else n % 3 // 2]) for n in range(60)]
+
+    async def run(number: int) -> str:
+        await asyncio.sleep(0.02 * number)
+        async with aclosing(bench.service.generate(requests[number], ALICE)) as events:
+            return text_of([event async for event in events])
+
+    tasks = [asyncio.create_task(run(number)) for number in range(60)]
+    for number in range(5, 60, 9):
+        asyncio.get_running_loop().call_later(0.02 * number + 0.05, tasks[number].cancel)
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        assert result == "Hello!" or isinstance(result, asyncio.CancelledError), result
+    finished = [n for n, result in enumerate(results) if result == "Hello!"]
+    assert len(finished) >= 60 - len(range(5, 60, 9))
+    for number in finished:
+        row = await row_of(bench.service, requests[number])
+        assert (row.status, row.output_tokens) == ("finished", len("Hello!") + 1)
+    assert bench.workers.log.count("load a") + bench.workers.log.count("load b") >= 3
+    snapshot = bench.core.admission.snapshot()
+    assert (snapshot.dispatched, sum(snapshot.waiting.values())) == (0, 0)
+
+
+async def test_http_workers_follow(bench: Bench, text_model: TextModel, tmp_path: Path) -> None:
+    server = await open_core_server(bench.service, tmp_path / "core.sock")
+    worker = await open_http_worker([], core_socket=tmp_path / "core.sock")
+    worker._models._load = lambda files: Served(files.card, text_model, info=INFO)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while [card.id for card in worker.models()] != [A, B]:
+                await asyncio.sleep(0.002)
+        assert worker.model_state(A) == "on_disk"
+        for model in ("a", "b", "a"):
+            assert text_of(await events_of(worker, ask(model=model))) == "Hello!"
+            assert text_of(await events_of(bench.service, ask(model=model))) == "Hello!"
+        await worker.load_model("a", "unload")
+        async with asyncio.timeout(PATIENCE_S):
+            while worker.model_state(A) != "on_disk":
+                await asyncio.sleep(0.002)
+        assert not worker._engines, "its connection is closed, too"
+    finally:
+        await worker.close()
+        await server.close()
+
+
+async def test_named_models_stay_until_they_are_stopped(
+    tmp_path: Path, text_model: TextModel, say: Callable[..., Script]
+) -> None:
+    workers = FakeWorkers(tmp_path, say("Hello!"))
+    (endpoint,) = await workers.load(A, Path("/m"), 0)
+    card = msgspec.structs.replace(offer(text_model).card, id=A)
+    service = await open_service([Served(card, text_model, (endpoint,))], data_dir=tmp_path / "data")
+    assert await service.ready(PATIENCE_S)
+    bench = Bench(service, workers, text_model, keep_alive_s=0.0)
+    bench.manager.add_loaded(LoadableModel(id=A, path=Path("/m"), memory_bytes=10), [endpoint])
+    try:
+        await bench.ask(A)
+        with pytest.raises(Unavailable, match="max_loaded is 1, and as many models stay loaded"):
+            await bench.ask("b")
+        await service.load_model(A, "unload")
+        assert await bench.ask("b")
+        assert text_of(await bench.ask(A)) == "Hello!", "loaded again for a request"
+        await bench.until(a="on_disk")
+    finally:
+        await bench.manager.close()
+        await service.close()
+        for engine in workers.engines.values():
+            await engine.die()
