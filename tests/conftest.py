@@ -26,14 +26,19 @@ from emberline.catalog.pull import pull
 from tests.databases import DATABASE_KINDS, DatabaseLocation, database_location, postgres_server
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The default model's GGUF, pulled once per machine."""
+def pulled(model: str) -> Path:
+    """A model's files, pulled once per machine: test processes share the download."""
     cache = Path(os.environ.get("EMBERLINE_TEST_CACHE") or "~/.cache/emberline-tests").expanduser()
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "pull.lock", "w") as lock:  # test processes share the download
+    with open(cache / "pull.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return pull("smollm2", ModelStore(cache)).path
+        return pull(model, ModelStore(cache)).path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's GGUF."""
+    return pulled("smollm2")
 
 
 @pytest.fixture(scope="session")

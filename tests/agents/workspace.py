@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.clients.reply_script import ReplyScript
 from tests.e2e.clients.scripted_server import scripted_server
@@ -37,6 +38,7 @@ class AgentWorkspace:
     model: str
     url: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    limit_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         self.home.mkdir()
@@ -72,13 +74,13 @@ class AgentWorkspace:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=self.limit_s,
             check=False,
         )
         assert done.returncode == 0, f"{program} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def events(self, program: str, *arguments: str, **environment: str) -> list[dict[str, object]]:
+    def events(self, program: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
         """As `run`, for an agent that prints JSON lines."""
         lines = self.run(program, *arguments, **environment).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]

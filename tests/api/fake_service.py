@@ -14,7 +14,7 @@ from emberline.api.batch_loader import BatchService
 from emberline.api.http.call import ASGIApp, Events, OnAdmit
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
-from emberline.catalog.model_card import ModelCard, PathSource
+from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
@@ -29,6 +29,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import GenerateRequest, Principal, SamplingDefaults
 from emberline.service.health import Health
@@ -61,6 +62,14 @@ CARDS = [
     card(MODEL, "huggingfacetb", license="apache-2.0", sampling=SamplingDefaults(temperature=0.2)),
     card("@hf/acme/tiny", "acme"),
 ]
+PRICED = card(
+    "@cf/acme/priced",
+    "acme",
+    capabilities=Capabilities(function_calling=True, beta=True, languages=("en", "de")),
+    price=Price(input=600_000, cached_input=100_000, output=3_000_000),
+    deprecation_date="2027-03-31",
+)
+SPEECH = card("@cf/acme/ears", "acme", task=SPEECH_RECOGNITION, price=Price(audio_second=8_333))
 USAGE = Usage(prompt_tokens=12, completion_tokens=3, cached_by_tier={"device": 8})
 
 

@@ -3,11 +3,17 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from emberline.catalog.model_card import TASKS, TEXT_GENERATION, ModelCard, task
-from emberline.protocol.price import MICRO, NANO
+import msgspec
+
+from emberline.catalog.model_card import SPEECH_RECOGNITION, TASKS, TEXT_EMBEDDINGS, TEXT_GENERATION, ModelCard, task
+from emberline.protocol.price import MICRO, NANO, format_amount
 
 _SOURCES = {"@cf": 1, "@hf": 2}
 _LOCAL_SOURCE = 3
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
+)
 _FLAGS = ("function_calling", "reasoning", "vision", "beta")
 
 
@@ -69,6 +75,11 @@ def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
         "context_window": card.context_window,
         "max_model_len": card.context_window,  # vLLM's name
         "default_parameters": card.defaults.given,
+        "task": card.task,
+        "capabilities": msgspec.to_builtins(card.capabilities),
+        "license": card.license or None,
+        "pricing": _pricing(card),
+        "deprecation_date": card.deprecation_date or None,
         # Anthropic's fields: both APIs list models at the same path.
         "type": "model",
         "display_name": card.id.rpartition("/")[2],
@@ -77,23 +88,38 @@ def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
 
 
 def openrouter_model(card: ModelCard) -> dict[str, Any]:
+    generates, can = card.task == TEXT_GENERATION, card.capabilities
+    inputs = {SPEECH_RECOGNITION: ["audio"]}.get(card.task, ["text", *(["image"] if can.vision else [])])
+    features = ["tools", "json_mode", "structured_outputs", "logprobs", *(["reasoning"] if can.reasoning else [])]
+    free = {"prompt": "0", "completion": "0", "input_cache_read": "0", "request": "0", "image": "0"}
     return {
         "id": card.id,
         "name": card.id,
         "created": _unix(card),
         "description": card.description,
-        "input_modalities": ["text"],
-        "output_modalities": ["text"],
+        "input_modalities": inputs,
+        "output_modalities": ["embeddings" if card.task == TEXT_EMBEDDINGS else "text"],
         "context_length": card.context_window,
-        "max_output_length": card.context_window,
-        "pricing": {"prompt": "0", "completion": "0", "input_cache_read": "0", "request": "0", "image": "0"},
-        "supported_sampling_parameters": [
-            *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
-            *("presence_penalty", "stop", "seed", "max_tokens", "logit_bias"),
-        ],
+        "max_output_length": card.context_window if generates else 0,
+        "pricing": free | (_pricing(card) or {}),
+        "supported_sampling_parameters": list(_SAMPLING) if generates else [],
         "default_parameters": card.defaults.given,
-        "supported_features": ["tools", "json_mode", "structured_outputs", "logprobs"],
+        "supported_features": features if generates else [],
+        **({"deprecation_date": card.deprecation_date} if card.deprecation_date else {}),
     }
+
+
+def _pricing(card: ModelCard) -> dict[str, str] | None:
+    """Of one token, image or second of audio, as exact decimals; None where the card has no price."""
+    if (price := card.price) is None:
+        return None
+    rates = {
+        "prompt": format_amount(price.input),  # micro-units per million tokens are pico-units per token
+        "completion": format_amount(price.output),
+        "input_cache_read": format_amount(price.cached_input),
+        "image": format_amount(price.image, MICRO),
+    }
+    return rates | ({"audio_second": format_amount(price.audio_second, NANO)} if price.audio_second else {})
 
 
 def _rfc3339(card: ModelCard) -> str:

@@ -12,7 +12,7 @@ from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.openapi import struct_schemas
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.run_request import RunRequest
-from emberline.catalog.model_card import TASKS, ModelCard, authors
+from emberline.catalog.model_card import TASKS, ModelCard, authors, stable_uuid
 from emberline.protocol.errors import BadInput
 
 T = TypeVar("T")
@@ -69,8 +69,9 @@ _OUTPUT = {
 
 async def models(call: Call) -> Reply:
     call.int_param("source", 1, 1, 1000)
-    call.bool_param("hide_experimental", default=True)  # no model is experimental
-    found = [card for card in call.service.models() if _matches(card, call.query)]
+    hides_beta = call.bool_param("hide_experimental", default=False)
+    cards = [card for card in call.service.models() if not (hides_beta and card.capabilities.beta)]
+    found = [card for card in cards if _matches(card, call.query)]
     if "format" not in call.query:
         return paged_reply(call, [cloudflare_model(card, call.service.model_state(card.id)) for card in found])
     call.enum_param("format", ("openrouter",), "openrouter")
@@ -107,7 +108,7 @@ def _matches(card: ModelCard, query: dict[str, str]) -> bool:
     texts = (card.id, card.description, *card.aliases)
     return (
         query.get("author", card.author).lower() == card.author.lower()
-        and query.get("task", card.task).lower() == card.task.lower()
+        and query.get("task", card.task).lower() in (card.task.lower(), stable_uuid("task", card.task))
         and query.get("source", str(source(card))) == str(source(card))
         and any(words in text.lower() for text in texts)
     )

@@ -4,7 +4,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from tests.api.fake_service import CARDS, MODEL
+from tests.api.fake_service import CARDS, MODEL, PRICED, SPEECH, FakeService
 
 AI = "/client/v4/accounts/acme/ai"
 
@@ -96,3 +96,38 @@ async def test_tasks_and_authors(client: httpx.AsyncClient) -> None:
     assert [set(task) for task in found] == [{"id", "name", "description"}] * len(found)
     assert {"Text Generation", "Text Embeddings", "Automatic Speech Recognition"} <= {task["name"] for task in found}
     assert [row["name"] for row in (await search(client, "authors"))["result"]] == ["acme", "huggingfacetb"]
+
+
+async def test_what_a_card_says_is_in_its_properties(
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "models", lambda: [*CARDS, PRICED, SPEECH])
+    row = (await search(client, search="priced"))["result"][0]
+    properties = {item["property_id"]: item["value"] for item in row["properties"]}
+    assert properties == {
+        "price": [
+            {"unit": "per M input tokens", "price": 0.6, "currency": "USD"},
+            {"unit": "per M output tokens", "price": 3.0, "currency": "USD"},
+            {"unit": "per M cached input tokens", "price": 0.1, "currency": "USD"},
+        ],
+        "context_window": "8192",
+        "languages": "en, de",
+        "async_queue": "true",
+        "planned_deprecation_date": "2027-03-31",
+        "function_calling": "true",
+        "beta": "true",
+    }
+    named = [row["name"] for row in (await search(client, hide_experimental="true", author="acme"))["result"]]
+    assert named == ["@hf/acme/tiny", SPEECH.id]
+    by_task = await search(client, task=row["task"]["id"], source=1)
+    assert [found["name"] for found in by_task["result"]] == [MODEL, PRICED.id]
+    priced, speech = (await search(client, format="openrouter", author="acme"))["data"][1:]
+    assert priced["pricing"] == {
+        "prompt": "0.0000006",
+        "completion": "0.000003",
+        "input_cache_read": "0.0000001",
+        "request": "0",
+        "image": "0.00",
+    }
+    assert (speech["input_modalities"], speech["supported_features"]) == (["audio"], [])
+    assert speech["pricing"]["audio_second"] == "0.000008333"
