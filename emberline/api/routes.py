@@ -15,7 +15,7 @@ from emberline.api.http import openapi
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
 from emberline.api.http.router import APIS, Policy, Route
-from emberline.api.openai import batches, files
+from emberline.api.openai import batches, embeddings, files
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
@@ -38,6 +38,8 @@ _Row = tuple[Any, ...]
 _OPENAI: tuple[_Row, ...] = (
     ("POST", "/chat/completions", openai.chat_completions, "Chat", ChatRequest),
     ("POST", "/completions", openai.completions, "Complete text", CompletionRequest),
+    ("POST", "/embeddings", embeddings.embeddings, "Embed texts", embeddings.EmbeddingsRequest),
+    ("POST", "/rerank", embeddings.rerank, "Rank documents by relevance", embeddings.RerankRequest),
     ("GET", "/models", openai.list_models, "List models"),
     ("GET", "/models/{model}", openai.get_model, "Describe a model"),
     ("POST", "/responses", responses.create, "Create a response", ResponsesRequest),
@@ -65,6 +67,9 @@ _OPENAI: tuple[_Row, ...] = (
     ("GET", "/webhook_endpoints/{id}/deliveries", webhooks.deliveries, "List deliveries", None, webhooks.DELIVERIES),
     ("POST", "/webhook_endpoints/{id}/replay", webhooks.replay, "Deliver again", webhooks.ReplayRequest),
     ("POST", "/webhook_endpoints/{id}/rotate", webhooks.rotate, "Rotate the signing secret", webhooks.RotateRequest),
+)
+_COHERE: tuple[_Row, ...] = (
+    ("POST", "/rerank", embeddings.rerank_v2, "Rank documents by relevance, as Cohere does", embeddings.RerankRequest),
 )
 _ANTHROPIC: tuple[_Row, ...] = (
     ("POST", "/messages", anthropic.messages, "Create a message", MessagesRequest),
@@ -153,7 +158,15 @@ def _route(method: str, path: str, policy: Policy, dialect: Dialect, *rest: Any)
 
 def _first_word(path: str) -> str:
     """Of the path behind the prefix that names the API's family."""
-    for prefix in (f"{AI}/v1/v1/", f"{AI}/v1/", f"{AI}/", SUBSCRIPTIONS.removesuffix("subscriptions"), "/v1/", "/api/"):
+    for prefix in (
+        f"{AI}/v1/v1/",
+        f"{AI}/v1/",
+        f"{AI}/",
+        SUBSCRIPTIONS.removesuffix("subscriptions"),
+        "/v1/",
+        "/v2/",
+        "/api/",
+    ):
         if path.startswith(prefix):
             return path[len(prefix) :].partition("/")[0]
     return path
@@ -165,6 +178,7 @@ ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _QUEUE),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
+    *_routes("/v2", Dialect.OPENAI, _COHERE),
     *_routes(f"{AI}/v1", Dialect.OPENAI_ENVELOPED, _OPENAI),
     *_routes(SUBSCRIPTIONS, Dialect.NATIVE, _SUBSCRIPTIONS),
     *_routes("/v1", Dialect.ANTHROPIC, _ANTHROPIC),

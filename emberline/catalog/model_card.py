@@ -16,6 +16,7 @@ from emberline.protocol.request import SamplingDefaults
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.task_config import task_of
 
 TEXT_GENERATION = "Text Generation"
 TEXT_EMBEDDINGS = "Text Embeddings"
@@ -241,12 +242,20 @@ def _within(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
+_TASK_NAMES = {
+    "generate": TEXT_GENERATION,
+    "embed": TEXT_EMBEDDINGS,
+    "rerank": TEXT_CLASSIFICATION,
+    "classify": TEXT_CLASSIFICATION,
+}
+
+
 def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelSource) -> ModelCard:
     try:
         checkpoint = open_checkpoint(path)
     except BadCheckpoint as error:
         raise BadInput(f"{path} is not a model that can be served: {error}") from None
-    config = checkpoint.config
+    config, task = checkpoint.config, task_of(path)
     weights = [checkpoint.weight(name) for name in checkpoint.names]
     card = ModelCard(
         id=model_id,
@@ -254,12 +263,16 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
         description=f"A {config.architecture} model of {config.n_layers} layers, width {config.hidden_size}.",
         author=model_id.split("/")[1],
         context_window=config.context_len,
+        task=_TASK_NAMES[task.task],
         source=source,
         created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
         architecture=config.architecture,
         weight_bytes=sum(weight.raw.nbytes for weight in weights),
         fingerprint=checkpoint.fingerprint,
         sampling=read_sampling(path),
+        capabilities=Capabilities(
+            output_dimensions=config.hidden_size if task.task == "embed" else 0, max_input_tokens=task.max_len or 0
+        ),
     )
     checkpoint.close()
     return card

@@ -7,9 +7,11 @@ import msgspec
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput
 from emberline.protocol.frames import EngineInfo
+from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.task_config import task_of
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -19,9 +21,12 @@ class ModelFiles(msgspec.Struct, frozen=True):
     path: str
 
 
-def read_text(files: ModelFiles) -> TextModel:
-    """The model's tokenizer and chat template; BadInput without them, since such a model cannot be served."""
+def read_text(files: ModelFiles) -> TextModel | TextEncoder:
+    """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
     try:
+        task = task_of(Path(files.path))
+        if task.task != "generate":
+            return TextEncoder.load(Path(files.path), task)
         return TextModel.load(Path(files.path))
     except BadCheckpoint as error:
         raise BadInput(f"{files.path} cannot be served: {error}") from None
@@ -33,12 +38,13 @@ def read_info(files: ModelFiles) -> EngineInfo:
         checkpoint = open_checkpoint(Path(files.path))
     except BadCheckpoint as error:
         raise BadInput(f"{files.path} cannot be served: {error}") from None
-    config = checkpoint.config
+    config, task = checkpoint.config, task_of(Path(files.path))
     checkpoint.close()
     return EngineInfo(
         model=files.card.id,
         fingerprint=checkpoint.fingerprint,
-        context_len=config.context_len,
+        context_len=min(config.context_len, task.max_len or config.context_len),
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
+        task=task.task,
     )

@@ -14,6 +14,7 @@ from emberline.catalog.pull import pull
 from emberline.cli import common
 
 if TYPE_CHECKING:
+    from emberline.text.text_encoder import TextEncoder
     from emberline.text.text_model import TextModel
 
 
@@ -42,8 +43,8 @@ def fetch(name: str, store: ModelStore) -> ModelEntry:
         return pull(name, store, report)
 
 
-def load_text(entry: ModelEntry) -> "TextModel":
-    """The model's tokenizer and chat template; BadInput without them, since such a model cannot be served."""
+def load_text(entry: ModelEntry) -> "TextModel | TextEncoder":
+    """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
     from emberline.catalog.model_files import ModelFiles, read_text
 
     return read_text(ModelFiles(entry.card, str(entry.path)))

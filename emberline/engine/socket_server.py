@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from emberline.engine.encoder_loop import EncoderLoop
 from emberline.engine.step_loop import StepLoop
-from emberline.kv.cache import KVEventFeed
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
 from emberline.protocol.events import TokenDelta
@@ -126,13 +126,13 @@ class ClientConnection:
 class Server:
     """Owns the listening socket, the connections, and which connection submitted which request."""
 
-    def __init__(self, listener: socket.socket, loop: StepLoop, info: EngineInfo, token: str) -> None:
+    def __init__(self, listener: socket.socket, loop: StepLoop | EncoderLoop, info: EngineInfo, token: str) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop
         self._info = msgspec.structs.replace(info, heartbeat_s=HEARTBEAT_S)
         self._token = token
-        self._kv_events = KVEventFeed(loop.scheduler.cache)
+        self._kv_events = loop.kv_events()
         self._selector = selectors.DefaultSelector()
         self._connections: set[ClientConnection] = set()
         self._owners: dict[str, ClientConnection] = {}  # of accepted requests
@@ -237,7 +237,7 @@ class Server:
             return False
         if time.monotonic() >= self._drain_until_s:
             error = Unavailable("the engine was shut down before the request finished")
-            self._route(self._loop.scheduler.abort_all(error))
+            self._route(self._loop.abort_all(error))
             self._flush()
             return True
         return not self._loop.busy and not any(c.has_backlog for c in self._connections)
@@ -281,11 +281,11 @@ class Server:
                 self._submit(connection, request)
         elif isinstance(message, frames.Abort):
             for request_id in connection.request_ids.intersection(message.ids):
-                if (delta := self._loop.scheduler.abort(request_id)) is not None:
+                if (delta := self._loop.abort(request_id)) is not None:
                     self._route([delta])
         elif isinstance(message, frames.Vocabulary):
             try:
-                self._loop.scheduler.set_vocabulary(message)
+                self._loop.set_vocabulary(message)
             except EmberlineError as error:  # its requests would be bound to grammars of other tokens
                 raise ClientLost(error.message) from None
         elif isinstance(message, frames.WatchKV):
@@ -358,7 +358,7 @@ class Server:
         for request_id in connection.request_ids:
             del self._owners[request_id]
             self._trace_ids.pop(request_id, None)
-            self._loop.scheduler.abort(request_id)
+            self._loop.abort(request_id)
         _log.info("connection closed: %s", why, extra={"aborted": len(connection.request_ids)})
         connection.request_ids.clear()
         if connection.subscribed and not self._subscribers():

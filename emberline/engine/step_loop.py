@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from emberline.engine.scheduler.plan import DeviceLost, Handle, Runner, StepPlan
 from emberline.engine.scheduler.scheduler import Scheduler
+from emberline.kv.cache import KVEventFeed
 from emberline.kv.transfer.manager import TransferManager
-from emberline.protocol.errors import Internal
+from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.events import TokenDelta
-from emberline.protocol.frames import EngineLoad
+from emberline.protocol.frames import EngineLoad, Vocabulary
 from emberline.protocol.request import EngineRequest
 
 MIN_RATED_TOKENS = 64  # of prompts in a step: fewer say nothing about the prefill rate
@@ -46,9 +47,9 @@ class StepTimes:
         if plan.n_tokens > len(plan.rows):  # it does not only decode
             n_tokens = sum(row.end - row.start for row in plan.rows if row.end - row.start > 1)
         if n_tokens >= MIN_RATED_TOKENS:
-            self.tokens_per_s = _smoothed(self.tokens_per_s, n_tokens / took_s)
+            self.tokens_per_s = smoothed(self.tokens_per_s, n_tokens / took_s)
         else:
-            self._small_s = _smoothed(self._small_s, took_s)
+            self._small_s = smoothed(self._small_s, took_s)
 
     def predicted_s(self, plan: StepPlan) -> float:
         """Of a step that is about to be launched; 0: nothing was measured yet. Before a prompt was, each of its tokens
@@ -61,7 +62,7 @@ class StepTimes:
         return self._small_s + plan.n_tokens / self.tokens_per_s
 
 
-def _smoothed(known: float, measured: float) -> float:
+def smoothed(known: float, measured: float) -> float:
     return known + _RATE_GAIN * (measured - known) if known else measured
 
 
@@ -93,6 +94,9 @@ class StepLoop:
         self.n_prepared = 0  # parts that idle tasks have prepared
         self.step_s = 0.0  # predicted, of the last launched step; 0: unknown
         self._stuck_at = -1  # scheduler.n_submitted when a step found nothing to compute
+
+    def kv_events(self) -> KVEventFeed:
+        return KVEventFeed(self.scheduler.cache)
 
     @property
     def busy(self) -> bool:
@@ -135,6 +139,15 @@ class StepLoop:
 
     def submit(self, request: EngineRequest, now_s: float) -> None:
         self.scheduler.submit(request, now_s)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        return self.scheduler.abort(request_id)
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return self.scheduler.abort_all(error)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.scheduler.set_vocabulary(vocabulary)
 
     def step(self, now_s: float) -> list[TokenDelta]:
         self.scheduler.cache.fence.set_oldest_in_flight(self._in_flight[0][0].number if self._in_flight else None)

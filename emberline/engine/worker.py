@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from emberline import log
 from emberline.engine import cpu_share as cpu_shares
 from emberline.engine import process
+from emberline.engine.encoder_loop import EncoderLimits, EncoderLoop
 from emberline.engine.grammar.compiler import MatcherCompiler
 from emberline.engine.memory import default_kv_bytes, free_host_bytes
 from emberline.engine.scheduler.limits import Limits
@@ -28,12 +29,15 @@ from emberline.protocol.frames import EngineInfo
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
+from emberline.weights.task_config import TaskConfig, task_of
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.preparation import StepPreparation
 
 CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_STEPS_IN_FLIGHT = 2  # one is computed while the next is planned
+ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
+ENCODER_RUNNING = 256  # requests
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
@@ -58,10 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any]]:
+def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop, EngineInfo, dict[str, Any]]:
     """Load the model and build its step loop. The facts are for the log and the ready line."""
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
+    task = task_of(args.model)
+    if task.task != "generate":
+        return _build_encoder(args, task)
     ahead = _read_ahead(args)
     checkpoint = open_checkpoint(args.model)
     if "TRITON_CACHE_DIR" not in os.environ:
@@ -110,6 +117,41 @@ def build(args: argparse.Namespace) -> tuple[StepLoop, EngineInfo, dict[str, Any
     facts = {name: getattr(info, name) for name in ("model", "role", "device", "backend", "context_len", "kv_tokens")}
     facts["kv_bytes"] = sum((group.pool.n_total + 1) * group.layout.block_bytes for group in cache.groups)
     return loop, info, facts
+
+
+def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> tuple[EncoderLoop, EngineInfo, dict[str, Any]]:
+    import torch
+
+    from emberline.models.registry import load_encoder, select_device
+
+    device = select_device(args.device)
+    checkpoint = open_checkpoint(args.model)
+    model = load_encoder(checkpoint, device, args.threads)
+    if model.backend == "native":
+        torch.set_num_threads(1)
+    elif args.threads is not None:
+        torch.set_num_threads(args.threads)
+    config = checkpoint.config
+    limits = EncoderLimits(
+        vocab_size=config.vocab_size,
+        max_len=min(config.context_len, task.max_len or config.context_len),
+        token_budget=args.token_budget or (ENCODER_TOKENS if device == "cpu" else GPU_ENCODER_TOKENS),
+    )
+    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, _thread_setter(model.backend))
+    loop = EncoderLoop(model, limits, classifies=task.task != "embed", cpu_share=cpu_share)
+    checkpoint.close()
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=checkpoint.fingerprint,
+        context_len=limits.max_len,
+        vocab_size=config.vocab_size,
+        eos_ids=(),
+        device=device,
+        backend=model.backend,
+        max_running=args.max_running or ENCODER_RUNNING,
+        task=task.task,
+    )
+    return loop, info, {name: getattr(info, name) for name in ("model", "task", "device", "backend", "context_len")}
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:

@@ -1,9 +1,13 @@
 """A complete answer: the sum of a request's events. The APIs render it; the job queue stores it."""
 
+import sys
+from array import array
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
+from emberline.protocol.encoding import Pooling
 from emberline.protocol.events import TextLogprob, Usage
 from emberline.protocol.request import ToolCall
 
@@ -47,6 +51,27 @@ class AnswerChoice(msgspec.Struct, omit_defaults=True):
 class Answer(msgspec.Struct):
     choices: list[AnswerChoice]
     usage: Usage
+
+
+class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an encoder computed: a row for each text, in order."""
+
+    values: bytes  # float32 little-endian, the rows end to end: vectors, or scores from 0 to 1
+    n_rows: int
+    usage: Usage
+    pooling: Pooling | None = None  # of vectors
+    labels: tuple[str, ...] = ()  # of scores: one for each column
+
+    def row_bytes(self) -> Iterator[bytes]:
+        width = len(self.values) // self.n_rows
+        return (self.values[at : at + width] for at in range(0, len(self.values), width))
+
+    def rows(self) -> Iterator[list[float]]:
+        for raw in self.row_bytes():
+            row = array("f", raw)
+            if sys.byteorder == "big":  # pragma: no cover
+                row.byteswap()
+            yield row.tolist()
 
 
 MAX_DEPTH = 256  # responses in a chain of parents; a longer conversation is stored as a new root with its full input

@@ -47,6 +47,7 @@ class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     error: ErrorInfo | None = None  # with finish == "error"
     waited_s: float = 0.0  # in the engine's queue; in the first delta
+    values: bytes = b""  # of an encoder, with its `finish`: float32 little-endian, a row for each text
 
 
 # --- events of service.generate: exactly one Started, then deltas, one ChoiceDone per choice, one Completed ---------

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from emberline.protocol.block_hash import KVGroup
+from emberline.protocol.encoding import Task
 from emberline.protocol.errors import ErrorInfo
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.request import EngineRequest
@@ -45,6 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: WorkerRole = "both"
     transfers: tuple[str, ...] = ()  # KV transports it can receive over, best first
     heartbeat_s: float = 0.0  # between two heartbeats to clients that ask for them; 0: it sends none
+    task: Task = "generate"
 
 
 class EngineLoad(msgspec.Struct, kw_only=True, omit_defaults=True):

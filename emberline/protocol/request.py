@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
 
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
@@ -133,6 +134,28 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     api: str = ""  # that the client used: "chat", "completions", "responses", "messages" or "run"
 
 
+class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The canonical request to encode texts. Its model says into what: vectors, relevance scores or labels."""
+
+    id: str
+    model: str
+    texts: tuple[str, ...] = ()  # exactly one of texts and token_ids has entries
+    token_ids: tuple[bytes, ...] = ()  # u32 little-endian; taken as they are, without special tokens added
+    query: str | None = None  # of a reranker: each text is scored against it
+    pooling: Pooling | None = None  # None: as the model was trained
+    dimensions: int | None = None  # of the vectors; None: all
+    truncate: bool = False  # a text that is too long is cut; otherwise it is refused
+    session: str | None = None  # the client's id of the conversation
+    priority: Priority = Priority.DEFAULT
+    deadline_s: float | None = None  # seconds from acceptance
+    reject_if_busy: bool = False  # reject instead of queueing under load
+    api: str = ""  # that the client used: "embeddings", "rerank" or "run"
+
+    @property
+    def n_texts(self) -> int:
+        return len(self.texts) or len(self.token_ids)
+
+
 class ThinkingLimit(msgspec.Struct, frozen=True):
     """Once `most` tokens were generated without any of `end_ids`, the engine forces `ids` into the output."""
 
@@ -167,6 +190,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     push: Push | None = None  # prefill only: compute the prompt's full blocks and send them
     trace_id: str = ""  # for the engine's log lines
     awaits: str = ""  # id of the transfer that delivers the prompt's full blocks; only the rest is computed here
+    encode: EncodeParams | None = None  # for an encoder: `prompt_ids` are texts to encode, and nothing is generated
 
 
 class Principal(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 from emberline.balancer.endpoint import Capacity, Endpoint, WorkerListener
 from emberline.balancer.ledger import HUNG_S
 from emberline.balancer.stall_detector import CHECK_S, StallDetector
+from emberline.protocol.encoding import EncodeParams
 from emberline.protocol.errors import EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import TokenDelta
 from emberline.protocol.frames import (
@@ -326,13 +327,18 @@ class _EngineLink(Link):
         self.send(Hello(self._client.endpoint.token, heartbeats=True))
 
     def send_canary(self, welcome: Welcome) -> None:
-        """A tiny generation, at once and before all others."""
+        """A tiny request, at once and before all others."""
         self._welcome = welcome
         self.canary = f"canary-{secrets.token_hex(8)}"
         self.canary_until_s = time.monotonic() + CANARY_TIMEOUT_S
         prompt_ids = pack([token_id % welcome.info.vocab_size for token_id in range(1, 1 + _CANARY_TOKENS)])
-        sampling = SamplingParams(max_tokens=1)
-        canary = EngineRequest(id=self.canary, prompt_ids=prompt_ids, sampling=sampling, priority=Priority.PRIORITY)
+        canary = EngineRequest(
+            id=self.canary,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(max_tokens=1),
+            priority=Priority.PRIORITY,
+            encode=None if welcome.info.task == "generate" else EncodeParams(lens=pack([_CANARY_TOKENS])),
+        )
         self.send(Submit([canary]))
 
     def _await_canary(self, step: Step) -> None:

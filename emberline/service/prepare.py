@@ -124,10 +124,14 @@ class Preparer:
         if "vocabulary" not in text.__dict__:
             await asyncio.get_running_loop().run_in_executor(self._threads, lambda: text.vocabulary)
 
-    async def _run(self, request: GenerateRequest, work: Callable[[], T]) -> T:
-        if _is_long(request):
+    async def run_off_loop(self, n_bytes: int, work: Callable[[], T]) -> T:
+        """In a thread, if `n_bytes` of text are too many for the event loop."""
+        if n_bytes > OFF_LOOP_BYTES:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         return work()
+
+    async def _run(self, request: GenerateRequest, work: Callable[[], T]) -> T:
+        return await self.run_off_loop(OFF_LOOP_BYTES + 1 if _is_long(request) else 0, work)
 
 
 def _is_long(request: GenerateRequest) -> bool:

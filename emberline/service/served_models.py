@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from emberline.balancer.endpoint import Endpoint
 from emberline.catalog.model_card import MODEL_ID, ModelCard, built_in
 from emberline.catalog.model_files import ModelFiles, read_info, read_text
-from emberline.protocol.errors import MalformedModelId, ModelNotFound
+from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.frames import EngineInfo
+from emberline.text.text_encoder import TextEncoder
 from emberline.text.text_model import TextModel
 
 _MODEL_ID = re.compile(MODEL_ID)
 _MODEL_ID_CHARS = 256
+_USE = {
+    "embed": "ask for /v1/embeddings",
+    "rerank": "ask for /v1/rerank",
+    "classify": "ask for it through `run`, with `text`",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +31,26 @@ class Served:
     """A model, and the workers that serve it."""
 
     card: ModelCard
-    text: TextModel
+    tokenizer: TextModel | TextEncoder
     endpoints: tuple[Endpoint, ...] = ()
     info: EngineInfo | None = None  # as its files tell; of a model that may have no engine yet
+
+    @property
+    def text(self) -> TextModel:
+        """Of a model that generates text; BadInput for any other."""
+        if isinstance(self.tokenizer, TextModel):
+            return self.tokenizer
+        raise BadInput(
+            f"{self.card.id} does not generate text: it is for {self.card.task}; {_USE[self.tokenizer.task.task]}",
+            param="model",
+        )
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """Of a model that encodes text; BadInput for one that generates it."""
+        if isinstance(self.tokenizer, TextEncoder):
+            return self.tokenizer
+        raise BadInput(f"{self.card.id} generates text and has no embeddings, scores or labels", param="model")
 
 
 LoadModel = Callable[[ModelFiles], Served]

@@ -11,12 +11,14 @@ import msgspec
 from emberline.balancer.route_request import RouteRequest
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import ModelCard, with_aliases
-from emberline.protocol.errors import Conflict, EmberlineError, Unavailable
+from emberline.protocol.answer import Encoded
+from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
 from emberline.protocol.events import TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import GenerateRequest, Principal, alias_caller
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, alias_caller
 from emberline.service.core import Core, SessionEntry
+from emberline.service.encode import EncodeTransport, prepare_encoding, text_bytes
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
@@ -30,6 +32,7 @@ from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
 from emberline.service.validation import validate
 from emberline.text.grammar.compiler_pool import GrammarCompiler
+from emberline.text.text_model import TextModel
 from emberline.upstream.chunks import BodyAssembler, ChunkReader
 from emberline.upstream.models import UpstreamModels
 from emberline.upstream.request import UpstreamRequest
@@ -40,6 +43,7 @@ CHECKPOINT_S = 1.0  # between two reports of what running requests have used
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 T = TypeVar("T")
+AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest)
 
 log = logging.getLogger("emberline.request")
 
@@ -123,7 +127,7 @@ class Service:
             return await self.upstream.count_tokens(request, card)
         return await self._preparer.count(request, await self._models.get(request.model))
 
-    def _checked(self, request: GenerateRequest, principal: Principal) -> GenerateRequest:
+    def _checked(self, request: AnyRequest, principal: Principal) -> AnyRequest:
         """With the name of the model where it is an alias, if the principal may use the model."""
         model = self._unalias(request.model, alias_caller(principal, request.session, request.id))
         principal.check_model(self.resolve(model).id, request.model)
@@ -173,7 +177,9 @@ class Service:
         """Prepare what only requests with grammars need, so that the first of them need not wait for it."""
         await self._grammars.start()
         for item in self._models.known():
-            await self._preparer.load_vocabulary(item.text)
+            if not isinstance(item.tokenizer, TextModel):
+                continue
+            await self._preparer.load_vocabulary(item.tokenizer)
             for engine in self._engines_of(item):
                 engine.send_vocabulary()
 
@@ -245,6 +251,36 @@ class Service:
                     await run.finish()
                 if block or run.done:
                     yield block, run.done
+
+    async def encode(
+        self,
+        request: EncodeRequest,
+        principal: Principal,
+        job: JobContext | None = None,
+        *,
+        on_admit: Callable[[RateLimits | None], None] | None = None,
+    ) -> Encoded:
+        """The vectors, scores or labels of the request's texts. It ends in one way, as `generate` does."""
+        with self._accepting(request.id):
+            clock = Clock()
+            request = self._checked(request, principal)
+            if self.upstream_card(request.model) is not None:
+                raise Unsupported(
+                    f"{request.model} is on an upstream server: only generation is relayed", param="model"
+                )
+            served = await self._models.get(request.model)
+            prepared = await self._preparer.run_off_loop(
+                text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
+            )
+            transport = EncodeTransport(prepared, self._engines, job)
+            run = await self._admit(prepared.route_request(job), transport, clock, job)
+        if on_admit is not None:
+            on_admit(run.route.rate_limits)
+        async with run:
+            while not run.done:
+                await run.step()
+            await run.finish()
+        return transport.result()
 
     @contextmanager
     def _accepting(self, request_id: str) -> Iterator[None]:

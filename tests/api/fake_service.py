@@ -16,7 +16,7 @@ from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
 from emberline.jobs.webhooks.service import WebhookService
-from emberline.protocol.answer import StoredResponse
+from emberline.protocol.answer import Encoded, StoredResponse
 from emberline.protocol.errors import MalformedModelId, ModelNotFound
 from emberline.protocol.events import (
     ChoiceDone,
@@ -31,7 +31,7 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import GenerateRequest, Principal, SamplingDefaults
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.responses import ResponseStore
@@ -163,6 +163,9 @@ class FakeService:
             self.open -= 1
 
     upstream = UpstreamModels(())
+
+    async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
+        raise NotImplementedError
 
     def upstream_card(self, model_id: str, caller: str = "") -> None:
         return None

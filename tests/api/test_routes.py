@@ -100,13 +100,13 @@ def test_every_kind_of_error_has_codes() -> None:
     assert kinds(EmberlineError) <= set(CODES)
 
 
-@pytest.mark.parametrize("path", ["embeddings", "audio/speech", "images/generations", "rerank"])
+@pytest.mark.parametrize("path", ["videos", "images/generations", "score"])
 async def test_apis_of_others_are_named_in_the_refusal(client: httpx.AsyncClient, path: str) -> None:
     for base in ("/v1", "/client/v4/accounts/a/ai/v1"):
         answer = await client.post(f"{base}/{path}", json={"model": MODEL, "input": "x"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "unknown_url")
-        assert error["message"].startswith("This server generates text and has no ")
+        assert error["message"].startswith("This server has no ")
         assert ("errors" in answer.json()) is (base != "/v1")
     other = await client.post("/v1/nothing", json={})
     assert other.json()["error"]["message"] == "No route for that URI"

@@ -39,6 +39,7 @@ from emberline.protocol.events import (
     Usage,
 )
 from emberline.protocol.request import (
+    EncodeRequest,
     EngineRequest,
     GenerateRequest,
     Message,
@@ -78,7 +79,7 @@ def ledger_of(service: Service) -> UsageLedger:
     return service.core._usage
 
 
-async def row_of(service: Service, request: GenerateRequest) -> UsageRow:
+async def row_of(service: Service, request: GenerateRequest | EncodeRequest) -> UsageRow:
     """The request's usage row; it may still be on its way to the disk."""
     async with asyncio.timeout(PATIENCE_S):
         while (row := await ledger_of(service).find(request.id)) is None:

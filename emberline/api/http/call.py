@@ -13,10 +13,11 @@ from emberline.accounts.audit_log import Actor
 from emberline.api.http.errors import Dialect, FieldNames, HeaderList
 from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol import trace_context
+from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import GenerateRequest, Principal
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
@@ -73,6 +74,10 @@ class Backend(Protocol):
     def generate(
         self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
     ) -> Events: ...
+
+    async def encode(
+        self, request: EncodeRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+    ) -> Encoded: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
 
@@ -271,6 +276,9 @@ class Call:
 
     def generate(self, request: GenerateRequest) -> Events:
         return self.service.generate(request, self.principal, on_admit=self._admitted)
+
+    def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
+        return self.service.encode(request, self.principal, on_admit=self._admitted)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted)

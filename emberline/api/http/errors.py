@@ -14,6 +14,7 @@ HeaderList = list[tuple[bytes, bytes]]
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)")
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _OUTPUT = re.compile(r"output\b(.*)")
+_TEXT = re.compile(r"texts(|\[\d+\])")
 
 
 class Dialect(Enum):
@@ -71,6 +72,8 @@ class FieldNames:
     tools: Sequence[str] = ()  # of each canonical tool
     schema: str = "parameters"  # a tool's field for its schema
     messages: Sequence[str] = ()  # of each canonical message; empty: the names are the same
+    texts: str = "texts"  # to encode
+    one_text: bool = False  # the field is a text and no list
 
     def of(self, param: str) -> str:
         """The client's name of a canonical field; one without another name is returned unchanged."""
@@ -82,6 +85,8 @@ class FieldNames:
             return self.tools[int(found[1])] + re.sub(r"^\.parameters\b", f".{self.schema}", found[2])
         if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self.messages):
             return self.messages[int(found[1])]  # fields inside a message have no counterpart
+        if found := _TEXT.fullmatch(param):
+            return self.texts + ("" if self.one_text else found[1])
         return param
 
     def rename(self, error: EmberlineError) -> EmberlineError:

@@ -143,9 +143,7 @@ class Router:
 
 _V1 = f"{ACCOUNTS}{_ACCOUNT}/ai/v1/"
 _MISSING = {
-    "embeddings": "embeddings",
-    "rerank": "reranking",
-    "score": "reranking",
+    "score": "scoring; `/v1/rerank` scores documents",
     "audio": "speech: neither transcription nor synthesis",
     "images": "image generation",
     "videos": "video generation",
@@ -165,7 +163,7 @@ def _missing(path: str) -> str:
     what = None if start is None else _MISSING.get(path[len(start) :].partition("/")[0])
     if what is None:
         return "No route for that URI"
-    return f"This server generates text and has no {what}. `GET /openapi.json` lists what there is."
+    return f"This server has no {what}. `GET /openapi.json` lists what there is."
 
 
 def _unrouted_dialect(path: str) -> Dialect:

@@ -11,6 +11,7 @@ from emberline.api.common.model_list import cloudflare_model, openrouter_model, 
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.openapi import struct_schemas
 from emberline.api.workers_ai.answer import envelope
+from emberline.api.workers_ai.encode_request import OUTPUT_SCHEMAS, EncodeInput, encodes_text
 from emberline.api.workers_ai.run_request import RunRequest
 from emberline.catalog.model_card import TASKS, ModelCard, authors, stable_uuid
 from emberline.protocol.errors import BadInput
@@ -83,8 +84,9 @@ async def schema(call: Call) -> Reply:
     name = call.query.get("model")
     if not name:
         raise BadInput("the query must name a `model`", param="model")
-    call.service.resolve(name)
-    return json_reply(envelope({"input": _input_schema(), "output": _OUTPUT}))
+    card = call.service.resolve(name)
+    body = EncodeInput if encodes_text(card) else RunRequest
+    return json_reply(envelope({"input": _input_schema(body), "output": OUTPUT_SCHEMAS.get(card.task, _OUTPUT)}))
 
 
 async def tasks(call: Call) -> Reply:
@@ -96,9 +98,9 @@ async def list_authors(call: Call) -> Reply:
 
 
 @cache
-def _input_schema() -> dict[str, Any]:
-    """RunRequest's own definition at the top level, where clients look for `type` and `properties`."""
-    (reference,), definitions = struct_schemas([RunRequest], "#/$defs/{name}")
+def _input_schema(body: type[Any]) -> dict[str, Any]:
+    """Its own definition at the top level, where clients look for `type` and `properties`."""
+    (reference,), definitions = struct_schemas([body], "#/$defs/{name}")
     own = definitions.pop(reference["$ref"].rpartition("/")[2])
     return {**own, "$defs": definitions}
 

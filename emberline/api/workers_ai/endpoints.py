@@ -10,11 +10,13 @@ from emberline.api.batches.job_format import FileLine, Result, batch_request, ba
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
+from emberline.api.common.encoding import run_encoding
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
 from emberline.api.workers_ai.answer import ResultOptions, RunStream, envelope, result_body
+from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
@@ -27,8 +29,9 @@ Json = dict[str, Any]
 
 
 class _RawInput(msgspec.Struct):
-    """The input of a universal request as it was sent, for the queue."""
+    """A universal request, its input as it was sent."""
 
+    model: str
     input: msgspec.Raw
 
 
@@ -59,28 +62,41 @@ _universal_decoder = msgspec.json.Decoder(UniversalRequest)
 _raw_decoder = msgspec.json.Decoder(_RawInput)
 _submission_decoder = msgspec.json.Decoder(_Submission)
 _universal_submission_decoder = msgspec.json.Decoder(_UniversalSubmission)
+_encode_decoder = msgspec.json.Decoder(EncodeInput)
 _input_decoder = msgspec.json.Decoder(_QueuedInput)
 _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 async def run(call: Call) -> Reply | None:
     raw = await read_body(call)
-    try:
-        body = decode(raw, _run_decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
-    except BadInput:
-        call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
-        raise
-    if body.for_queue or _queue_requested(call):
-        return await _run_queued(call, call.path_param, raw, body)
-    return await _run(call, call.path_param, body)
+    # An unknown model is reported before what is wrong with the body.
+    return await _run_input(call, call.path_param, raw, encodes_text(call.service.resolve(call.path_param)))
 
 
 async def run_universal(call: Call) -> Reply | None:
     raw = await read_model_body(call)
-    body = decode(raw, _universal_decoder, decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values)
-    if body.input.for_queue or _queue_requested(call):
-        return await _run_queued(call, body.model, bytes(decode(raw, _raw_decoder).input), body.input)
-    return await _run(call, body.model, body.input)
+    max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
+    body = decode(raw, _raw_decoder, max_values)
+    if encodes_text(call.service.resolve(body.model)):
+        return await _run_input(call, body.model, bytes(body.input), encodes=True)
+    given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path
+    return await _run(call, body.model, bytes(body.input), given.input)
+
+
+async def _run_input(call: Call, model: str, raw: bytes, encodes: bool) -> Reply | None:
+    decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _run_decoder
+    body = decode(raw, decoder, decode(raw, _submission_decoder, NO_LIMIT).max_values)
+    return await _run(call, model, raw, body)
+
+
+async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
+    if body.for_queue or _queue_requested(call):
+        return await _run_queued(call, model, raw, body)
+    if isinstance(body, RunRequest):
+        return await _generate(call, model, body)
+    request, call.field_names = body.to_request(model, call.id)
+    encoded = await run_encoding(call, request)
+    return json_reply(envelope(encoded_result(body, encoded)), headers=_headers(call))
 
 
 def _queue_requested(call: Call) -> bool:
@@ -90,12 +106,16 @@ def _queue_requested(call: Call) -> bool:
     return value == "true"
 
 
-async def _run(call: Call, model: str, body: RunRequest) -> Reply | None:
+def _headers(call: Call) -> HeaderList:
+    """Models have no price, so no request costs neurons."""
+    return [*call.id_headers, (b"cf-ai-neurons", b"0")]
+
+
+async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
     request, call.field_names = body.to_request(model, call.id, call.session)
     events = call.generate(request)
     options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
-    # Models have no price, so no request costs neurons.
-    headers: HeaderList = [*call.id_headers, (b"cf-ai-neurons", b"0")]
+    headers = _headers(call)
     if body.stream:
         await stream(call, events, RunStream(call.id, call.dialect, options), headers)
         return None
@@ -105,14 +125,14 @@ async def _run(call: Call, model: str, body: RunRequest) -> Reply | None:
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply | None:
+async def _run_queued(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply | None:
     """Submit, or poll. `raw` is the body as sent: without `requests`, it is the only input."""
     if body.request_id is not None:
         return await _poll(call, body.request_id)
     return await _submit(call, model, raw, body)
 
 
-async def _submit(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply:
+async def _submit(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInput) -> Reply:
     card = call.service.resolve(model)
     requests = _requests(call, raw, body, card.id)
     most = call.queue.limits.max_jobs
@@ -128,7 +148,7 @@ async def _submit(call: Call, model: str, raw: bytes, body: RunRequest) -> Reply
     return reply._replace(headers=[*reply.headers, *call.id_headers])
 
 
-def _requests(call: Call, raw: bytes, body: RunRequest, model: str) -> list[msgspec.Raw]:
+def _requests(call: Call, raw: bytes, body: RunRequest | EncodeInput, model: str) -> list[msgspec.Raw]:
     if body.requests is None:
         _, call.field_names = body.to_request(model, call.id)  # a single invalid input is refused at once
         if body.stream:

@@ -1,0 +1,52 @@
+"""Encoding texts, as every API needs it: the request that a body asks for, computed while its client waits."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from emberline.api.common.unsupported_fields import UnsupportedField, refuse_unsupported
+from emberline.api.http.call import Call, while_connected
+from emberline.protocol.answer import Encoded
+from emberline.protocol.errors import BadInput
+from emberline.protocol.request import EncodeRequest
+
+Truncate = bool | Literal["NONE", "END"]
+
+
+class EncodeFields(msgspec.Struct, kw_only=True):
+    """Fields of every request to encode texts; those of generation are refused."""
+
+    truncate: Truncate | None = None  # Cohere's NONE and END too
+    truncate_inputs: bool | None = None  # Workers AI's name
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=-1)] | None = None  # vLLM's name; -1: to what fits
+    stream: UnsupportedField = None
+    messages: UnsupportedField = None
+    prompt: UnsupportedField = None
+    instruction: UnsupportedField = None
+    image: UnsupportedField = None
+    images: UnsupportedField = None
+
+    @property
+    def truncates(self) -> bool:
+        refuse_unsupported(self)
+        named = self.truncate is True or self.truncate == "END"
+        return named or bool(self.truncate_inputs) or self.truncate_prompt_tokens is not None
+
+
+async def run_encoding(call: Call, request: EncodeRequest) -> Encoded:
+    """A client that disconnects cancels the work."""
+    return await while_connected(call.receive, call.encode(request))
+
+
+def check_top(top: int | None, field: str) -> int | None:
+    if top is not None and top < 1:
+        raise BadInput(f"`{field}` must be at least 1", param=field)
+    return top
+
+
+def ranking(encoded: Encoded, top: int | None) -> list[tuple[int, float]]:
+    """The texts by index, best first, with their scores."""
+    scores = [row[0] for row in encoded.rows()]
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return [(index, scores[index]) for index in order[:top]]

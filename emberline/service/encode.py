@@ -1,0 +1,220 @@
+"""A request to encode texts on our own engines: prepared here, computed by an encoder, its rows made into scores."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.balancer.route_request import Fault, Route, RouteRequest
+from emberline.protocol.answer import Encoded
+from emberline.protocol.encoding import EncodeParams
+from emberline.protocol.errors import BadInput, EmberlineError, Internal, Unavailable, Unsupported, from_info
+from emberline.protocol.events import Usage
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.request import EncodeRequest, EngineRequest, Principal, SamplingParams
+from emberline.protocol.token_ids import count, pack
+from emberline.protocol.trace_context import TraceContext, TraceDetails
+from emberline.service.engine_client import EngineClient, EngineStream
+from emberline.service.engine_transport import (
+    CONNECT_WAIT_S,
+    DEADLINE_GRACE_S,
+    RECONNECT_WAIT_S,
+    RESTART_WAIT_S,
+)
+from emberline.service.request_context import Clock, JobContext, in_flight_id
+from emberline.service.served_models import Served
+from emberline.text.text_encoder import EncodedTexts, TextEncoder
+
+MAX_TEXTS = 2048  # of one request, as OpenAI's
+_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEncoding:
+    """A request whose texts are tokenized."""
+
+    request: EncodeRequest
+    principal: Principal
+    served: Served
+    info: EngineInfo
+    texts: EncodedTexts
+    params: EncodeParams
+    clock: Clock
+
+    @property
+    def n_tokens(self) -> int:
+        return count(self.texts.ids)
+
+    def route_request(self, job: JobContext | None) -> RouteRequest:
+        request, principal = self.request, self.principal
+        return RouteRequest(
+            id=in_flight_id(request.id, job),
+            account=principal.account,
+            key_id=principal.key_id,
+            model=self.served.card.id,
+            model_version=self.info.fingerprint,
+            priority=request.priority.name.lower(),
+            input_tokens=self.n_tokens,
+            created_us=self.clock.created_us,
+            deadline_s=request.deadline_s,
+            reject_if_busy=request.reject_if_busy,
+            engine="" if job is None else job.engine,
+            api=request.api,
+            accepted_us=0 if job is None else job.accepted_us,
+        )
+
+
+def text_bytes(request: EncodeRequest) -> int:
+    """Of the text to tokenize, about."""
+    return sum(map(len, request.texts)) + len(request.query or "") * len(request.texts)
+
+
+def prepare_encoding(
+    request: EncodeRequest, principal: Principal, served: Served, info: EngineInfo, clock: Clock
+) -> PreparedEncoding:
+    """Refuses everything that can be refused without an engine."""
+    encoder = served.encoder
+    _validate(request, encoder)
+    texts = _tokenize(request, encoder)
+    params = EncodeParams(
+        lens=pack(texts.lens),
+        second_starts=b"" if texts.second_starts is None else pack(texts.second_starts),
+        pooling=request.pooling or encoder.task.pooling,
+        normalize=encoder.task.normalize,
+        dimensions=request.dimensions or 0,
+    )
+    return PreparedEncoding(request, principal, served, info, texts, params, clock)
+
+
+def _validate(request: EncodeRequest, encoder: TextEncoder) -> None:
+    task = encoder.task
+    if not request.n_texts:
+        raise BadInput("there is no text to encode", param="texts")
+    if request.n_texts > MAX_TEXTS:
+        raise BadInput(
+            f"{request.n_texts:,} texts are too many for one request, which takes {MAX_TEXTS:,}", param="texts"
+        )
+    if (task.task == "rerank") != (request.query is not None):
+        if request.query is None:
+            raise BadInput(f"{request.model} is a reranker and needs a query to score the texts against", param="query")
+        raise BadInput(f"{request.model} is no reranker: it takes no query", param="query")
+    if request.pooling == "last" or (request.pooling is not None and task.pooling == "last"):
+        raise Unsupported("`pooling` is mean or cls, of models that were trained so", param="pooling")
+    if request.dimensions is not None and not task.matryoshka:
+        raise Unsupported(f"{request.model} has vectors of one size: leave `dimensions` out", param="dimensions")
+    if request.dimensions is not None and request.dimensions < 1:
+        raise BadInput("`dimensions` must be at least 1", param="dimensions")
+
+
+def _tokenize(request: EncodeRequest, encoder: TextEncoder) -> EncodedTexts:
+    if not request.token_ids:
+        return encoder.encode(request.texts, request.query, truncate=request.truncate)
+    given = [ids[: 4 * encoder.max_len] for ids in request.token_ids] if request.truncate else request.token_ids
+    lens = [count(ids) for ids in given]
+    for index, (ids, length) in enumerate(zip(given, lens, strict=True)):
+        encoder.check_length(length, index)
+        highest = int(np.frombuffer(ids, "<u4").max())
+        if highest >= encoder.vocab_size:
+            message = f"token id {highest} is beyond the vocabulary of {encoder.vocab_size}"
+            raise BadInput(message, param=f"texts[{index}]")
+    return EncodedTexts(b"".join(given), lens)
+
+
+class EncodeTransport:
+    """One sequence that holds all texts. A failover computes them again: the client has received nothing."""
+
+    restart_wait_s = RESTART_WAIT_S
+    deadline_grace_s = DEADLINE_GRACE_S
+    operation = "embeddings"
+    provider = "emberline"
+
+    def __init__(
+        self, prepared: PreparedEncoding, engines: Mapping[str, EngineClient], job: JobContext | None = None
+    ) -> None:
+        self.began = False
+        self.trace: TraceContext | None = None
+        self._prepared = prepared
+        self._engines = engines  # by endpoint name
+        self._id = in_flight_id(prepared.request.id, job)
+        self._engine: EngineClient | None = None
+        self._stream: EngineStream | None = None
+        self._values: bytes | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0
+
+    @property
+    def done(self) -> bool:
+        return self._values is not None
+
+    @property
+    def usage(self) -> Usage:
+        """The texts count once all of them are computed: nothing else is delivered."""
+        return Usage(prompt_tokens=self._prepared.n_tokens if self.done else 0)
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        self.began = False
+        until_s = None if deadline_s is None else time.monotonic() + deadline_s
+        engine = self._engine = self._engines[route.decode]
+        await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
+        request = EngineRequest(
+            id=self._id + (f"-m{attempt}" if attempt else ""),
+            prompt_ids=self._prepared.texts.ids,
+            sampling=_SAMPLING,
+            priority=self._prepared.request.priority,
+            deadline_s=None if until_s is None else max(0.001, until_s - time.monotonic()),
+            encode=self._prepared.params,
+            trace_id="" if self.trace is None else self.trace.trace_id,
+        )
+        self._stream = engine.stream([request])
+
+    async def next(self) -> None:
+        assert self._stream is not None
+        for delta in await self._stream.next():
+            if delta.finish in ("error", "cancelled"):
+                raise Unavailable("the engine gave the request up") if delta.error is None else from_info(delta.error)
+            self.began = True
+            if delta.finish is not None:
+                self._values = delta.values
+
+    def fault(self, error: EmberlineError) -> Fault:
+        """Internal is not retried: it may be the text that an engine cannot compute."""
+        if self._engine is None or not isinstance(error, Unavailable | Internal):
+            return Fault(False)
+        if isinstance(error, Internal):
+            return Fault(False, lost=(self._engine.name,))
+        return Fault(not self._engine.closing, (self._engine.name,))
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        return TraceDetails()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def result(self) -> Encoded:
+        assert self._values is not None
+        prepared = self._prepared
+        task, n_rows = prepared.served.encoder.task, prepared.request.n_texts
+        if not self._values or len(self._values) % (4 * n_rows):
+            raise Internal("the engine returned a result of another size")
+        if task.task == "embed":
+            return Encoded(values=self._values, n_rows=n_rows, usage=self.usage, pooling=prepared.params.pooling)
+        logits = np.frombuffer(self._values, "<f4").reshape(n_rows, -1)
+        scores = _sigmoid(logits) if task.task == "rerank" or task.multi_label else _softmax(logits)
+        values = scores.astype("<f4").tobytes()
+        return Encoded(values=values, n_rows=n_rows, usage=self.usage, labels=task.labels)
+
+
+def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    return 1 / (1 + np.exp(-np.clip(x.astype(np.float64), -700, 700)))
+
+
+def _softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    powers = np.exp(x.astype(np.float64) - x.max(axis=1, keepdims=True))
+    scores: NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
+    return scores

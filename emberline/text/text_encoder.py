@@ -1,0 +1,99 @@
+"""The tokenizer of an encoder: texts, and pairs of texts, to token ids with the model's special tokens around them."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from emberline.protocol.errors import BadInput, ContextExceeded
+from emberline.protocol.token_ids import pack
+from emberline.weights.hf_checkpoint import folder_config
+from emberline.weights.model_config import BadCheckpoint
+from emberline.weights.task_config import TaskConfig
+
+MAX_TOKEN_CHARS = 100  # a text with so many characters for each token that fits is refused without being tokenized
+
+
+class EncodedTexts(NamedTuple):
+    ids: bytes  # u32 little-endian, the texts end to end
+    lens: list[int]
+    second_starts: list[int] | None = None  # of pairs: where the second text begins
+
+
+class TextEncoder:
+    """Special tokens in a client's text are ordinary text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, task: TaskConfig, vocab_size: int, max_len: int) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self.task = task
+        self.vocab_size = vocab_size
+        self.max_len = max_len
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, folder: Path, task: TaskConfig) -> "TextEncoder":
+        """From a Hugging Face folder; raises BadCheckpoint."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise BadCheckpoint(f"{folder.name} has no tokenizer.json; convert its tokenizer")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise BadCheckpoint(f"tokenizer.json cannot be read: {error}") from None
+        config = folder_config(folder)
+        return cls(tokenizer, task, config.vocab_size, min(config.context_len, task.max_len or config.context_len))
+
+    @cached_property
+    def _truncating(self) -> tokenizers.Tokenizer:
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        tokenizer.enable_truncation(self.max_len)
+        return tokenizer
+
+    def encode(self, texts: Sequence[str], query: str | None = None, *, truncate: bool = False) -> EncodedTexts:
+        """With a query, each text is the second of a pair. Errors name the text by its index: `texts[3]`."""
+        most = MAX_TOKEN_CHARS * self.max_len
+        for index, text in enumerate(texts):
+            n_chars = len(text) + len(query or "")
+            if n_chars > most and not truncate:
+                raise ContextExceeded(
+                    f"the text has {n_chars} characters, far beyond the {self.max_len} tokens that the model takes: "
+                    "shorten it, or ask for truncation",
+                    param=f"texts[{index}]",
+                )
+        cut = [text[:most] for text in texts] if truncate else list(texts)
+        query = query[:most] if query is not None and truncate else query
+        tokenizer = self._truncating if truncate else self._tokenizer
+        try:
+            if len(cut) == 1:  # a batch would start threads
+                found = [tokenizer.encode(cut[0]) if query is None else tokenizer.encode(query, cut[0])]
+            else:
+                found = tokenizer.encode_batch_fast(cut if query is None else [(query, text) for text in cut])
+        except (TypeError, UnicodeEncodeError):  # raised by the library
+            message = "a text contains a lone surrogate (half of a UTF-16 pair), which is not Unicode"
+            raise BadInput(message, param="texts") from None
+        lens = [len(encoding.ids) for encoding in found]
+        for index, length in enumerate(lens):
+            self.check_length(length, index)
+        ids = b"".join(pack(encoding.ids) for encoding in found)
+        return EncodedTexts(ids, lens, None if query is None else [_second_start(e) for e in found])
+
+    def check_length(self, n_tokens: int, index: int) -> None:
+        if n_tokens > self.max_len:
+            raise ContextExceeded(
+                f"the text has {n_tokens} tokens, and the model takes at most {self.max_len}: shorten it, or ask for "
+                "truncation",
+                param=f"texts[{index}]",
+            )
+        if not n_tokens:
+            raise BadInput("the text has no tokens", param=f"texts[{index}]")
+
+
+def _second_start(encoding: tokenizers.Encoding) -> int:
+    """By token types: models without them (RoBERTa) have one type only, and no second text."""
+    types = encoding.type_ids
+    return types.index(1) if 1 in types else len(types)
