@@ -1,64 +1,154 @@
-"""Enforces the limits of keys and accounts: a request takes its share when it is admitted and settles when it ends."""
+"""Enforces the limits of keys and accounts: a request takes its share when it is admitted and settles when it ends.
+
+Rate limits come first, then budgets, for which the store may have to be asked. Queued jobs have no rate limit, because
+they wait until there is room; they do have budgets.
+"""
+
+import msgspec
 
 from emberline.accounts.account import Account
 from emberline.accounts.api_key import ApiKey
+from emberline.accounts.budgets import Budget, Budgets, Reservation
 from emberline.accounts.key_directory import KeyDirectory
 from emberline.accounts.rate_limits import RateLimit, RateLimiter, Taken
 from emberline.accounts.usage_row import UsageRow
-from emberline.protocol.errors import Forbidden
+from emberline.protocol.errors import BadInput, Forbidden
+from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
 
 
-class LimitEnforcer:
-    """Owns what running requests hold, by request id. Lives in the core; nothing here waits."""
+class RequestExtent(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a request may use."""
 
-    def __init__(self, directory: KeyDirectory, limiter: RateLimiter | None = None) -> None:
+    created_us: int
+    priority: str
+    input_tokens: int  # for an upstream server an estimate
+    max_input_tokens: int
+    max_output_tokens: int | None  # of all choices; None: not bounded
+    is_job: bool = False
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What an admitted request was given."""
+
+    rate_limits: RateLimits | None = None
+    lease: str = ""  # of its budgets, for its usage row
+    reserved_pico: int = 0
+
+
+class _Held(msgspec.Struct):
+    """What a running request holds until it ends."""
+
+    share: Share
+    taken: Taken | None
+    reservation: Reservation | None = None
+
+
+class LimitEnforcer:
+    """Owns what running requests hold, by request id. Lives in the core. Without `budgets` there are none."""
+
+    def __init__(
+        self, directory: KeyDirectory, budgets: Budgets | None = None, limiter: RateLimiter | None = None
+    ) -> None:
         self._directory = directory
+        self._budgets = budgets
         self._limiter = limiter or RateLimiter()
-        self._held: dict[str, Taken] = {}
+        self._held: dict[str, _Held] = {}
 
     @property
     def n_held(self) -> int:
         """Running requests that are limited."""
         return len(self._held)
 
-    def admit(
-        self, request_id: str, account: str, key_id: str, *, input_tokens: int, output_tokens: int, is_job: bool
-    ) -> RateLimits | None:
-        """Let a request in that produces at most `output_tokens`, or raise RateLimited. One that is moved to another
-        worker holds its share already. Rate limits are not for queued jobs, which wait until there is room."""
-        limited = self._limited(account, key_id)
-        if is_job or request_id in self._held:
-            return None
-        limits = [limit for limit in limited if limit != RateLimit(limit.scope, limit.name)]
-        if not limits:
-            return None
-        self._held[request_id] = self._limiter.take(limits, input_tokens, output_tokens)
-        return self._limiter.state(limits)
-
-    def release(self, request_id: str) -> None:
-        """The request never ran."""
-        if (taken := self._held.pop(request_id, None)) is not None:
-            self._limiter.put_back(taken, 0, ran=False)
-
-    def settle(self, row: UsageRow) -> None:
-        """The request has ended. Cached tokens of the prompt do not count."""
-        if (taken := self._held.pop(row.id, None)) is not None:
-            self._limiter.put_back(taken, row.input_tokens - row.cached_tokens + row.output_tokens)
-
-    def _limited(self, account_id: str, key_id: str) -> list[RateLimit]:
+    async def admit(
+        self, request_id: str, account_id: str, key_id: str, extent: RequestExtent, price: Price | None
+    ) -> Share:
+        """Let a request in, or raise RateLimited, BudgetExceeded, BudgetReserved. One that is moved to another worker
+        has its share already."""
+        if (held := self._held.get(request_id)) is not None:
+            return held.share
         account, key = self._directory.account(account_id), self._directory.key(key_id) if key_id else None
         if account is not None and account.disabled_us is not None:
             raise Forbidden(f"account {account.id} is disabled")
-        return [_rate_limit(owner) for owner in (key, account) if owner is not None]
+        owners = [owner for owner in (key, account) if owner is not None]
+        rate_limits = [] if extent.is_job else [limit for owner in owners if (limit := _rate_limit(owner)) is not None]
+        budgets = [budget for owner in owners if (budget := _budget(owner)) is not None]
+        if not rate_limits and not budgets:
+            return Share()
+        held = _Held(Share(), None)
+        if rate_limits:
+            held.taken = self._limiter.take(rate_limits, extent.input_tokens, extent.max_output_tokens or 0)
+        if budgets and self._budgets is not None:
+            try:
+                amount_pico = _worst_case_pico(extent, price, budgets[0].name)
+                held.reservation = await self._budgets.reserve(budgets, amount_pico, extent.created_us)
+            except BaseException:
+                self._give_up(held)
+                raise
+        held.share = Share(
+            self._limiter.state(rate_limits) if rate_limits else None,
+            "" if held.reservation is None else held.reservation.lease,
+            0 if held.reservation is None else held.reservation.amount_pico,
+        )
+        self._held[request_id] = held
+        return held.share
+
+    def release(self, request_id: str) -> None:
+        """The request never ran."""
+        if (held := self._held.pop(request_id, None)) is not None:
+            self._give_up(held)
+
+    def settle(self, row: UsageRow) -> bool:
+        """The request has ended. Cached tokens of the prompt do not count for rate limits. True: the row is late, see
+        `Budgets.settle`."""
+        held = self._held.pop(row.id, None)
+        if held is None:
+            return False
+        if held.taken is not None:
+            self._limiter.put_back(held.taken, row.input_tokens - row.cached_tokens + row.output_tokens)
+        if held.reservation is None or self._budgets is None:
+            return False
+        return not self._budgets.settle(held.reservation, row.cost_pico or 0)
+
+    def _give_up(self, held: _Held) -> None:
+        if held.taken is not None:
+            self._limiter.put_back(held.taken, 0, ran=False)
+        if held.reservation is not None and self._budgets is not None:
+            self._budgets.settle(held.reservation, 0)
 
 
-def _rate_limit(owner: Account | ApiKey) -> RateLimit:
-    is_key = isinstance(owner, ApiKey)
-    return RateLimit(
-        f"{'key' if is_key else 'account'}:{owner.id}",
-        "this API key" if is_key else f"account {owner.id}",
-        owner.requests_per_minute,
-        owner.tokens_per_minute,
-        owner.concurrency,
-    )
+def _name(owner: Account | ApiKey) -> str:
+    return "this API key" if isinstance(owner, ApiKey) else f"account {owner.id}"
+
+
+def _rate_limit(owner: Account | ApiKey) -> RateLimit | None:
+    limits = owner.requests_per_minute, owner.tokens_per_minute, owner.concurrency
+    if limits == (None, None, None):
+        return None
+    kind = "key" if isinstance(owner, ApiKey) else "account"
+    return RateLimit(f"{kind}:{owner.id}", _name(owner), *limits)
+
+
+def _budget(owner: Account | ApiKey) -> Budget | None:
+    if owner.budget_pico is None:
+        return None
+    account, key_id = (owner.account, owner.id) if isinstance(owner, ApiKey) else (owner.id, "")
+    return Budget(account, key_id, _name(owner), owner.budget_pico, owner.budget_period)
+
+
+def _worst_case_pico(extent: RequestExtent, price: Price | None, name: str) -> int:
+    """BadInput where nothing bounds it."""
+    if price is None:
+        raise Forbidden(
+            f"{name} has a budget, and this model has no price: set one with `emberline price`, or use another model",
+            param="model",
+        )
+    n_output = extent.max_output_tokens
+    if n_output is None:
+        if price.output:
+            raise BadInput(
+                f"{name} has a budget, and nothing bounds what this request may cost: set max_tokens",
+                param="max_tokens",
+            )
+        n_output = 0
+    return price.worst_case_pico(extent.max_input_tokens, n_output, extent.priority)

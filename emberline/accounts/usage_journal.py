@@ -41,6 +41,8 @@ class UsageJournal:
             self._file = file
             self._n_bytes = 0  # of the spool: whole, durable lines
             self._n_forwarded = 0  # bytes of it that the store has
+            self.name = self._spool.stem  # of this process
+            self.adopted: list[str] = []  # names of dead ones
             for path in sorted(folder.glob("*.spool")):
                 self._adopt(path)
         except OSError as error:
@@ -149,6 +151,7 @@ class UsageJournal:
                 if (error := self._write(b"".join(_to_line(row) + b"\n" for row in rows))) is not None:
                     raise error
             _remove(spool)
+            self.adopted.append(spool.stem)
         finally:
             os.close(file)
 

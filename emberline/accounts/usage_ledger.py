@@ -7,14 +7,16 @@ used is checkpointed there every few seconds, so that a killed process leaves ro
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
+from emberline.accounts.budget_leases import insert_rows
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_row import COLUMNS, UsageRow, insert_usage
 from emberline.protocol.errors import Unavailable
-from emberline.store import BulkQuery, Database
+from emberline.store import Database
 
 STORE_WAIT_S = 2.0  # for the store to take a row before it is spooled
 FORWARD_S = 1.0  # between two attempts to forward spooled rows
@@ -36,26 +38,36 @@ class UsageLedger:
         self._checkpoints: asyncio.Task[None] | None = None
         self._away = False  # the store: rows are spooled at once, so that no request waits for it
         self._forwarding: asyncio.Task[None] | None = None  # while rows are spooled
+        self._adopting: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, on_adopted: Callable[[Sequence[str]], Awaitable[None]] | None = None) -> None:
+        """`on_adopted` is called with the names of dead processes' journals, once their rows are in the store."""
         if self._journal is not None:
             self._checkpoints = asyncio.create_task(self._write_checkpoints(self._journal))
             self._forward(self._journal)
+            if on_adopted is not None and self._journal.adopted:
+                self._adopting = asyncio.create_task(self._tell_adopted(self._journal.adopted, on_adopted))
+
+    @property
+    def all_stored(self) -> bool:
+        """Whether no row waits in the journal."""
+        return self._journal is None or not self._journal.has_rows
 
     async def close(self) -> None:
         """Before the store. Rows that it has not taken are forwarded by the next process."""
-        tasks = [task for task in (self._checkpoints, self._forwarding) if task is not None]
+        tasks = [task for task in (self._checkpoints, self._forwarding, self._adopting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._journal is not None:
             await self._journal.close()
 
-    async def record(self, row: UsageRow) -> None:
-        """Return once the row is durable. Recording a second row of the same id changes nothing."""
+    async def record(self, row: UsageRow, is_late: bool = False) -> None:
+        """Return once the row is durable. Recording a second row of the same id changes nothing. `is_late`: its
+        budgets' lease may be gone."""
         if self._journal is None:
-            await self._store.write(*insert_usage(row))
-        elif self._away or not await self._write(row):
+            await self._insert_one(row, is_late)
+        elif self._away or not await self._write(row, is_late):
             try:
                 await self._journal.append(row)
             except Unavailable:
@@ -81,11 +93,24 @@ class UsageLedger:
         fields["cached_by_tier"] = msgspec.json.decode(str(fields["cached_by_tier"]))
         return msgspec.convert(fields, UsageRow)
 
-    async def _write(self, row: UsageRow) -> bool:
+    async def _insert_one(self, row: UsageRow, is_late: bool) -> None:
+        if is_late:
+            await self._insert_late([row])
+        else:
+            await self._store.write(*insert_usage(row))
+
+    async def _insert_late(self, rows: Sequence[UsageRow]) -> None:
+        """Rows that come some time after their requests have ended, when leases of budgets may be gone."""
+        if any(row.lease for row in rows):
+            await self._store.run(partial(insert_rows, rows))
+        else:
+            await self._store.transaction(list(insert_rows(rows)))
+
+    async def _write(self, row: UsageRow, is_late: bool) -> bool:
         """False: the store is away or too slow. It may take the row later all the same."""
         try:
             async with asyncio.timeout(STORE_WAIT_S):
-                await self._store.write(*insert_usage(row))
+                await self._insert_one(row, is_late)
         except (Unavailable, TimeoutError) as error:
             if not self._away:
                 log.warning("usage rows are spooled: %s", str(error) or "the store is slow")
@@ -114,22 +139,30 @@ class UsageLedger:
 
     async def _insert(self, rows: Sequence[UsageRow]) -> None:
         """Unavailable or TimeoutError: not now. A row that the store refuses for itself is logged and skipped."""
-        inserts = [insert_usage(row) for row in rows]
-        if not inserts:
+        if not rows:
             return
         async with asyncio.timeout(FORWARD_WAIT_S):
             try:
-                await self._store.transaction([BulkQuery(inserts[0].sql, [insert.params for insert in inserts])])
+                await self._insert_late(rows)
             except Unavailable:
                 raise
             except Exception:
-                for row, insert in zip(rows, inserts, strict=True):
+                for row in rows:
                     try:
-                        await self._store.write(*insert)
+                        await self._insert_late([row])
                     except Unavailable:
                         raise
                     except Exception:
                         log.exception("a usage row is refused: %s", row)
+
+    async def _tell_adopted(self, names: Sequence[str], on_adopted: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        while True:
+            if self._forwarding is not None:
+                await asyncio.wait([self._forwarding])
+            try:
+                return await on_adopted(names)
+            except Unavailable:
+                await asyncio.sleep(FORWARD_S * random.uniform(0.75, 1.25))
 
     async def _write_checkpoints(self, journal: UsageJournal) -> None:
         while True:

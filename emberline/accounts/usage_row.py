@@ -35,6 +35,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session: str = ""  # a digest of the client's session id
     cost_pico: int | None = None  # 10⁻¹² of the currency; None: no price, which is not zero
     discount_pico: int = 0  # what cached input would have cost more
+    lease: str = ""  # of its budgets, in which its cost was reserved
 
     @property
     def cached_tokens(self) -> int:

@@ -28,6 +28,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engine: str = ""  # the worker that a job was granted
     keys: bytes = b""  # content keys of the prompt's full blocks, end to end
     max_tokens: int = 0  # of the reply; 0: unknown
+    context_len: int = 0  # of the model, where prompt or reply have no other bound
+    max_input_tokens: int = 0  # where `input_tokens` is an estimate: it is not more than this
     lost: tuple[str, ...] = ()  # workers that just failed it: avoided, and blamed once
     deadline_s: float | None = None  # seconds from now by which it must have ended
     api: str = ""  # for the usage row
@@ -41,6 +43,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: str = ""
     cached_tokens: int = 0  # of the prompt, expected in the cache of the worker that computes it
     rate_limits: RateLimits | None = None  # of the caller, for the response's headers
+    lease: str = ""  # of the budgets in which its cost is reserved; for the usage row
+    reserved_pico: int = 0
     price: Price | None = None  # valid when the request was accepted; None: the model has none
 
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from prometheus_client.registry import Collector
 
-from emberline.accounts.key_directory import KeyDirectory
-from emberline.accounts.limit_enforcement import LimitEnforcer
+from emberline.accounts.limit_enforcement import LimitEnforcer, RequestExtent
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.prices import PriceTable
 from emberline.accounts.usage_ledger import UsageLedger
@@ -131,11 +130,11 @@ class LocalCore:
         responses: DatabaseResponses,
         job_share: float = SHARE,
         data_dir: Path | None = None,
-        directory: KeyDirectory | None = None,
+        limits: LimitEnforcer | None = None,
         prices: PriceStore | None = None,
     ) -> None:
         """`connections` are not started yet. Without being able to write to `data_dir`, no request can be served."""
-        self.limits = None if directory is None else LimitEnforcer(directory)
+        self.limits = limits  # of accounts and keys
         self._data_dir = data_dir
         self.admission = admission
         self.grants = Grants(admission.balancer, job_share)
@@ -184,25 +183,18 @@ class LocalCore:
             if wait_s > request.wait_s:
                 request = msgspec.structs.replace(request, wait_s=wait_s)
         price = self.prices.find(request.model, request.accepted_us or request.created_us)
-        rate_limits = None
-        if self.limits is not None:
-            rate_limits = self.limits.admit(
-                request.id,
-                request.account,
-                request.key_id,
-                input_tokens=request.input_tokens,
-                output_tokens=request.max_tokens * request.n,
-                is_job=bool(request.engine),
-            )
+        if self.limits is None:
+            return msgspec.structs.replace(await self.admission.admit(request), price=price)
+        share = await self.limits.admit(request.id, request.account, request.key_id, _extent(request), price)
         try:
             route = await self.admission.admit(request)
         except BaseException:
-            if self.limits is not None and not request.avoid:  # it never ran; one that is moved keeps its share
+            if not request.avoid:  # it never ran; one that is moved keeps its share
                 self.limits.release(request.id)
             raise
-        if price is None and rate_limits is None:
-            return route
-        return msgspec.structs.replace(route, price=price, rate_limits=rate_limits)
+        return msgspec.structs.replace(
+            route, price=price, rate_limits=share.rate_limits, lease=share.lease, reserved_pico=share.reserved_pico
+        )
 
     async def refresh_prices(self) -> None:
         if self._price_store is not None:
@@ -219,8 +211,7 @@ class LocalCore:
     async def finalize(self, end: RequestEnd) -> None:
         row = self.prices.priced(end.row)
         self._observe_ttft(row)
-        if self.limits is not None:
-            self.limits.settle(row)
+        is_late = self.limits is not None and self.limits.settle(row)
         self.admission.ended(row.id, _outcome(end), row.output_tokens, end.lost)
         self.grants.notify_room()
         for stored in end.session_entries:
@@ -231,7 +222,7 @@ class LocalCore:
         self._metrics.record(row, end.inter_token, end.operation, end.provider)
         self.history.ended(row, self._usage.used_by(row.id), end.inter_token)
         if not end.is_job:
-            await self._usage.record(row)
+            await self._usage.record(row, is_late)
 
     async def abandon(self, request_id: str) -> None:
         """The HTTP worker that owned this request has died: if it was dispatched, it ends here, failed. It is billed
@@ -292,6 +283,21 @@ class LocalCore:
             return
         ttft_s = (row.first_token_us - row.created_us) / 1e6
         self.grants.observe_ttft(row.model, record.route.decode, ttft_s, record.mixed)
+
+
+def _extent(request: RouteRequest) -> RequestExtent:
+    n_input = request.max_input_tokens or request.input_tokens
+    if request.context_len:
+        n_input = min(n_input, request.context_len)
+    max_tokens = request.max_tokens or request.context_len or None
+    return RequestExtent(
+        created_us=request.created_us,
+        priority=request.priority,
+        input_tokens=request.input_tokens,
+        max_input_tokens=n_input,
+        max_output_tokens=None if max_tokens is None else max_tokens * request.n,
+        is_job=bool(request.engine),
+    )
 
 
 def _outcome(end: RequestEnd) -> Outcome:

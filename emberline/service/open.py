@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from emberline.accounts.budgets import Budgets
 from emberline.accounts.key_directory import KeyDirectory
+from emberline.accounts.limit_enforcement import LimitEnforcer
 from emberline.accounts.price_store import PriceStore
 from emberline.accounts.prices import PUBLISHED
 from emberline.accounts.usage_journal import UsageJournal
@@ -68,14 +70,18 @@ async def open_service(
     await responses.open()
     admission = AdmissionController(Balancer(Settings(max_waiting=max_waiting)))
     workers: list[CoreConnection] = [*connections.engines.values(), *upstreams]
-    usage = UsageLedger(store, UsageJournal(data_dir / USAGE))
-    usage.start()
+    journal = UsageJournal(data_dir / USAGE)
+    usage = UsageLedger(store, journal)
+    budgets = Budgets(store, journal.name)
+    budgets.start()
+    usage.start(budgets.recover)
+    limits = None if directory is None else LimitEnforcer(directory, budgets)
     written = data_dir if isinstance(store, SqliteStore) else None
     price_store = PriceStore(store)
     known = [*(item.card for item in served), *connections.upstream.cards()]
     stated = ((card.id, card.price or PUBLISHED.get(card.id)) for card in known)
     await price_store.start(prices, {model: price for model, price in stated if price is not None})
-    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, directory, price_store)
+    core = LocalCore(admission, workers, usage, Sessions(), responses, queue_share, written, limits, price_store)
     core.aliases = await open_aliases(store, aliases or {})
     membership = core.membership = Membership(core, connections, on_leave)
 
@@ -86,6 +92,7 @@ async def open_service(
         await membership.close()
         admission.close()
         await responses.close()
+        await budgets.close(usage.all_stored)
         await usage.close()
         await price_store.close()
         if own is not None:

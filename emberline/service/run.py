@@ -295,5 +295,11 @@ class Run(Generic[T]):
             audio_ms=usage.audio_ms,
             api=request.api,
             session=session_digest(request.affinity),
+            lease=self._route.lease,
         )
-        return row if self._route.price is None else row.priced(self._route.price)
+        if self._route.price is None:
+            return row
+        row = row.priced(self._route.price)
+        if row.lease and row.cost_pico is not None:  # an upstream server may count more tokens than was foreseen
+            row = msgspec.structs.replace(row, cost_pico=min(row.cost_pico, self._route.reserved_pico))
+        return row

@@ -271,6 +271,36 @@ ACCOUNT_TABLES = (
     ),
 )
 
+BUDGET_TABLES = (  # see accounts/budget_leases.py
+    "ALTER TABLE usage ADD COLUMN lease TEXT NOT NULL DEFAULT ''",
+    """
+    CREATE TABLE budgets (
+        account TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        period TEXT NOT NULL,
+        committed_pico BIGINT NOT NULL,
+        cap_pico BIGINT NOT NULL,
+        asked BIGINT NOT NULL,
+        PRIMARY KEY (account, key_id, period)
+    )
+    """,
+    """
+    CREATE TABLE budget_leases (
+        account TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        period TEXT NOT NULL,
+        lease TEXT NOT NULL,
+        granted_pico BIGINT NOT NULL,
+        spent_pico BIGINT NOT NULL,
+        opened_us BIGINT NOT NULL,
+        until_us BIGINT NOT NULL,
+        answered BIGINT NOT NULL,
+        PRIMARY KEY (account, key_id, period, lease)
+    )
+    """,
+    "CREATE INDEX budget_leases_by_lease ON budget_leases (lease)",
+)
+
 
 # A batch and its jobs belong to the trace of the request that submitted it.
 TRACE_CONTEXT = ("ALTER TABLE batches ADD COLUMN traceparent TEXT NOT NULL DEFAULT ''",)
@@ -333,6 +363,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
     ),
+    BUDGET_TABLES,
 )
 
 

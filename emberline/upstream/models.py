@@ -113,6 +113,7 @@ class UpstreamModels:
         api: str = "",
     ) -> RouteRequest:
         """Its prefix keys are over the bytes of the prompt. `engine` is the endpoint that a job was granted."""
+        n_bytes = sum(map(len, prompt))
         return RouteRequest(
             id=request_id,
             account=principal.account,
@@ -121,7 +122,7 @@ class UpstreamModels:
             model=card.id,
             model_version=card.fingerprint,
             priority=priority.name.lower(),
-            input_tokens=estimated_tokens(sum(map(len, prompt))),
+            input_tokens=estimated_tokens(n_bytes),
             created_us=time.time_ns() // 1000,
             affinity=None if session is None else f"{principal.account}/{session}",
             n=n,
@@ -129,6 +130,8 @@ class UpstreamModels:
             engine=engine,
             keys=byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
+            context_len=card.context_window,
+            max_input_tokens=n_bytes,  # no token is shorter than a byte
             deadline_s=deadline_s,
         )
 

@@ -16,6 +16,7 @@ from emberline.jobs.queue.transcript import TranscriptWriter
 from emberline.protocol import trace_context
 from emberline.protocol.answer import Answer
 from emberline.protocol.errors import (
+    BudgetReserved,
     DeadlineExceeded,
     EmberlineError,
     EngineLost,
@@ -29,7 +30,7 @@ from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.service.tracing import JobTrace
 
-_TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
+_TRANSIENT = (Unavailable, Overloaded, Internal, BudgetReserved)  # another attempt may succeed
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store
 
 log = logging.getLogger("emberline.jobs")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from emberline.accounts.usage_row import insert_usage
+from emberline.accounts.budget_leases import insert_rows
 from emberline.jobs.batches.batch import Batch
 from emberline.jobs.batches.files import add_stored_bytes
 from emberline.jobs.limits import QueueLimits
@@ -123,9 +123,7 @@ def apply_outcomes(outcomes: Sequence[JobOutcome], now_us: int, limits: QueueLim
     results = [(*o.key, RESULT, o.data, o.blob) for o in written if o.data is not None or o.blob is not None]
     if results:
         yield BulkQuery(sql.INSERT_BODY, results)
-    usage = [insert_usage(outcome.usage) for outcome in written if outcome.usage is not None]
-    if usage:
-        yield BulkQuery(usage[0].sql, [query.params for query in usage])
+    yield from insert_rows([outcome.usage for outcome in written if outcome.usage is not None])
     yield from _update_counters(changes, now_us, limits)
     return {outcome.key for outcome in written}
 
