@@ -23,7 +23,7 @@ PATHS = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / f
 TOP_FOLDERS = {path.rpartition("/")[2] for path in PATHS if path.count("/") == path.startswith("emberline/")}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ACTIONS = "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm"
+ACTIONS = "submit|status|results|cancel|ls|create|limit|rotate|revoke|disable|enable|add|show|alias|rm|set|history"
 COMMAND = re.compile(rf"\bemberline ({'|'.join(COMMANDS)})\b( (?:{ACTIONS})\b)?([^`\n#|]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -43,7 +43,7 @@ def flags_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]
 
 def config_keys() -> Iterator[tuple[str, str]]:
     for section in msgspec.structs.fields(Config):
-        if section.name not in ("home", "endpoints", "aliases"):
+        if section.name not in ("home", "endpoints", "aliases", "prices"):
             yield from ((section.name, field.name) for field in msgspec.structs.fields(section.type))
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emberline.api.admin import accounts, aliases, audit, events, status, webhooks, workers
+from emberline.api.admin import accounts, aliases, audit, events, prices, status, usage, webhooks, workers
 from emberline.api.admin import endpoints as admin
 from emberline.api.admin import models as admin_models
 from emberline.api.anthropic import batches as message_batches
@@ -133,6 +133,8 @@ _ADMIN: tuple[_Row, ...] = (
     ("GET", "/api/audit/verify", audit.verify, "Verify the audit log", None, audit.HEAD),
     ("POST", "/api/models/load", admin_models.load, "Load a model", admin_models.ModelName),
     ("POST", "/api/models/unload", admin_models.unload, "Unload a model once it is idle", admin_models.ModelName),
+    ("POST", "/api/prices", prices.set_price, "Set a model's price", prices.NewPrice),
+    ("POST", "/api/prices/remove", prices.remove_price, "Take a model's price away", prices.NoPrice),
     ("POST", "/api/workers/drain", workers.drain, "Send a worker nothing new", workers.WorkerName),
     ("POST", "/api/workers/undrain", workers.undrain, "Use a drained worker again", workers.WorkerName),
     ("POST", "/api/workers/leave", workers.leave, "Drain a worker and remove it", workers.LeavingWorker),
@@ -141,7 +143,9 @@ _ADMIN: tuple[_Row, ...] = (
     ("DELETE", "/api/aliases/{model}", aliases.remove, "Remove an alias"),
     ("POST", "/api/workers/join", workers.join, "Add a worker or an upstream server", EndpointConfig),
 )
-_QUEUE: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+_TENANT: tuple[_Row, ...] = (  # of the caller's account; an admin sees all
+    ("GET", "/api/usage", usage.report, "Report usage and its cost", None, usage.QUERY),
+    ("GET", "/api/prices", prices.list_prices, "List prices", None, prices.MODEL),
     ("GET", "/api/queue", admin.show_queue, "Queue depths and dead letters", None, admin.QUEUE_QUERY),
     ("POST", "/api/queue/replay", admin.replay_dead_letters, "Run dead letters again", admin.QueueReplay),
 )
@@ -175,7 +179,7 @@ def _first_word(path: str) -> str:
 ROUTES: tuple[Route, ...] = (
     *_routes("", Dialect.OPENAI, _OPEN, Policy.OPEN),
     *_routes("", Dialect.OPENAI, _ADMIN, Policy.ADMIN),
-    *_routes("", Dialect.OPENAI, _QUEUE),
+    *_routes("", Dialect.OPENAI, _TENANT),
     *_routes(AI, Dialect.NATIVE, _WORKERS_AI),
     *_routes("/v1", Dialect.OPENAI, _OPENAI),
     *_routes("/v2", Dialect.OPENAI, _COHERE),

@@ -25,6 +25,8 @@ COMMANDS = {
     "queue": "show queued jobs and the dead-letter queue; replay dead jobs",
     "account": "create, list, limit and disable accounts",
     "key": "create, list, limit, rotate and revoke API keys",
+    "price": "set and list what models cost",
+    "usage": "report what was used and what it costs, by account, key, model and day",
     "audit": "show and verify the audit log of what admins did",
     "bench": "measure a server quickly: one stream, then eight at once",
     "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
@@ -37,7 +39,7 @@ _MODULES = {
     **dict.fromkeys(("load", "stop"), "loading"),
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
-_WITH_ACTIONS = ("batch", "model", "account", "key")
+_WITH_ACTIONS = ("batch", "model", "account", "key", "price")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

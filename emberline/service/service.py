@@ -152,6 +152,9 @@ class Service:
         found.ok &= not self._draining
         return found
 
+    async def refresh_prices(self) -> None:
+        await self.core.refresh_prices()
+
     async def change_workers(self, change: WorkerChange) -> list[str]:
         """Workers join, leave or drain; returns their names."""
         return await self.core.change_workers(change)

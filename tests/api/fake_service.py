@@ -142,6 +142,7 @@ class FakeService:
         self.rate_limits: RateLimits | None = None  # of every caller
         self.open = 0  # event streams not closed yet
         self.ok = True
+        self.price_refreshes = 0
         self.responses: ResponseStore = MemoryResponses()
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
@@ -211,6 +212,9 @@ class FakeService:
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
         self.loads.append((model_id, action))
         return self.resolve(model_id)
+
+    async def refresh_prices(self) -> None:
+        self.price_refreshes += 1
 
     async def change_workers(self, change: WorkerChange) -> list[str]:
         self.changes.append(change)

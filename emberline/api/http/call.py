@@ -97,6 +97,9 @@ class Backend(Protocol):
 
     async def status(self, query: "StatusQuery") -> "Status": ...
 
+    async def refresh_prices(self) -> None:
+        """Prices were set in the store: return once requests are charged at them."""
+
     async def change_workers(self, change: "WorkerChange") -> list[str]:
         """Workers join, leave or drain; returns their names."""
 

@@ -43,6 +43,7 @@ APIS = {
     "webhook_endpoints": "webhooks",
     "subscriptions": "webhooks",
     "usage": "usage",
+    "prices": "models",
 }
 API_NAMES = tuple(dict.fromkeys(APIS.values()))
 

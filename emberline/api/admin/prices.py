@@ -1,0 +1,104 @@
+"""What models cost, now and in the past. Every key may read it; an admin sets it."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from emberline.accounts.prices import PriceVersion
+from emberline.api.http.body import read_json
+from emberline.api.http.call import Backend, Call, Reply, json_reply
+from emberline.protocol.errors import BadInput, EmberlineError, NotFound
+from emberline.protocol.price import Price, PriceFields, price_fields
+
+MODEL = {"model": {"type": "string"}}
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class NewPrice(PriceFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Amounts of the currency, as text or numbers, per million tokens, second of audio, image and neuron. Percentages
+    are of the whole price. `valid_from`: an ISO 8601 time in the future; left out: now."""
+
+    model: ModelName
+    valid_from: str | None = None
+
+
+class NoPrice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: ModelName
+
+
+_new_price = msgspec.json.Decoder(NewPrice)
+_no_price = msgspec.json.Decoder(NoPrice)
+
+
+async def list_prices(call: Call) -> Reply:
+    """The prices that are valid now; with `model`, all versions of its price."""
+    prices = call.accounts.prices
+    await prices.refresh()
+    if (name := call.query.get("model")) is not None:
+        model = _model_id(call, name)
+        history = prices.table.history(model)
+        if not history:
+            raise NotFound(f"{model[:256]} has no price: set one with `emberline price set`", param="model")
+        return json_reply({"object": "list", "data": [_version(call, version) for version in history]})
+    return json_reply({"object": "list", "data": [_version(call, version) for version in prices.current()]})
+
+
+async def set_price(call: Call) -> Reply:
+    body = await read_json(call, _new_price)
+    return await _set(call, body.model, body.price(), body.valid_from)
+
+
+async def remove_price(call: Call) -> Reply:
+    """The model has no price from now on; its past prices stay."""
+    body = await read_json(call, _no_price)
+    return await _set(call, body.model, None, None)
+
+
+async def _set(call: Call, name: str, price: Price | None, valid_from: str | None) -> Reply:
+    begin_us = None if valid_from is None else _time_us(valid_from)
+    model = _model_id(call, name)
+    version = await call.accounts.prices.set(model, price, "admin", call.actor(), begin_us)
+    if (service := _service(call)) is not None:
+        await service.refresh_prices()
+    return json_reply(_version(call, version))
+
+
+def _service(call: Call) -> Backend | None:
+    """None: the command line without a server."""
+    return call.service
+
+
+def _model_id(call: Call, name: str) -> str:
+    """Prices are by id: an alias of a served model stands for it. Others may be served later."""
+    service = _service(call)
+    try:
+        return name if service is None else service.resolve(name).id
+    except EmberlineError:
+        return name
+
+
+def _version(call: Call, version: PriceVersion) -> dict[str, Any]:
+    by = {"created_by": version.created_by} if call.principal.is_admin else {}
+    return {
+        "model": version.model,
+        "version": version.number,
+        "valid_from": _time(version.valid_from_us),
+        "source": version.source,
+        "created_at": _time(version.created_us),
+        **by,
+        "price": None if version.price is None else price_fields(version.price),
+    }
+
+
+def _time(at_us: int) -> str:
+    return datetime.fromtimestamp(at_us / 1e6, UTC).isoformat(timespec="seconds")
+
+
+def _time_us(text: str) -> int:
+    try:
+        moment = datetime.fromisoformat(text[:40])
+        return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6)
+    except (ValueError, OverflowError):
+        raise BadInput("`valid_from` is a time such as 2026-12-01T00:00:00Z", param="valid_from") from None

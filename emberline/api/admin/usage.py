@@ -1,0 +1,62 @@
+"""The usage report: a key sees its own account, an admin all of them."""
+
+from emberline.accounts.usage_report import (
+    DEFAULT_DAYS,
+    DIMENSIONS,
+    ReportQuery,
+    format_day,
+    parse_day,
+    parse_dimensions,
+    report_csv,
+)
+from emberline.api.http.call import Call, Reply, json_reply
+from emberline.protocol.errors import BadInput, Forbidden
+
+_DAY = {"type": "string", "description": "a day in UTC (2026-11-16), or 7d for seven days ago"}
+QUERY = {
+    "by": {"type": "string", "description": f"comma-separated: {', '.join(DIMENSIONS)}; default day,model"},
+    "since": _DAY,
+    "until": _DAY,
+    "account": {"type": "string"},
+    "key": {"type": "string", "description": "the id of an API key"},
+    "model": {"type": "string"},
+    "format": {"type": "string", "enum": ["json", "csv"]},
+}
+
+
+async def report(call: Call) -> Reply:
+    query, reports = _query(call), call.accounts.reports
+    rows = await reports.report(query)
+    if call.enum_param("format", ("json", "csv"), "json") == "csv":
+        return Reply(200, report_csv(query.by, rows).encode(), b"text/csv; charset=utf-8")
+    body = {
+        "object": "list",
+        "by": query.by,
+        "since": format_day(query.since),
+        "until": format_day(query.until),
+        "data": [row.body() for row in rows],
+        "total": (await reports.total(query)).body(),
+    }
+    return json_reply(body)
+
+
+def _query(call: Call) -> ReportQuery:
+    given, principal = call.query, call.principal
+    account = given.get("account")
+    if not principal.is_admin:
+        if account not in (None, principal.account):
+            raise Forbidden("a key sees the usage of its own account only", param="account")
+        account = principal.account
+    today = call.accounts.reports.today()
+    since = parse_day(given.get("since", f"{DEFAULT_DAYS - 1}d"), today, "since")
+    until = parse_day(given.get("until", "0d"), today, "until")
+    if until < since:
+        raise BadInput("`until` is before `since`", param="until")
+    return ReportQuery(
+        by=parse_dimensions(given.get("by", "day,model")),
+        since=since,
+        until=until,
+        account=account,
+        key=given.get("key"),
+        model=given.get("model"),
+    )

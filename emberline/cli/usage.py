@@ -1,0 +1,68 @@
+"""`emberline usage`: what was used and what it costs, by account, key, model and day.
+
+emberline usage --account acme --by day,model --since 2026-11-01
+"""
+
+import argparse
+import csv
+import sys
+from typing import Any
+
+from emberline.cli import common
+from emberline.cli.admin_client import AdminApi
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--account", metavar="NAME", help="of this account (default: all that the key may see)")
+    add("--key", metavar="ID", help="of this API key")
+    add("--model", metavar="MODEL", help="of this model")
+    add("--by", metavar="LIST", help="group by day, account, key, model, class (default account,model)")
+    add("--since", metavar="DAY", help="2026-11-01, or 7d for seven days ago (default: the last 30 days; UTC)")
+    add("--until", metavar="DAY", help="the last day (default: today)")
+    add("--csv", action="store_true", help="print CSV")
+    common.add_client_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    api, names = AdminApi(args), ("account", "key", "model", "since", "until")
+    query = {"by": args.by or "account,model", **{name: getattr(args, name) for name in names}}
+    report = api.get("/api/usage", **query)
+    if args.json:
+        common.print_json(report)
+    elif args.csv:
+        _print_csv(report)
+    else:
+        _print(report)
+    return 0
+
+
+def _print_csv(report: dict[str, Any]) -> None:
+    writer = csv.DictWriter(sys.stdout, [*report["by"], *report["total"]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(report["data"])
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"{report['since']} to {report['until']} (UTC)")
+    if not report["data"]:
+        print("Nothing was used.")
+        return
+    by, total = report["by"], report["total"]
+    headings = (*(name.upper() for name in by), "REQUESTS", "INPUT", "CACHED", "OUTPUT", "COST", "SAVED BY CACHE")
+    total_group = ("total", *[""] * (len(by) - 1)) if by else ()
+    rows = [_row(tuple(str(row[name]) or "–" for name in by), row) for row in report["data"]]
+    common.print_table([headings, *rows, *([_row(total_group, total)] if by else [])])
+    if total["without_price"]:
+        print(f"\n{total['without_price']:,} requests have no cost: their model had no price (`emberline price set`).")
+    if total["cached_tokens"]:
+        print(
+            f"The prefix cache served {total['cached_tokens']:,} input tokens and saved {total['cache_savings']}; "
+            f"{total['affinity_tokens']:,} of them ({total['affinity_savings']}) in sessions with affinity."
+        )
+
+
+def _row(group: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
+    counts = (f"{row[name]:,}" for name in ("requests", "input_tokens", "cached_tokens", "output_tokens"))
+    cost = "no price" if row["cost"] is None else row["cost"] + (" *" if row["without_price"] else "")
+    return *group, *counts, cost, row["cache_savings"]
