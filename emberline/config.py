@@ -106,6 +106,7 @@ class TracingConfig(Section, frozen=True):
 class LogConfig(Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "text", "json"] = "auto"  # auto: text on a terminal, JSON otherwise
+    max_bytes: Count = 64 << 20  # of the log files in the data folder; 0: none are written
 
 
 class EndpointConfig(Section, frozen=True, kw_only=True):

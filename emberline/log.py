@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -22,14 +23,18 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "request_id",
     "process_name",
     "taskName",
+    "json_line",
 }
 # Client text reaches log lines: on a terminal it must not move the cursor or forge a line.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_ESCAPED_LINES = {code: text for code, text in _ESCAPED.items() if chr(code) not in "\n\t"}
 _COLORS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
 
 
-def setup(process: str, level: str = "", format: str = "", stream: TextIO | None = None) -> None:
-    """Send every logger of this process to `stream` (default stderr); `process` names it in each line.
+def setup(
+    process: str, level: str = "", format: str = "", stream: TextIO | None = None, more: Sequence[logging.Handler] = ()
+) -> None:
+    """Send every logger of this process to `stream` (default stderr) and `more`; `process` names it in each line.
 
     An empty level or format is read from EMBERLINE_LOG_LEVEL and EMBERLINE_LOG_FORMAT, which child processes inherit.
     """
@@ -41,8 +46,9 @@ def setup(process: str, level: str = "", format: str = "", stream: TextIO | None
         handler.setFormatter(TextFormatter(color=out.isatty() and "NO_COLOR" not in os.environ))
     else:
         handler.setFormatter(JsonFormatter())
-    handler.addFilter(_ContextFilter(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for each in (handler, *more):
+        each.addFilter(_ContextFilter(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler, *more], force=True)
     logging.captureWarnings(True)
     for verbose in ("asyncio", "httpcore", "httpx", "filelock", "urllib3", "huggingface_hub", "uvicorn.access"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
@@ -71,6 +77,12 @@ class _ContextFilter(logging.Filter):
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        """Once per record: stderr and the log file get the same line."""
+        if "json_line" not in record.__dict__:
+            record.__dict__["json_line"] = self._format(record)
+        return str(record.__dict__["json_line"])
+
+    def _format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
@@ -103,7 +115,7 @@ class TextFormatter(logging.Formatter):
         line = line.translate(_ESCAPED)
         if self.color and record.levelname in _COLORS:
             line = f"{_COLORS[record.levelname]}{line}\x1b[0m"
-        return f"{line}\n{trace}" if trace else line
+        return f"{line}\n{trace.translate(_ESCAPED_LINES)}" if trace else line
 
 
 def relay(line: str, process: str, default_level: int = logging.INFO) -> None:

@@ -5,6 +5,7 @@ emberline batch results batch_… > answers.jsonl
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_duration
 from emberline.cli.http_client import ServerAddress
+from emberline.cli.terminal import byte_progress, printable
 from emberline.protocol.errors import BadInput, Unavailable
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
@@ -153,7 +155,8 @@ def _finished(batch: dict[str, Any]) -> int:
 
 def _submit(address: ServerAddress, args: argparse.Namespace) -> int:
     endpoint = _endpoint(args.file)
-    file = client.upload(address, args.file, "batch")
+    with byte_progress(f"uploading {printable(args.file.name)}", args.file.stat().st_size) as moved:
+        file = client.upload(address, args.file, "batch", moved)
     body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.completion_window}
     batch = client.post(address, "/v1/batches", body)
     if args.watch:
@@ -242,8 +245,12 @@ def _results(address: ServerAddress, args: argparse.Namespace) -> int:
         return 1
     out = args.output.open("wb") if args.output else sys.stdout.buffer
     try:
-        for chunk in client.download(address, f"/v1/files/{file_id}/content"):
-            out.write(chunk)
+        shown = byte_progress(f"downloading {file_id}", None) if args.output else contextlib.nullcontext(None)
+        with shown as moved:
+            for chunk in client.download(address, f"/v1/files/{file_id}/content"):
+                out.write(chunk)
+                if moved is not None:
+                    moved(len(chunk))
         out.flush()
     finally:
         if args.output:

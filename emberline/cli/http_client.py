@@ -6,10 +6,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -111,8 +111,16 @@ def decode_reply(status: int, raw: bytes) -> Any:
     return body
 
 
-def upload(address: ServerAddress, path: Path, purpose: str) -> Any:
-    """Send a file to /v1/files, streamed from the disk."""
+def upload(
+    address: ServerAddress, path: Path, purpose: str, moved: Callable[[int], None] = lambda n_bytes: None
+) -> Any:
+    """Send a file to /v1/files, streamed from the disk; `moved` is told of every piece's size."""
+
+    def pieces(file: BinaryIO) -> Iterator[bytes]:
+        while piece := file.read(_CHUNK_BYTES):
+            yield piece
+            moved(len(piece))
+
     boundary = secrets.token_hex(16)
     name = path.name.replace('"', "_").encode("ascii", "replace").decode()
     head = (
@@ -123,7 +131,7 @@ def upload(address: ServerAddress, path: Path, purpose: str) -> Any:
     with path.open("rb") as file:
         n_bytes = len(head) + os.fstat(file.fileno()).st_size + len(tail)
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(n_bytes)}
-        body = chain([head], iter(lambda: file.read(_CHUNK_BYTES), b""), [tail])
+        body = chain([head], pieces(file), [tail])
         with _request(address, "POST", "/v1/files", body, headers) as response:
             return _decode(response)
 

@@ -15,6 +15,8 @@ COMMANDS = {
     "rm": "remove models from this machine",
     "model": "the catalog: add model cards, show a model, and name aliases of the running server's models",
     "ps": "show running models, their workers and load",
+    "top": "watch the running server: workers, load, queues and requests, live",
+    "logs": "print the server's log lines, follow them, or find those of one request",
     "load": "load models into a running server, before a request asks for them",
     "stop": "unload models from a running server; requests that run finish first",
     "drain": "send a worker nothing new; it finishes what it has",

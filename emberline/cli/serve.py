@@ -27,8 +27,10 @@ from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
 from emberline.cli.http_client import ServerAddress
+from emberline.cli.log_file import LogFile, log_path
 from emberline.cli.models import fetch
 from emberline.cli.on_demand import OnDemandModels, loaded_at_start, memory_limit
+from emberline.cli.terminal import transient_line
 from emberline.config import Config, ConfigError, ServerConfig, check_exposure, needs_keys
 from emberline.protocol.errors import Unavailable
 from emberline.supervisor import machine
@@ -90,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     config = common.config_of(args)
     check_exposure(config)
-    logs.setup("core", config.log.level, config.log.format)
+    log_files = [LogFile(log_path(config.home), config.log.max_bytes)] if config.log.max_bytes else []
+    logs.setup("core", config.log.level, config.log.format, more=log_files)
     os.environ["EMBERLINE_LOG_LEVEL"] = config.log.level  # child processes inherit it
     machine.raise_file_limit()
     shows_panel = sys.stdout.isatty() and not args.json
 
+    waiting = contextlib.ExitStack()
+
     def on_ready(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+        waiting.close()
         start_s = time.monotonic() - started_s
         if args.json:
             print(json.dumps(startup_panel.as_dict(address, entries, workers, start_s)), flush=True)
@@ -105,10 +111,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             log.info("ready", extra={"url": address.url, "seconds": round(start_s, 2)})
 
-    with bind(config.server) as listener:  # before any download: a port in use is reported at once
+    with waiting, bind(config.server) as listener:  # before any download: a port in use is reported at once
         entries = fetch_models(config)
         if shows_panel:  # the panel repeats what the startup log lines say
-            print(f"starting {', '.join(entry.card.id for entry in entries)} …", flush=True)
+            names = ", ".join(entry.card.id for entry in entries)
+            waiting.enter_context(transient_line(f"starting {names or 'without models'} …"))
             logging.getLogger().setLevel(logging.WARNING)
         return run_until_terminated(serve(config, entries, listener, on_ready))
 

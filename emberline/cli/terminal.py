@@ -4,8 +4,10 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
+import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MAX_HISTORY = 1000  # lines
@@ -73,15 +75,40 @@ def _width(char: str) -> int:
 
 @contextlib.contextmanager
 def transient_line(text: str) -> Iterator[None]:
-    """A line shown on a terminal while the block runs and erased afterwards."""
+    """A line shown on a terminal while the block runs, with the seconds it has taken, and erased afterwards."""
     if not sys.stderr.isatty():
         yield
         return
     print(text, end="", file=sys.stderr, flush=True)
+    done, began_s = threading.Event(), time.monotonic()
+
+    def count() -> None:
+        while not done.wait(1.0):
+            print(f"\r\x1b[K{text} {time.monotonic() - began_s:.0f} s", end="", file=sys.stderr, flush=True)
+
+    counter = threading.Thread(target=count, daemon=True)
+    counter.start()
     try:
         yield
     finally:
+        done.set()
+        counter.join()
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def byte_progress(title: str, n_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar with rate and time left, on a terminal. The function takes the number of bytes that were moved."""
+    if not sys.stderr.isatty():
+        yield lambda moved: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=n_bytes)
+        yield lambda moved: bar.advance(task, moved)
 
 
 class LineReader:

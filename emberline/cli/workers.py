@@ -12,6 +12,7 @@ from typing import Any
 from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.http_client import ServerAddress
+from emberline.cli.terminal import transient_line
 from emberline.config import endpoint_key_variable
 
 POLL_S = 0.5
@@ -37,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     address, action = ServerAddress.of(common.config_of(args)), args.command
     answer = client.post(address, f"/api/workers/{action}", _body(args))
     names = {worker["name"] for worker in answer["workers"]}
-    while getattr(args, "wait", False) and any(engine["in_flight"] for engine in _engines(address, names)):
-        time.sleep(POLL_S)
+    if getattr(args, "wait", False):
+        with transient_line("waiting for its requests to end …"):
+            while any(engine["in_flight"] for engine in _engines(address, names)):
+                time.sleep(POLL_S)
     if args.json:
         common.print_json(answer)
         return 0

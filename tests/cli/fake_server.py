@@ -31,6 +31,7 @@ class FakeServer(ThreadingHTTPServer):
         self.output_tokens = 0
         self.model_states: list[dict[str, Any]] = []
         self.n_done = 0  # of the batch
+        self.status: dict[str, Any] = {}
 
     @property
     def port(self) -> str:
@@ -80,11 +81,13 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/models": lambda: {"data": [{"id": MODEL, "aliases": ["model", "Short"]}, {"id": "@cf/test/other"}]},
             "/api/ps": self.server.ps,
             "/api/queue": lambda: QUEUE,
+            "/api/status": lambda: self.server.status,
             "/v1/batches/batch_1": self.server.batch,
             "/v1/batches?limit=20": lambda: {"data": [self.server.batch()], "has_more": False},
             "/v1/files/file-out/content": lambda: RESULTS,
         }
-        self._reply(200, bodies[self.path]())
+        path = self.path if self.path in bodies else self.path.partition("?")[0]
+        self._reply(200, bodies[path]())
 
     def do_POST(self) -> None:
         self.server.headers.append(dict(self.headers))

@@ -1,0 +1,132 @@
+"""The server's log file in the data folder: JSON lines of all its processes, rotated, written by a thread.
+
+`emberline serve` writes it besides stderr, so that `emberline logs` finds the lines wherever stderr went: a terminal
+that was closed, journald, nothing.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from emberline.log import JsonFormatter
+
+NAME = "emberline.log"
+N_OLDER = 3  # files besides the current one; each has a quarter of the bytes
+MAX_QUEUED = 20_000  # lines; more are dropped and counted, so that a slow disk slows down no request
+_BLOCK_BYTES = 64 << 10
+_POLL_S = 0.2
+
+
+def log_path(home: Path) -> Path:
+    return home / "logs" / NAME
+
+
+class LogFile(logging.Handler):
+    """A handler for the root logger; `close` writes what is queued."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__()
+        self.n_dropped = 0
+        self.setFormatter(JsonFormatter())
+        self._path = path
+        self._max_bytes = max(1, max_bytes // (N_OLDER + 1))
+        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="log file", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.n_dropped += 1
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(2.0)
+        super().close()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """A full or missing disk loses lines and nothing else: stderr has them too."""
+        while True:
+            records = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(records) < 1000:
+                    records.append(self._queue.get_nowait())
+            lines = [self.format(record) + "\n" for record in records if record is not None]
+            with contextlib.suppress(OSError):
+                self._write("".join(lines).encode("utf-8", "replace"))
+            if None in records:
+                return
+
+    def _write(self, data: bytes) -> None:
+        """Opened anew for every batch of lines, so that it may be moved or removed at any time."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_size + len(data) > self._max_bytes:
+                self._rotate()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def _rotate(self) -> None:
+        names = [self._path, *older_files(self._path)]
+        for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                newer.rename(older)
+
+
+def older_files(path: Path) -> list[Path]:
+    """Newest first, whether they exist or not."""
+    return [path.with_name(f"{path.name}.{number}") for number in range(1, N_OLDER + 1)]
+
+
+def lines_backward(path: Path) -> Iterator[bytes]:
+    """The lines of all files, newest first, without reading more than is asked for."""
+    for each in (path, *older_files(path)):
+        with contextlib.suppress(FileNotFoundError), each.open("rb") as file:
+            yield from _file_backward(file.seek(0, os.SEEK_END), file.fileno())
+
+
+def _file_backward(end: int, descriptor: int) -> Iterator[bytes]:
+    rest = b""
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        first, *lines = (os.pread(descriptor, end - start, start) + rest).split(b"\n")
+        yield from (line for line in reversed(lines) if line)
+        rest, end = first, start
+    if rest:
+        yield rest
+
+
+def follow(path: Path) -> Iterator[bytes | None]:
+    """Lines that are written from now on, through rotations; None while there is nothing new."""
+    position, inode, rest = None, None, b""
+    while True:
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if position is None:
+                    position = found.st_size  # what is there already is not new
+                elif found.st_ino != inode or found.st_size < position:
+                    position, rest = 0, b""
+                inode = found.st_ino
+                file.seek(position)
+                data = rest + file.read()
+                position = file.tell()
+        except FileNotFoundError:
+            position, data = position if position is not None else 0, rest
+        *lines, rest = data.split(b"\n")
+        yield from (line for line in lines if line)
+        yield None
+        time.sleep(_POLL_S)

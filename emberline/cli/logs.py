@@ -1,0 +1,112 @@
+"""`emberline logs`: the server's log lines, from the file in the data folder.
+
+emberline logs -f
+emberline logs --request 3f0e…
+"""
+
+import argparse
+import calendar
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+from emberline import log
+from emberline.cli import common
+from emberline.cli.log_file import follow, lines_backward, log_path
+from emberline.protocol.errors import NotFound
+
+LEVELS = ("debug", "info", "warning", "error")
+N_LINES = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-f", "--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
+    add("-n", "--lines", type=int, metavar="N", help=f"the last N matching lines (default {N_LINES}; of a request all)")
+    add("--request", metavar="ID", help="only lines of this request, job or trace; the beginning of its id is enough")
+    add("--level", choices=LEVELS, default="debug", help="only lines of this level or above")
+    common.add_data_dir(parser)
+    add("--json", action="store_true", help="print the lines as they are: JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = log_path(common.config_of(args).home)
+    n_lines = args.lines if args.lines is not None else None if args.request else N_LINES
+    follower = follow(path)
+    if args.follow:
+        next(follower)  # remember the end before the older lines are printed: none is missed
+    elif not path.exists():
+        raise NotFound(f"there is no log at {path}: `emberline serve` with the same data folder writes it")
+    show = _Printer(args.json)
+    found: list[dict[str, Any]] = []
+    for line in lines_backward(path):
+        if n_lines is not None and len(found) >= n_lines:
+            break
+        if (entry := _match(line, args.request, args.level)) is not None:
+            found.append(entry)
+    for entry in reversed(found):
+        show(entry)
+    if args.follow:
+        for new in follower:
+            if new is None:
+                sys.stdout.flush()
+            elif (entry := _match(new, args.request, args.level)) is not None:
+                show(entry)
+    return 0
+
+
+def _match(line: bytes, request: str | None, level: str) -> dict[str, Any] | None:
+    if request is not None and request.encode() not in line:
+        return None  # most lines, without decoding them
+    try:
+        entry = json.loads(line)
+    except ValueError:  # cut off by a crash or a full disk
+        return None
+    if not isinstance(entry, dict) or LEVELS.index(level) > _rank(entry):
+        return None
+    ids = (str(entry.get("request_id", "")), str(entry.get("trace_id", "")), str(entry.get("client_request_id", "")))
+    return entry if request is None or any(each.startswith(request) for each in ids) else None
+
+
+def _rank(entry: dict[str, Any]) -> int:
+    level = entry.get("level")
+    return LEVELS.index(level) if level in LEVELS else len(LEVELS)  # critical
+
+
+class _Printer:
+    """Prints entries as on the server's own terminal."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._text = log.TextFormatter(color=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+
+    def __call__(self, entry: dict[str, Any]) -> None:
+        print(json.dumps(entry, ensure_ascii=False) if self._as_json else self._text.format(_record(entry)))
+
+
+def _record(entry: dict[str, Any]) -> logging.LogRecord:
+    fields = dict(entry)
+    level = str(fields.pop("level", "info")).upper()
+    known = {
+        "created": _seconds(str(fields.pop("time", ""))),
+        "levelname": level,
+        "levelno": logging.getLevelNamesMapping().get(level, logging.INFO),
+        "name": fields.pop("logger", ""),
+        "process_name": fields.pop("process", ""),
+        "msg": str(fields.pop("message", "")),
+    }
+    safe = {name: value for name, value in fields.items() if name == "request_id" or not hasattr(_BLANK, name)}
+    return logging.makeLogRecord({**safe, **known})
+
+
+_BLANK = logging.makeLogRecord({})
+
+
+def _seconds(text: str) -> float:
+    try:
+        return calendar.timegm(time.strptime(text[:19], "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return 0.0

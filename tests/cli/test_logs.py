@@ -1,0 +1,120 @@
+"""The log file of `emberline serve`, and `emberline logs`."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline import log
+from emberline.cli.log_file import LogFile, follow, lines_backward, log_path, older_files
+from emberline.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def own_logger() -> logging.Logger:
+    logger = logging.getLogger("tests.logs")
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG)
+    logger.handlers.clear()
+    return logger
+
+
+def writing(logger: logging.Logger, path: Path, max_bytes: int = 1 << 20) -> LogFile:
+    handler = LogFile(path, max_bytes)
+    handler.addFilter(log._ContextFilter("core"))
+    logger.addHandler(handler)
+    return handler
+
+
+def test_lines_are_written_and_found(
+    own_logger: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERLINE_HOME", str(tmp_path))
+    handler = writing(own_logger, log_path(tmp_path))
+    for n in range(5):
+        own_logger.info("finished", extra={"request_id": f"r{n}-abc", "ms": n})
+    own_logger.warning("evil \x1b[2J", extra={"request_id": "r3-abc.2", "trace_id": "t" * 32})
+    handler.close()
+    assert log_path(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert main(["logs", "-n", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("core       finished ms=4 [r4-abc]")
+    assert "evil \\x1b[2J" in lines[1]
+    assert main(["logs", "--request", "r3", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["request_id"] for entry in found] == ["r3-abc", "r3-abc.2"]
+    assert main(["logs", "--request", "tttt", "--level", "warning"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert main(["logs", "--level", "error"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--data-dir", str(tmp_path)]) == 1
+    assert "emberline serve" in capsys.readouterr().err
+
+
+def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path) -> None:
+    path = log_path(tmp_path)
+    handler = writing(own_logger, path, max_bytes=40_000)
+    for n in range(1000):
+        own_logger.info("%s", "x" * 100, extra={"n": n})
+        if n % 20 == 0:
+            while not handler._queue.empty():
+                time.sleep(0.001)
+    handler.close()
+    files = [each for each in (path, *older_files(path)) if each.exists()]
+    assert len(files) == 4
+    assert sum(each.stat().st_size for each in files) <= 40_000
+    numbers = [json.loads(line)["n"] for line in lines_backward(path)]
+    assert numbers == list(range(999, 999 - len(numbers), -1)), "in order over all files, without a gap"
+    assert handler.n_dropped == 0
+
+
+@settings(max_examples=40)
+@given(st.lists(st.binary(min_size=1, max_size=300).filter(lambda line: b"\n" not in line), max_size=60))
+def test_backward_is_the_reverse_of_forward(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+    path = tmp_path_factory.mktemp("log") / "emberline.log"
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("emberline.cli.log_file._BLOCK_BYTES", 64)
+        assert list(lines_backward(path)) == lines[::-1]
+
+
+def test_following_through_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.cli.log_file._POLL_S", 0.001)
+    path = tmp_path / "emberline.log"
+    path.write_bytes(b"old\n")
+    new = follow(path)
+    assert next(new) is None
+    with path.open("ab") as file:
+        file.write(b"one\ntwo\nhal")
+    assert [next(new), next(new), next(new)] == [b"one", b"two", None]
+    with path.open("ab") as file:
+        file.write(b"f\n")
+    assert [next(new), next(new)] == [b"half", None]
+    path.rename(tmp_path / "emberline.log.1")
+    assert next(new) is None
+    path.write_bytes(b"three\n")
+    assert next(new) == b"three"
+
+
+def test_a_full_disk_loses_lines_and_nothing_else(own_logger: logging.Logger, tmp_path: Path) -> None:
+    handler = writing(own_logger, tmp_path / "logs" / "emberline.log")
+    (tmp_path / "logs").rmdir()
+    own_logger.info("lost")
+    handler.close()
+    assert not (tmp_path / "logs").exists()
+
+
+def test_stderr_and_the_file_share_one_formatting(own_logger: logging.Logger) -> None:
+    record = own_logger.makeRecord("n", logging.INFO, "f", 1, "hello", (), None)
+    first = log.JsonFormatter().format(record)
+    record.msg = "changed"
+    assert log.JsonFormatter().format(record) is first
+    assert "json_line" not in log.fields(record)
