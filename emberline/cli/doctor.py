@@ -23,7 +23,7 @@ from emberline.cli import common
 from emberline.cli import http_client as client
 from emberline.cli.common import format_size
 from emberline.cli.http_client import ServerAddress
-from emberline.config import FILE_NAME, Config, ConfigError
+from emberline.config import FILE_NAME, Config, ConfigError, needs_keys
 from emberline.engine.memory import free_host_bytes
 from emberline.protocol.errors import EmberlineError
 from emberline.supervisor import machine
@@ -218,9 +218,10 @@ def disk(config: Config) -> DoctorCheck:
 
 
 def key(config: Config) -> DoctorCheck:
-    if config.auth.key is None:
-        return DoctorCheck("key", "ok", "none; the server is reachable from this machine only")
-    return DoctorCheck("key", "ok", f"set; clients of {config.server.host} must send it")
+    if not needs_keys(config):
+        return DoctorCheck("key", "ok", "none needed; the server is reachable from this machine only")
+    admin = "an admin key is set" if config.auth.key else "no admin key"
+    return DoctorCheck("key", "ok", f"clients of {config.server.host} need an API key; {admin}")
 
 
 def models(config: Config) -> Iterator[DoctorCheck]:

@@ -9,7 +9,7 @@ from emberline import __version__
 from emberline.catalog.model_store import ModelEntry
 from emberline.cli.common import format_size
 from emberline.cli.http_client import ServerAddress
-from emberline.config import Config
+from emberline.config import Config, needs_keys
 
 
 def show(
@@ -55,7 +55,7 @@ def _worker(worker: dict[str, Any]) -> str:
 def _example(config: Config, address: ServerAddress, entry: ModelEntry) -> list[str]:
     name = entry.card.aliases[0] if entry.card.aliases else entry.card.id
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
-    headers = ["Authorization: Bearer <key>"] if config.auth.key else []
+    headers = ["Authorization: Bearer <key>"] if needs_keys(config) else []
     return [
         f"curl {address.url}/v1/chat/completions \\",
         *(f"  -H '{header}' \\" for header in [*headers, "Content-Type: application/json"]),

@@ -1,5 +1,6 @@
 """Requests: as text (`GenerateRequest`, one form for every API) and as token ids (`EngineRequest`)."""
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -207,9 +208,13 @@ class Principal(msgspec.Struct, frozen=True):
     def is_admin(self) -> bool:
         return self.role == "admin"
 
-    def check_model(self, model_id: str, name: str) -> None:
-        """Raise Forbidden unless the model is in the scope, by its id or by the name that the request uses."""
-        if self.models and not any(_matches(model, self.models) for model in (model_id, name)):
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether a model with these names (its id and aliases) is in the scope."""
+        return not self.models or any(_matches(name, self.models) for name in names)
+
+    def check_model(self, model_id: str, names: Iterable[str]) -> None:
+        """Raise Forbidden unless the model is in the scope."""
+        if not self.may_use((model_id, *names)):
             raise Forbidden(f"this key may not use {model_id}; it may use {', '.join(self.models)}", param="model")
 
 

@@ -127,10 +127,15 @@ class Service:
             return await self.upstream.count_tokens(request, card)
         return await self._preparer.count(request, await self._models.get(request.model))
 
+    def check_scope(self, principal: Principal, card: ModelCard) -> None:
+        """Raise Forbidden unless the principal's key may use the model, by its id or an alias that stands for it."""
+        if principal.models:
+            principal.check_model(card.id, (*card.aliases, *self.core.aliases.table.names_of(card)))
+
     def _checked(self, request: AnyRequest, principal: Principal) -> AnyRequest:
         """With the name of the model where it is an alias, if the principal may use the model."""
         model = self._unalias(request.model, alias_caller(principal, request.session, request.id))
-        principal.check_model(self.resolve(model).id, request.model)
+        self.check_scope(principal, self.resolve(model))
         return request if model is request.model else msgspec.structs.replace(request, model=model)
 
     @property

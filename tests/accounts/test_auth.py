@@ -231,5 +231,5 @@ async def test_a_queued_job_keeps_the_scope_of_its_revoked_key(accounts: Account
     principal = auth.principal("alice", issued.record.id)
     assert (principal.account, principal.models, principal.role) == ("alice", ("small",), "user")
     with pytest.raises(Forbidden, match="may not use large"):
-        principal.check_model("large", "Large")
-    principal.check_model("the-id", "SMALL")
+        principal.check_model("large", ("Large",))
+    principal.check_model("the-id", ("other", "SMALL"))

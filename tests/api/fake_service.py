@@ -168,6 +168,9 @@ class FakeService:
     async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
         raise NotImplementedError
 
+    def check_scope(self, principal: Principal, card: ModelCard) -> None:
+        principal.check_model(card.id, card.aliases)
+
     def upstream_card(self, model_id: str, caller: str = "") -> None:
         return None
 

@@ -71,6 +71,9 @@ class Backend(Protocol):
     @property
     def responses(self) -> "ResponseStore": ...
 
+    def check_scope(self, principal: Principal, card: "ModelCard") -> None:
+        """Raise Forbidden unless the principal's key may use the model."""
+
     def generate(
         self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
     ) -> Events: ...
@@ -203,6 +206,10 @@ class Call:
             return self._auth.check(self.scope["headers"]).is_admin
         except EmberlineError:
             return False
+
+    def models(self) -> "list[ModelCard]":
+        """Those that the caller may use."""
+        return [card for card in self.service.models() if self.principal.may_use((card.id, *card.aliases))]
 
     @property
     def webhooks(self) -> "WebhookService":

@@ -67,8 +67,8 @@ def _upstream_card(call: Call, raw: bytes) -> ModelCard | None:
 
 
 async def list_models(call: Call) -> Reply:
-    service = call.service
-    return list_reply([openai_model(card, service.model_state(card.id)) for card in service.models()], has_more=False)
+    state = call.service.model_state
+    return list_reply([openai_model(card, state(card.id)) for card in call.models()], has_more=False)
 
 
 async def get_model(call: Call) -> Reply:

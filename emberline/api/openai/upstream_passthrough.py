@@ -204,7 +204,7 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
 
 
 def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str) -> UpstreamRequest:
-    call.principal.check_model(card.id, body.model)
+    call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
     fields = body.upstream_fields(upstream.kind_of(card))
     fields |= {"model": card.id, **upstream.cache_salt(card, call.principal)}

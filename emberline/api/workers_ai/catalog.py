@@ -71,7 +71,7 @@ _OUTPUT = {
 async def models(call: Call) -> Reply:
     call.int_param("source", 1, 1, 1000)
     hides_beta = call.bool_param("hide_experimental", default=False)
-    cards = [card for card in call.service.models() if not (hides_beta and card.capabilities.beta)]
+    cards = [card for card in call.models() if not (hides_beta and card.capabilities.beta)]
     found = [card for card in cards if _matches(card, call.query)]
     if "format" not in call.query:
         return paged_reply(call, [cloudflare_model(card, call.service.model_state(card.id)) for card in found])
@@ -94,7 +94,7 @@ async def tasks(call: Call) -> Reply:
 
 
 async def list_authors(call: Call) -> Reply:
-    return paged_reply(call, [row._asdict() for row in authors(call.service.models())])
+    return paged_reply(call, [row._asdict() for row in authors(call.models())])
 
 
 @cache
