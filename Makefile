@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all lint test-gpu agents peers soak bench lock clean
+.PHONY: help serve test test-all lint test-gpu agents pages peers soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-gpu: ## the tests that need a CUDA device
 
 agents: ## real agents (Codex, Claude Code, opencode) end to end; installs them
 	@scripts/agents $(ARGS)
+
+pages: ## the pages in a real browser, every test; installs Chromium
+	@scripts/pages $(ARGS)
 
 peers: ## real vLLM servers, disaggregated, behind our balancer; installs them
 	@scripts/peers $(ARGS)

@@ -126,7 +126,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
         priority=Priority.FLEX,
         reject_if_busy=True,
         template_kwargs={"enable_thinking": False},
-        reasoning=Reasoning(enabled=False, effort="low"),
+        reasoning=Reasoning(enabled=False, effort="low"), api="chat",
     )  # fmt: skip
 
 
@@ -243,7 +243,9 @@ async def test_models(client: httpx.AsyncClient) -> None:
         assert listed["data"][0] == {
             "id": MODEL, "aliases": ["smollm2-135m-instruct"], "object": "model", "created": 1730332800,
             "owned_by": "huggingfacetb", "context_window": 8192, "max_model_len": 8192,
-            "default_parameters": {"temperature": 0.2}, "type": "model", "display_name": "smollm2-135m-instruct",
+            "default_parameters": {"temperature": 0.2}, "task": "Text Generation", "capabilities": {},
+            "license": "apache-2.0", "pricing": None, "deprecation_date": None, "state": "loaded",
+            "type": "model", "display_name": "smollm2-135m-instruct",
             "created_at": "2024-10-31T00:00:00Z",
         }  # fmt: skip
         assert (listed["has_more"], listed["first_id"]) == (False, MODEL)

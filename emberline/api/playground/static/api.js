@@ -108,7 +108,8 @@ export async function streamChat(body, { signal, affinity, onChunk }) {
 
 /** The `data` of each server-sent event. */
 async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
   let pending = "";
   try {
     for (;;) {
@@ -120,7 +121,7 @@ async function* events(stream) {
         throw new ConnectionLost("The connection was lost before the reply was complete.");
       }
       if (step.done) return;
-      const lines = (pending + step.value).split("\n");
+      const lines = (pending + decoder.decode(step.value, { stream: true })).split("\n");
       pending = lines.pop();
       for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
     }

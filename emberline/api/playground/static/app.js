@@ -6,7 +6,7 @@ import { CodeDialog, ModelDialog, Shortcuts } from "./dialogs.js";
 import { models } from "./models.js";
 import { SettingsPanel } from "./settings_panel.js";
 import { SignIn } from "./sign_in.js";
-import { announce, Button, html, Icon, render, Shell, useEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { announce, Button, html, Icon, render, Shell, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const WIDE = matchMedia("(min-width: 1000px)");
@@ -39,7 +39,7 @@ function App() {
     v: () => setDialog({ name: "code" }),
     r: () => workspace.panes.forEach((pane) => pane.conversation.last.isReply && !pane.busy && pane.regenerate(pane.conversation.last)),
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     const onKey = (event) => {
       if (session.needed || document.querySelector("dialog[open]")) return;
       const typing = event.target.matches?.("input, textarea, select");
@@ -71,7 +71,7 @@ function App() {
         <${Button} icon="sliders" label="Settings (Alt + S)" aria-expanded=${settings} aria-controls="settings" onClick=${actions.s} />
         <input ref=${picker} type="file" accept="application/json,.json" class="visually-hidden" tabindex="-1" aria-label="Conversation file" onChange=${(event) => (importFile(event.target.files[0]), (event.target.value = ""))} />
       </div>
-      ${(problem || models.error) && html`<p class="problem banner" role="alert"><${Icon} name="warn" />${visible(problem ?? models.error.message)}
+      ${(problem || (models.error && !session.needed)) && html`<p class="problem banner" role="alert"><${Icon} name="warn" />${visible(problem ?? models.error.message)}
         <${Button} text=${problem ? "Dismiss" : "Try again"} class="small" onClick=${() => (problem ? setProblem(null) : models.refresh())} /></p>`}
       <div class="panes">${workspace.panes.map((pane, i) => html`<${Transcript} key=${`${i}-${pane.conversation.id}`} pane=${pane} label=${workspace.compares ? ["Left", "Right"][i] : "Chat"} openModels=${openModels} />`)}</div>
       <${Composer} key=${workspace.panes.length} />

@@ -1,7 +1,7 @@
 // A pane's transcript, which follows the reply while the reader is at its end; and the composer below the panes.
 
 import { MessageView } from "./message_view.js";
-import { Button, html, Icon, useEffect, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { Button, html, Icon, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const SAMPLES = [
@@ -23,7 +23,13 @@ export function Transcript({ pane, label, openModels }) {
   useLayoutEffect(() => {
     const node = scroller.current;
     let follows = true;
-    const onScroll = () => (follows = node.scrollHeight - node.scrollTop - node.clientHeight < NEAR_END_PX);
+    let before = 0;
+    const onScroll = () => {
+      // Only a reader scrolls up: what is far from the end otherwise has grown since.
+      if (node.scrollTop < before) follows = false;
+      if (node.scrollHeight - node.scrollTop - node.clientHeight < NEAR_END_PX) follows = true;
+      before = node.scrollTop;
+    };
     const observer = new ResizeObserver(() => {
       if (follows && !pane.conversation.isEmpty) node.scrollTop = node.scrollHeight;
     });
@@ -40,7 +46,7 @@ export function Transcript({ pane, label, openModels }) {
   }, [pane.conversation.last]);
   const path = pane.conversation.path;
   return html`<section class="pane" aria-label=${label}>
-    ${workspace.compares && html`<div class="pane-head"><${ModelButton} pane=${pane} open=${openModels} /></div>`}
+    ${workspace.compares && html`<div class="pane-head"><${ModelButton} pane=${pane} open=${openModels} /><span class="soft">${pane.settings.summary}</span></div>`}
     <div class="scroller" ref=${scroller} tabindex="-1">
       <div class="transcript" ref=${inner} role="log" aria-live="off" aria-label="Conversation">
         ${path.length ? path.map((message) => html`<${MessageView} key=${message.id} message=${message} pane=${pane} />`) : html`<${Welcome} pane=${pane} />`}
@@ -82,7 +88,7 @@ export function Composer() {
   const area = useRef();
   const vision = panes.every((pane) => pane.model?.vision);
   const blocked = panes.map((pane) => pane.settings.problem).find(Boolean);
-  useEffect(() => area.current.focus(), []);
+  useLayoutEffect(() => area.current.focus(), []);
   useLayoutEffect(() => {
     area.current.style.height = "auto";
     area.current.style.height = `${Math.min(area.current.scrollHeight, innerHeight * 0.4)}px`;

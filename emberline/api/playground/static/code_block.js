@@ -13,7 +13,7 @@ const WORDS =
 const KEYWORDS = new Set(WORDS.split(" "));
 const HASH_COMMENTS = /^(?:py|python|sh|bash|shell|zsh|console|ruby|rb|yaml|yml|toml|r|make|makefile|dockerfile|perl|elixir|ini)$/i;
 const PLAIN = /^(?:|text|txt|plain|markdown|md|output|log)$/i;
-const TOKEN = /("(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|`(?:[^`\\]|\\.)*`?)|(\/\/.*|\/\*.*?(?:\*\/|$)|--\s.*|<!--.*)|(#.*)|\b(\d[\w.]*)\b|\b([A-Za-z_]\w*)\b(\()?/g;
+const TOKEN = /("(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?|`(?:[^`\\]|\\.)*`?)|((?<!:)\/\/.*|\/\*.*?(?:\*\/|$)|--\s.*|<!--.*)|(#.*)|\b(\d[\w.]*)\b|\b([A-Za-z_]\w*)\b(\()?/g;
 
 export class CodeBlock {
   #code = element("code");
@@ -64,7 +64,7 @@ function colored(parent, line, hash) {
   for (const found of line.matchAll(TOKEN)) {
     if (found.index < start) continue;
     const [whole, string, comment, hashed, number, word, called] = found;
-    const kind = string ? "string" : comment || (hashed && hash) ? "comment" : number ? "number" : word && KEYWORDS.has(word.toLowerCase()) ? "keyword" : word && called ? "call" : "";
+    const kind = string ? "string" : (comment && !hash) || (hashed && hash) ? "comment" : number ? "number" : word && KEYWORDS.has(word.toLowerCase()) ? "keyword" : word && called ? "call" : "";
     if (!kind) continue;
     const text = called ? word : whole;
     parent.append(line.slice(start, found.index), element("span", { class: `t-${kind}` }, text));

@@ -147,13 +147,14 @@ function fromOpenAI(messages) {
       id: String(index),
       parent: index ? String(index - 1) : null,
       role: message.role,
-      content: typeof message.content === "string" ? message.content : textOf(message.content),
+      content: message.content === null && message.tool_calls ? "" : textOf(message.content),
       reasoning: message.reasoning_content ?? message.reasoning,
       toolCalls: (message.tool_calls ?? []).map((call) => ({ id: call.id, name: call.function?.name, arguments: call.function?.arguments })),
       toolCallId: message.tool_call_id,
     }));
 }
 
+/** A text, or the texts of a list of parts; anything else is not valid and stays as it is. */
 function textOf(parts) {
-  return Array.isArray(parts) ? parts.map((part) => part?.text ?? "").join("\n") : "";
+  return Array.isArray(parts) ? parts.map((part) => part?.text ?? "").join("\n") : parts;
 }

@@ -11,10 +11,12 @@ import { workspace } from "./workspace.js";
 
 const tokens = new Intl.NumberFormat("en");
 
+const perMillion = (price) => Number((price * 1e6).toPrecision(4));
+
 export function ModelDialog({ pane, onClose }) {
   useObservable(models);
   const [words, setWords] = useState("");
-  const listed = models.all.filter((model) => [model.id, model.description, ...model.aliases].some((text) => text.toLowerCase().includes(words.toLowerCase())));
+  const listed = models.all.filter((model) => [model.id, model.author, ...model.aliases].some((text) => text.toLowerCase().includes(words.toLowerCase())));
   const choose = (model) => {
     pane.settings.set({ model: model.id });
     workspace.changed();
@@ -30,11 +32,11 @@ export function ModelDialog({ pane, onClose }) {
   };
   return html`<${Dialog} title="Choose a model" onClose=${onClose} class="wide">
     <div onKeyDown=${move}>
-      <input type="search" placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} />
+      <input type="search" autofocus placeholder="Search" aria-label="Search models" value=${words} onInput=${(event) => setWords(event.target.value)} />
       <ul class="models">${listed.map((model) => html`<li key=${model.id}><button type="button" disabled=${!model.chats} aria-current=${model.id === pane.settings.model} onClick=${() => choose(model)}>
         <span class="line"><bdi><b>${visible(model.name)}</b></bdi><${State} state=${model.state} named /></span>
         <span class="line soft"><bdi>${visible(model.id)}</bdi>
-          <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.vision && "images", !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
+          <span>${[model.contextLen && `${tokens.format(model.contextLen)} tokens`, model.reasons && "reasoning", model.vision && "images", model.pricing && `$${perMillion(model.pricing.prompt)} in, $${perMillion(model.pricing.completion)} out per M`, !model.chats && "does not chat"].filter(Boolean).join(" · ")}</span></span>
       </button></li>`)}</ul>
       ${!listed.length && html`<p class="soft">${models.all.length ? "No model has that name." : "The server has no models."}</p>`}
     </div>

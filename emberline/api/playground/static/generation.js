@@ -105,14 +105,10 @@ export class Generation {
   }
 }
 
-/** What the server says a reply cost, else what its price list says; null where nothing has a price. */
+/** What a reply costs by the model's prices; null where it has none. */
 function costOf(usage, model) {
-  if (typeof usage.cost === "number") return usage.cost;
-  const price = (unit) => Number(model?.prices.find((p) => p.unit === `per M ${unit} tokens`)?.price ?? NaN);
-  const input = price("input");
-  const output = price("output");
-  if (Number.isNaN(input) && Number.isNaN(output)) return null;
+  const { prompt, completion, input_cache_read: cached } = model?.pricing ?? {};
+  if (prompt === undefined) return null;
   const cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const cached = Number.isNaN(price("cached input")) ? input || 0 : price("cached input");
-  return ((usage.prompt_tokens - cachedTokens) * (input || 0) + cachedTokens * cached + usage.completion_tokens * (output || 0)) / 1e6;
+  return (usage.prompt_tokens - cachedTokens) * prompt + cachedTokens * cached + usage.completion_tokens * completion;
 }

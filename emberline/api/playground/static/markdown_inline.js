@@ -7,7 +7,7 @@ const MAX_DEPTH = 8;
 const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
 const LINK = /^!?\[([^[\]]{0,500})\]\(\s*<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,200}\)[^\s<>()]{0,500})?)>?(?:\s+"[^"]{0,300}")?\s*\)/;
 const BARE = /^https?:\/\/[^\s<>"'`]{1,2000}/;
-const PAIRS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
+const PAIRS = [["***", "strong", "em"], ["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 
 export function element(tag, attributes = {}, text = "") {
   const node = document.createElement(tag);
@@ -71,7 +71,7 @@ function codeSpan(text, at, missing) {
 }
 
 function emphasis(text, at, missing, depth) {
-  for (const [mark, tag] of PAIRS) {
+  for (const [mark, tag, innerTag] of PAIRS) {
     if (!text.startsWith(mark, at) || missing.has(mark)) continue;
     const word = mark[0] === "_";
     if (!/\S/.test(text[at + mark.length] ?? "") || (word && /\w/.test(text[at - 1] ?? ""))) continue;
@@ -79,7 +79,8 @@ function emphasis(text, at, missing, depth) {
       if (/\s/.test(text[end - 1]) || (word && /\w/.test(text[end + mark.length] ?? ""))) continue;
       if (mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark)) continue;
       const node = element(tag);
-      inline(node, text.slice(at + mark.length, end), depth + 1);
+      const inner = innerTag ? node.appendChild(element(innerTag)) : node;
+      inline(inner, text.slice(at + mark.length, end), depth + 1);
       return { node, end: end + mark.length };
     }
     missing.add(mark);

@@ -11,7 +11,7 @@ export function MessageView({ message, pane }) {
   const streaming = message.status === "streaming";
   const name = message.isReply && message.model ? shortName(message.model) : NAMES[message.role];
   return html`<article class=${`message ${message.role}`} aria-label=${name} aria-busy=${streaming}>
-    <header><bdi class="who">${visible(name)}</bdi><${Branches} message=${message} conversation=${pane.conversation} /></header>
+    <header class=${message.parent.children.length < 2 ? "alone" : ""}><bdi class="who">${visible(name)}</bdi><${Branches} message=${message} conversation=${pane.conversation} /></header>
     ${message.reasoning && html`<${Reasoning} message=${message} />`}
     ${message.images.length > 0 && html`<div class="images">${message.images.map((url) => html`<img src=${url} alt="Attached image" />`)}</div>`}
     ${editing
@@ -140,6 +140,7 @@ function Actions({ message, pane, edit }) {
   </footer>`;
 }
 
+const dollars = new Intl.NumberFormat("en", { style: "currency", currency: "USD", maximumSignificantDigits: 3 });
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 function Metrics({ message }) {
@@ -153,7 +154,7 @@ function Metrics({ message }) {
     ["Output tokens", `${m.exact ? "" : "≈ "}${number.format(m.completionTokens)} out`],
     m.promptTokens !== undefined && ["Input tokens", `${number.format(m.promptTokens)} in`],
     m.promptTokens !== undefined && ["Input tokens that came from the prefix cache", `${number.format(m.cachedTokens)} cached`, m.cachedTokens ? "good" : ""],
-    m.exact && ["Cost", m.cost === undefined ? "no price" : money(m.cost)],
+    m.exact && ["Cost", m.cost === undefined ? "no price" : dollars.format(m.cost)],
     note && ["How the reply ended", note],
   ].filter(Boolean);
   return html`<span class="metrics">${shown.map(([title, text, kind]) => html`<span title=${title} class=${kind ?? ""}>${text}</span>`)}</span>`;
@@ -161,8 +162,4 @@ function Metrics({ message }) {
 
 function duration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
-}
-
-function money(amount) {
-  return amount === 0 ? "$0" : `$${amount < 0.01 ? amount.toPrecision(2) : amount.toFixed(4)}`;
 }

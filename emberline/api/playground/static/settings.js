@@ -51,6 +51,16 @@ export class Settings extends Observable {
     return settings;
   }
 
+  /** What is not left to the model, in few words. */
+  get summary() {
+    const set = PARAMETERS.filter(({ name }) => this.parameters[name] !== null).map(({ name, label }) => `${label} ${this.parameters[name]}`);
+    if (this.system) set.push("system prompt");
+    if (this.effort) set.push(`reasoning ${this.effort}`);
+    if (this.tools.trim()) set.push("tools");
+    if (this.format !== "text") set.push(this.format === "json_schema" ? "JSON schema" : "JSON");
+    return set.join(" · ");
+  }
+
   /** What keeps a request from being sent: the first problem, or null. */
   get problem() {
     if (!this.model) return "Choose a model first.";

@@ -2,7 +2,7 @@
 
 import { parseSchema, parseTools } from "./json_schema.js";
 import { EFFORTS, PARAMETERS } from "./settings.js";
-import { Button, html, Icon, useObservable, visible } from "./ui.js";
+import { Button, html, Icon, useObservable, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const TOOL = `[
@@ -74,17 +74,20 @@ export function SettingsPanel({ close }) {
 
 function Parameter({ parameter, value, fallback, onChange }) {
   const { name, label, min, max, step, whole, hint } = parameter;
+  const [draft, setDraft] = useState({}); // what is being typed, such as "0.", and the value that it means
   const read = (event) => {
     const text = event.target.value;
     const number = whole ? Math.round(Number(text)) : Number(text);
-    onChange(text === "" || !Number.isFinite(number) ? null : Math.min(max, Math.max(min, number)));
+    const read = text === "" || !Number.isFinite(number) ? null : Math.min(max, Math.max(min, number));
+    setDraft({ text, value: read });
+    onChange(read);
   };
   const shown = value ?? (typeof fallback === "number" ? fallback : undefined);
   const slides = max <= 2;
   return html`<div class="field parameter" title=${hint}>
     <label for=${`p-${name}`}>${label}</label>
     ${slides && html`<input type="range" aria-label=${`${label}, slider`} tabindex="-1" min=${min} max=${max} step=${step} value=${shown ?? (name === "temperature" || name === "top_p" ? 1 : 0)} onInput=${read} class=${value === null ? "unset" : ""} />`}
-    <input id=${`p-${name}`} type="number" inputmode="decimal" min=${min} max=${max} step=${step} value=${value ?? ""} placeholder=${typeof fallback === "number" ? String(fallback) : "auto"} onChange=${read} aria-description=${hint} />
+    <input id=${`p-${name}`} type="number" inputmode="decimal" min=${min} max=${max} step=${step} value=${draft.value === value ? draft.text : value ?? ""} placeholder=${typeof fallback === "number" ? String(fallback) : "auto"} onInput=${read} onBlur=${() => setDraft({})} aria-description=${hint} />
     ${value !== null ? html`<${Button} icon="close" label=${`Leave ${label} to the model`} class="quiet small" onClick=${() => onChange(null)} />` : null}
   </div>`;
 }

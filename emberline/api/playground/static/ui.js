@@ -86,13 +86,14 @@ export function Button({ icon, label, text, class: kind = "", ...rest }) {
 /** A modal dialog: the browser keeps the focus inside and closes it on Escape. */
 export function Dialog({ title, onClose, children, class: kind = "" }) {
   const ref = useRef();
-  useEffect(() => {
+  useLayoutEffect(() => {
     const dialog = ref.current;
     const before = document.activeElement;
     dialog.showModal();
     return () => {
-      dialog.close();
-      if (before?.isConnected) before.focus();
+      dialog.close(); // gives the focus back, too early: Chromium types nothing into it while the dialog is in the page
+      document.activeElement?.blur();
+      setTimeout(() => before?.isConnected && before.focus());
     };
   }, []);
   return html`<dialog ref=${ref} class=${kind} aria-label=${title} onCancel=${(event) => (event.preventDefault(), onClose())}

@@ -1,0 +1,399 @@
+"""The playground in a real browser: chat, branches, comparison, settings, code, import and export."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+from emberline.protocol.events import Started, TextDelta, TextEvent, Usage
+from emberline.protocol.price import Price
+from emberline.protocol.request import GenerateRequest
+from tests.api.fake_service import MODEL, FakeService, agent, card, hello
+from tests.api.playground.browser import Stage, ask, echoes, endless, reply, writes
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+FIRST_PAINT_MS = 1000
+
+
+def last_question(request: GenerateRequest) -> str:
+    assert request.messages is not None
+    return next(message.content for message in reversed(request.messages) if message.role == "user")
+
+
+def n_messages(page: "Page") -> int:
+    return page.locator(".message").count()
+
+
+def test_first_visit_to_first_token(stage: Stage) -> None:
+    """A newcomer reads nothing: a model is chosen, the cursor is in the message, a sample is one click."""
+    with stage.site() as here:
+        page = here.open()
+        page.wait_for_selector(".model-button:has-text('smollm2-135m-instruct')")
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        page.click(".samples button >> nth=0")
+        assert reply(page) == "Hello!"
+        assert here.service.requests[0].model == MODEL
+        paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        assert paint < FIRST_PAINT_MS
+        sent = page.evaluate("performance.getEntriesByType('resource').reduce((n, r) => n + r.encodedBodySize, 0)")
+        assert sent < 300 << 10
+
+
+def test_reply_with_metrics_and_session(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        ask(page, "Hi")
+        assert reply(page) == "Hello!"
+        metrics = page.inner_text(".metrics")
+        for text in ("TTFT", "3 out", "12 in", "8 cached"):
+            assert text in metrics
+        ask(page, "And again")
+        page.wait_for_function("() => document.querySelectorAll('.metrics').length === 2")
+        first, second = here.service.requests
+        assert first.session
+        assert first.session == second.session
+        assert [message.role for message in second.messages or ()] == ["user", "assistant", "user"]
+        page.click("text=New chat")
+        ask(page, "New")
+        reply(page)
+        assert here.service.requests[2].session != first.session
+        assert n_messages(page) == 2
+
+
+def test_reasoning_and_tool_calls(stage: Stage) -> None:
+    with stage.site(agent) as here:
+        page = here.open()
+        ask(page, "Weather?")
+        assert reply(page) == "Let me look."
+        page.click(".reasoning summary")
+        assert page.inner_text(".reasoning .markdown") == "Two towns."
+        assert page.locator(".tool-call").count() == 2
+        assert '"town": "Rome"' in page.locator(".tool-call pre").nth(1).inner_text()
+        here.service.script = hello
+        page.locator(".tool-call textarea").nth(0).fill("rain")
+        page.locator(".tool-call textarea").nth(1).fill("sun")
+        page.click("text=Send results")
+        page.wait_for_function("() => document.querySelectorAll('.metrics').length === 2")
+        sent = here.service.requests[1].messages or ()
+        assert [message.role for message in sent] == ["user", "assistant", "tool", "tool"]
+        assert [(message.content, message.tool_call_id) for message in sent[2:]] == [
+            ("rain", "call_a"),
+            ("sun", "call_b"),
+        ]
+        assert sent[1].reasoning == "Two towns."
+
+
+def test_stop_and_continue(stage: Stage) -> None:
+    """Stop reaches the server, the text stays, and the reply can go on."""
+    with stage.site(endless) as here:
+        page = here.open()
+        ask(page, "Go on and on")
+        page.wait_for_selector("text=word50 ")
+        page.keyboard.press("Escape")
+        page.wait_for_selector(".metrics:has-text('stopped')")
+        assert here.service.open == 0
+        text = page.inner_text(".message.assistant .markdown")
+        here.service.script = writes("and more")
+        page.click("text=Continue")
+        page.wait_for_selector("text=and more")
+        request = here.service.requests[1]
+        assert request.continue_final
+        assert (request.messages or ())[-1].role == "assistant"
+        assert n_messages(page) == 2
+        assert page.inner_text(".message.assistant .markdown").startswith(text[:40])
+
+
+def test_regenerate_edit_and_branches(stage: Stage) -> None:
+    with stage.site(echoes(lambda request: f"You said {last_question(request)}.")) as here:
+        page = here.open()
+        ask(page, "one")
+        assert reply(page) == "You said one."
+        page.click("[aria-label=Regenerate]")
+        page.wait_for_selector(".branches:has-text('2 / 2')")
+        page.hover(".message.user")
+        page.click(".message.user [aria-label='Edit as a branch']")
+        page.fill(".editor textarea", "two")
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector("text=You said two.")
+        assert page.locator(".message.user .branches").inner_text().split() == ["2", "/", "2"]
+        page.click(".message.user [aria-label='Previous branch']")
+        page.wait_for_selector("text=You said one.")
+        page.click(".message.assistant [aria-label='Previous branch']")
+        page.wait_for_selector(".message.assistant .branches:has-text('1 / 2')")
+        ask(page, "three")
+        page.wait_for_selector("text=You said three.")
+        sent = [message.content for message in here.service.requests[-1].messages or ()]
+        assert sent == ["one", "You said one.", "three"]
+
+
+def test_compare_two_models(stage: Stage) -> None:
+    script = echoes(lambda request: f"{request.model.rpartition('/')[2]} at {request.sampling.temperature}")
+    with stage.site(script) as here:
+        page = here.open()
+        page.keyboard.press("Alt+c")
+        page.click(".pane-head .model-button >> nth=1")
+        page.click(".models button:has-text('tiny')")
+        page.fill("#p-temperature", "1.5")
+        page.keyboard.press("Tab")
+        ask(page, "Who are you?")
+        page.wait_for_function("() => document.querySelectorAll('.metrics').length === 2")
+        texts = page.locator(".message.assistant .markdown").all_inner_texts()
+        assert texts == ["smollm2-135m-instruct at 1.0", "tiny at 1.5"]
+        assert len({request.session for request in here.service.requests}) == 2
+        page.keyboard.press("Alt+c")
+        assert page.locator(".pane").count() == 1
+
+
+def test_parameters_reach_the_server(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        page.fill("text=System prompt >> textarea", "Be brief.")
+        for name, value in {"temperature": "0.7", "top_p": "0.5", "max_tokens": "99", "seed": "7"}.items():
+            page.fill(f"#p-{name}", value)
+        page.select_option("label:has-text('Reasoning') select", "low")
+        ask(page, "Hi")
+        reply(page)
+        request = here.service.requests[0]
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.7, 0.5, 99, 7)
+        assert request.reasoning.effort == "low"
+        assert [(m.role, m.content) for m in request.messages or ()] == [("system", "Be brief."), ("user", "Hi")]
+
+
+def test_schema_and_tool_editors(stage: Stage) -> None:
+    with stage.site(writes('{"name": "Ada"}')) as here:
+        page = here.open()
+        page.click("summary:has-text('Output format')")
+        page.click("text=JSON schema")
+        editor = "textarea[aria-label='JSON schema, as JSON']"
+        page.fill(editor, '{"type": "objekt"}')
+        assert page.inner_text(".json-editor .mark.bad") == "not valid"
+        assert "objekt" in page.inner_text(".json-editor .problem")
+        ask(page, "Hi")
+        assert "not valid" in page.inner_text(".composer .problem")
+        assert here.service.requests == []
+        page.fill(editor, '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}')
+        assert page.inner_text(".json-editor .mark.good") == "valid"
+        page.click("summary:has-text('Tools')")
+        page.click("text=Insert an example")
+        assert page.locator(".json-editor .mark.good").count() == 2
+        page.click("text=JSON >> nth=0")  # tools and a schema exclude each other in some models: plain JSON
+        ask(page, "Hi")
+        reply(page)
+        request = here.service.requests[0]
+        assert [tool.name for tool in request.tools] == ["get_weather"]
+        assert request.output is not None
+
+
+def test_view_code_runs(stage: Stage) -> None:
+    """What the page shows as curl is the request that it would send."""
+    with stage.site(echoes(lambda request: f"You said {last_question(request)}")) as here:
+        page = here.open()
+        page.fill("#p-temperature", "0.3")
+        page.fill("#prompt", 'It\'s "quoted" $HOME `x` \\ & <b>')
+        page.keyboard.press("Alt+v")
+        code = page.inner_text(".sample code")
+        assert code.startswith("curl ")
+        if shutil.which("curl"):
+            done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+            assert "[DONE]" in done.stdout
+            assert last_question(here.service.requests[0]) == 'It\'s "quoted" $HOME `x` \\ & <b>'
+            assert here.service.requests[0].sampling.temperature == 0.3
+        page.click("dialog >> text=Python")
+        assert "from openai import OpenAI" in page.inner_text(".sample code")
+        compile(page.inner_text(".sample code"), "sample", "exec")
+        page.click("dialog >> text=JavaScript")
+        assert "await fetch(" in page.inner_text(".sample code")
+        page.keyboard.press("Escape")
+        assert page.locator("dialog").count() == 0
+
+
+@pytest.mark.slow
+def test_view_code_in_python_and_javascript_runs(stage: Stage, tmp_path: Path) -> None:
+    with stage.site(echoes(lambda request: f"You said {last_question(request)}")) as here:
+        page = here.open()
+        page.click("summary:has-text('More parameters')")
+        page.fill("#p-min_p", "0.1")
+        page.fill("#prompt", 'It\'s "quoted" ünïcode \\n 🔥')
+        page.keyboard.press("Alt+v")
+        page.click("dialog >> text=Python")
+        done = subprocess.run([sys.executable, "-c", page.inner_text(".sample code")], capture_output=True, text=True)
+        assert done.stdout.startswith('You said It\'s "quoted" ünïcode \\n 🔥'), done.stderr
+        page.click("dialog >> text=JavaScript")
+        if shutil.which("node"):
+            program = tmp_path / "sample.mjs"
+            program.write_text(page.inner_text(".sample code"))
+            done = subprocess.run(["node", program], capture_output=True, text=True)
+            assert done.stdout == 'You said It\'s "quoted" ünïcode \\n 🔥', done.stderr
+
+
+def test_export_and_import(stage: Stage, tmp_path: Path) -> None:
+    with stage.site(echoes(lambda request: f"You said {last_question(request)}.")) as here:
+        page = here.open()
+        page.fill("#p-seed", "42")
+        ask(page, "one")
+        reply(page)
+        page.click("[aria-label=Regenerate]")
+        page.wait_for_selector(".branches:has-text('2 / 2')")
+        with page.expect_download() as download:
+            page.click("[aria-label='Export the conversation']")
+        path = tmp_path / "conversation.json"
+        download.value.save_as(path)
+        assert len(json.loads(path.read_text())["panes"][0]["conversation"]["messages"]) == 3
+        page.click("text=New chat")
+        page.fill("#p-seed", "")
+        page.wait_for_selector(".welcome")
+        page.set_input_files("input[aria-label='Conversation file']", path)
+        page.wait_for_selector("text=You said one.")
+        assert page.inner_text(".branches").split() == ["2", "/", "2"]
+        assert page.input_value("#p-seed") == "42"
+        plain = tmp_path / "messages.json"
+        plain.write_text(json.dumps([{"role": "user", "content": "from elsewhere"}]))
+        page.set_input_files("input[aria-label='Conversation file']", plain)
+        page.wait_for_selector("text=from elsewhere")
+        for text in ("{", '{"a": 1}', '[{"role": "user"}]', '{"format": "emberline.conversation", "messages": [3]}'):
+            plain.write_text(text)
+            page.set_input_files("input[aria-label='Conversation file']", plain)
+            page.wait_for_selector(".banner")
+            page.click(".banner button")
+        assert page.locator("text=from elsewhere").count() == 1
+
+
+def test_a_reload_keeps_the_conversation(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        ask(page, "remember me")
+        reply(page)
+        page.reload()
+        page.wait_for_selector("text=remember me")
+        assert page.inner_text(".message.assistant .markdown") == "Hello!"
+
+
+def test_keyboard_and_screen_reader(stage: Stage) -> None:
+    with stage.site() as here:
+        page = here.open()
+        page.wait_for_selector(".model-button:has-text('smollm2')")
+        unnamed = page.evaluate(
+            """[...document.querySelectorAll("button, input, textarea, select, a")].filter((node) =>
+              !(node.getAttribute("aria-label") || node.textContent.trim() || node.labels?.length))
+              .map((node) => node.outerHTML)"""
+        )
+        assert unnamed == []
+        assert page.locator("main").count() == 1
+        assert page.locator("[aria-live=polite]").count() == 1
+        page.keyboard.press("Alt+m")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".model-button:has-text('tiny')")
+        page.keyboard.press("Alt+s")
+        assert page.locator(".settings").count() == 0
+        page.focus("#prompt")
+        page.keyboard.type("hi")
+        page.keyboard.press("Enter")
+        reply(page)
+        assert page.inner_text("[aria-live=polite]") == "The reply is complete."
+        page.keyboard.press("Alt+r")
+        page.wait_for_selector(".branches:has-text('2 / 2')")
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("?")
+        page.wait_for_selector("dialog:has-text('Keyboard shortcuts')")
+        page.keyboard.press("Escape")
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "prompt"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_narrow_screen(stage: Stage, theme: Literal["light", "dark"]) -> None:
+    with stage.site(
+        writes("# Title\n\n", "```py\n" + "x" * 300 + "\n```\n\n", "| a | b |\n|---|---|\n| " + "y" * 200 + " | 2 |")
+    ) as here:
+        page = here.open(360, 640, theme)
+        ask(page, "Hi")
+        reply(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        assert page.evaluate("document.querySelector('.scroller').scrollWidth <= 360")
+        colors = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (colors == "rgb(22, 19, 17)") == (theme == "dark")
+        page.click("[aria-label^='Theme']")
+        page.click("[aria-label^='Theme']")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 19, 17)"
+        page.keyboard.press("Alt+s")
+        page.wait_for_selector(".settings")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_images_only_where_a_model_sees(stage: Stage, tmp_path: Path) -> None:
+    with stage.site() as here:
+        page = here.open()
+        page.wait_for_selector(".model-button:has-text('smollm2')")
+        assert page.locator("input[type=file][multiple]").count() == 0
+        seeing = {"object": "list", "data": [{"id": "see/er", "capabilities": {"vision": True}, "owned_by": "x"}]}
+        page.route("**/v1/models", lambda route: route.fulfill(json=seeing))
+        bodies: list[dict[str, object]] = []
+        page.route("**/v1/chat/completions", lambda route: (bodies.append(route.request.post_data_json), route.abort()))
+        page.reload()
+        page.wait_for_selector(".model-button:has-text('see/er')")
+        image = bytes.fromhex("89504e470d0a1a0a")
+        page.set_input_files("input[type=file][multiple]", {"name": "a.png", "mimeType": "image/png", "buffer": image})
+        page.wait_for_selector(".thumb img")
+        page.set_input_files("input[type=file][multiple]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"x"})
+        page.wait_for_selector(".composer .problem")
+        stage.faults.clear()
+        ask(page, "What is it?")
+        page.wait_for_selector(".message.assistant .problem")
+        stage.faults.clear()  # the aborted request, and bytes that are no image
+        content = bodies[0]["messages"][0]["content"]  # type: ignore[index]
+        assert [part["type"] for part in content] == ["text", "image_url"]
+        assert content[1]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+async def _waits(request: GenerateRequest) -> AsyncIterator[TextEvent]:
+    yield Started(Usage(prompt_tokens=1, completion_tokens=1))
+    yield TextDelta(0, "begun")
+    await asyncio.sleep(3600)
+
+
+def test_leaving_the_page_ends_the_request(stage: Stage) -> None:
+    with stage.site(_waits) as here:
+        page = here.open()
+        ask(page, "Hi")
+        page.wait_for_selector("text=begun")
+        assert here.service.open == 1
+        page.goto("about:blank")
+        deadline = time.monotonic() + 20
+        while here.service.open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert here.service.open == 0
+
+
+def test_cost_and_states_of_models(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1 and 4 per million tokens, 12 in (8 cached, at a tenth) and 3 out."""
+    price = Price(input=1_000_000, output=4_000_000, cached_input=100_000)
+    cards = [
+        card("@cf/a/waiting", "a"),
+        card("@cf/a/ready", "a", price=price),
+        card("@cf/a/embeds", "a", task="Text Embeddings"),
+    ]
+    states = {"@cf/a/waiting": "on_disk", "@cf/a/ready": "loaded", "@cf/a/embeds": "loaded"}
+    monkeypatch.setattr(FakeService, "models", lambda self, *_: cards)
+    monkeypatch.setattr(FakeService, "resolve", lambda self, *_: cards[1])
+    monkeypatch.setattr(FakeService, "model_state", lambda self, name: states[name])
+    with stage.site() as here:
+        page = here.open()
+        page.wait_for_selector(".model-button:has-text('ready')")  # the first that is loaded and chats
+        ask(page, "Hi")
+        reply(page)
+        assert "$0.0000168" in page.inner_text(".metrics")
+        page.keyboard.press("Alt+m")
+        assert page.locator(".models .state").all_inner_texts() == ["on disk", "loaded", "loaded"]
+        assert page.locator(".models button:disabled").inner_text().startswith("embeds")
