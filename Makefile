@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export PYTHON TORCH
 
-.PHONY: help serve test test-all lint test-gpu agents pages peers soak bench lock clean
+.PHONY: help serve test test-all lint test-gpu agents pages peers observability soak bench lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ pages: ## the pages in a real browser, every test; installs Chromium
 
 peers: ## real vLLM servers, disaggregated, behind our balancer; installs them
 	@scripts/peers $(ARGS)
+
+observability: ## the Grafana board and alert rules against a real Prometheus; installs it
+	@scripts/observability $(ARGS)
 
 soak: ## kill -9 at a thousand random moments while ten thousand jobs run; hours
 	@scripts/soak $(ARGS)

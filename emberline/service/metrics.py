@@ -3,16 +3,18 @@
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from emberline.accounts.usage_row import UsageRow
+from emberline.accounts.usage_row import UsageRow, UsageStatus
 from emberline.balancer.balancer import Snapshot
 from emberline.balancer.worker import WorkerSnapshot
 from emberline.protocol.frames import EngineLoad
+from emberline.protocol.request import Priority
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 INTER_TOKEN_BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -22,6 +24,10 @@ GENAI_TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.
 GENAI_TPOT_BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 GENAI_TOKEN_BOUNDS = tuple(4**power for power in range(14))
 E2E_BOUNDS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+STATUSES: tuple[UsageStatus, ...] = get_args(UsageStatus)  # of ended requests: exposed from the start, at zero,
+REFUSED_KINDS = ("overloaded", "unavailable")  # as these are: an alert cannot see the first of a missing series
 
 
 class Counts(msgspec.Struct, array_like=True):
@@ -135,13 +141,13 @@ class Metrics(Collector):
         for worker in snapshot.workers:
             self.models[worker.models[0]]  # from the start, at zero
         refused = CounterMetricFamily("emberline_requests_refused", "Requests refused, by error.", labels=["error"])
-        for kind, n in self._refused.items():
-            refused.add_metric([kind], n)
+        for kind in {*REFUSED_KINDS, *self._refused}:
+            refused.add_metric([kind], self._refused[kind])
         yield refused
         ended = CounterMetricFamily("emberline_requests", "Requests ended, by status.", labels=["model", "status"])
         for name, model in self.models.items():
-            for status, n in model.by_status.items():
-                ended.add_metric([name, status], n)
+            for status in STATUSES:
+                ended.add_metric([name, status], model.by_status[status])
         yield ended
         yield from self._counters("prompt_tokens", "vllm:prompt_tokens", lambda m: m.prompt_tokens)
         yield from self._counters("cached_tokens", "vllm:prefix_cache_hits", lambda m: m.cached_tokens)
@@ -232,8 +238,9 @@ def _worker_metrics(snapshot: Snapshot) -> Iterator[Metric]:
             family.add_metric([worker.name, worker.role], value(worker))
         yield family
     waiting = GaugeMetricFamily("emberline_requests_held", "Requests in the admission queue.", labels=["priority"])
-    for priority, n in snapshot.waiting.items():
-        waiting.add_metric([priority], n)
+    for priority in Priority:
+        name = priority.name.lower()
+        waiting.add_metric([name], snapshot.waiting.get(name, 0))
     yield waiting
     yield GaugeMetricFamily("emberline_requests_in_flight", "Requests on workers.", value=snapshot.dispatched)
     yield GaugeMetricFamily(
