@@ -11,6 +11,7 @@ long) has no cover any more: it is billed what the budget still has.
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -45,9 +46,12 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def period_label(period: BudgetPeriod, at_us: int) -> str:
-    if period == "total":
-        return period
-    return datetime.fromtimestamp(at_us // _SECOND_US, UTC).strftime("%Y-%m-%d" if period == "day" else "%Y-%m")
+    return period if period == "total" else _label(period, at_us // _DAY_US)
+
+
+@lru_cache(64)
+def _label(period: BudgetPeriod, day: int) -> str:
+    return datetime.fromtimestamp(day * 86_400, UTC).strftime("%Y-%m-%d" if period == "day" else "%Y-%m")
 
 
 def period_bounds(label: str) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def _worst_case_pico(extent: RequestExtent, price: Price | None, name: str) -> i
     """BadInput where nothing bounds it."""
     if price is None:
         raise Forbidden(
-            f"{name} has a budget, and this model has no price: set one with `emberline price`, or use another model",
+            f"{name} has a budget, and this model has no price: set one in `[[prices]]` of the configuration",
             param="model",
         )
     n_output = extent.max_output_tokens

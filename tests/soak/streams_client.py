@@ -56,7 +56,12 @@ def stream(url: str, path: str, body: dict[str, Any], leave_after: int | None = 
 
 
 def send(
-    url: str, path: str, body: dict[str, Any], leave_after: int | None = None, leave_after_s: float | None = None
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    leave_after: int | None = None,
+    leave_after_s: float | None = None,
+    headers: dict[str, str] | None = None,
 ) -> StreamRecord:
     """A request, streamed or not, until it is accepted. `leave_after_s`: disconnect if nothing has come by then."""
     record = StreamRecord()
@@ -69,7 +74,7 @@ def send(
             connection.connect()
             sock = connection.sock  # which the connection forgets where the server closes it after the response
             sock.settimeout(leave_after_s or SILENCE_S)
-            connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            connection.request("POST", path, raw, {"Content-Type": "application/json", **(headers or {})})
             answer = connection.getresponse()
             request_id = answer.getheader("x-request-id") or ""
             if answer.status == 200:
@@ -78,6 +83,7 @@ def send(
                 _read(answer, record, bool(body.get("stream")), leave_after, asked_s)
                 return record
             if answer.status not in (429, 503) or not answer.getheader("Retry-After"):
+                record.request_id = request_id
                 record.problem = f"{answer.status}: {answer.read()!r}"
                 return record
             record.n_refused += 1
