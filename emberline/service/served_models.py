@@ -65,7 +65,7 @@ class ServedModels:
         self._served = {item.card.id: item for item in served}
         self.states: dict[str, str] = {}  # by id, of the models that the core loads and unloads
         self._at_start = frozenset(self._served)
-        self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, by id
+        self._files: dict[str, ModelFiles] = {}  # of the models that are loaded on demand, or can be again, by id
         self._loading: dict[str, asyncio.Future[Served]] = {}
         self._names: dict[str, str] = {}
         self._index()
@@ -98,7 +98,7 @@ class ServedModels:
         """The model of that name, its tokenizer read if it was not yet. A file that cannot be read is tried again."""
         card = self.resolve(name)
         served = self._served.get(card.id)
-        if served is not None:
+        if served is not None and not self._lacks_info(served):
             return served
         loading = self._loading.get(card.id)
         if loading is None:
@@ -109,14 +109,19 @@ class ServedModels:
 
     def offer(self, models: Iterable[ModelFiles]) -> None:
         """These models, and no others, are loaded on demand. Those that were named at start stay as they are."""
-        files = {model.card.id: model for model in models if model.card.id not in self._at_start}
-        for model in self._files.keys() - files.keys():
+        files = {model.card.id: model for model in models}
+        for model in self._files.keys() - files.keys() - self._at_start:
             del self._cards[model]
-        changed = {model for model, found in self._files.items() if files.get(model) != found}
+        changed = {model for model, found in self._files.items() if files.get(model) != found} - self._at_start
         self._served = {model: item for model, item in self._served.items() if model not in changed}
         self._files = files
-        self._cards |= {model: found.card for model, found in files.items()}
+        self._cards |= {model: found.card for model, found in files.items() if model not in self._at_start}
         self._index()
+
+    def _lacks_info(self, served: Served) -> bool:
+        """A model that was named at start, and was unloaded since: its engine is not there to be asked."""
+        model = served.card.id
+        return served.info is None and model in self._files and self.states.get(model, "loaded") != "loaded"
 
     def _index(self) -> None:
         self._names = {
@@ -127,9 +132,8 @@ class ServedModels:
         self._loading.pop(model, None)
         if loading.cancelled() or loading.exception() is not None or model not in self._files:
             return
-        served = loading.result()
-        if served.card == self._cards[model]:  # else it was replaced meanwhile
-            self._served[model] = served
+        if self._files[model].card == loading.result().card:  # else it was replaced meanwhile
+            self._served[model] = loading.result()
 
 
 def load_served(files: ModelFiles) -> Served:

@@ -63,7 +63,6 @@ class Service:
         self.core = core
         self.upstream = upstream if upstream is not None else UpstreamModels(())
         self._models = served
-        self._infos: dict[str, EngineInfo] = {}  # of the engines that a model last had
         self._engines = engines  # by endpoint name
         self._close_core = close_core
         self._grammars = grammars
@@ -362,10 +361,9 @@ class Service:
     def _info(self, served: Served) -> EngineInfo:
         for engine in self._engines_of(served):
             if engine.info is not None:
-                self._infos[served.card.id] = engine.info
                 return engine.info
-        if (info := self._infos.get(served.card.id, served.info)) is not None:  # it may be loaded for this request
-            return info
+        if served.info is not None:  # it may be loaded for this request
+            return served.info
         raise Unavailable(f"{served.card.id} is not ready: no engine has connected yet", retry_after_s=2)
 
     def _engines_of(self, served: Served) -> list[EngineClient]:

@@ -1,0 +1,126 @@
+"""`emberline serve` with more models than may be loaded: stand-in engines behind two HTTP workers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_store import ModelEntry, ModelStore
+from emberline.catalog.pull import pull
+from emberline.cli import http_client as client
+from emberline.cli import on_demand
+from emberline.cli.http_client import ChatTiming, ServerAddress
+from emberline.cli.serve import bind, serve
+from emberline.config import Config, resolve
+from emberline.supervisor import engine_workers, machine
+from tests.standin import standin_worker
+
+OTHER = "@local/models/other"
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def home(smollm2: Path, tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / smollm2.parent.name).symlink_to(smollm2.parent)
+    return tmp_path
+
+
+@asynccontextmanager
+async def running(config: Config, entries: Sequence[ModelEntry]) -> AsyncIterator[ServerAddress]:
+    stop = asyncio.Event()
+    ready: asyncio.Future[ServerAddress] = asyncio.get_running_loop().create_future()
+
+    def announce(address: ServerAddress, entries: Sequence[ModelEntry], workers: Sequence[dict[str, Any]]) -> None:
+        ready.set_result(address)
+
+    with bind(config.server) as listener:
+        serving = asyncio.create_task(serve(config, entries, listener, announce, stop))
+        await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert ready.done(), serving
+        yield ready.result()
+        stop.set()
+        await asyncio.wait_for(serving, 30)
+
+
+CLIENTS = ThreadPoolExecutor(16)  # not the event loop's own threads, which the server in this process needs
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(CLIENTS, function, *args)
+
+
+async def chat(address: ServerAddress, model: str) -> int:
+    timing = ChatTiming()
+    body = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    await call(list, client.chat(address, body, timing))
+    return timing.output_tokens
+
+
+async def states(address: ServerAddress) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in (await call(client.get, address, "/api/ps"))["model_states"]}
+
+
+async def test_two_models_take_turns_behind_two_http_workers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
+    monkeypatch.setattr(on_demand, "RESCAN_S", 0.05)
+    store = ModelStore(home)
+    link = home / "other.gguf"
+    link.symlink_to(pull(DEFAULT_MODEL, store).path)
+    flags = {"server.port": 0, "server.http_workers": 2, "server.drain_timeout_s": 2, "models.max_loaded": 1}
+    config = resolve({**flags, "models.switch_after_s": 0.2, "engine.models": ["smollm2", str(link)]}, {}, home)
+    async with running(config, [store.resolve("smollm2"), store.resolve(str(link))]) as address:
+        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "on_disk"}
+        names = ("smollm2", OTHER)
+        assert await asyncio.gather(*(chat(address, names[n % 2]) for n in range(12))) == [3] * 12
+        assert sorted((await states(address)).values()) == ["loaded", "on_disk"]
+        await call(client.post, address, "/api/models/load", {"model": "smollm2"})
+        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "on_disk"}
+        await call(client.post, address, "/api/models/unload", {"model": "smollm2"})
+        assert set((await states(address)).values()) == {"on_disk"}
+        assert (await call(client.get, address, "/health"))["status"] == "ok"
+        listed = (await call(client.get, address, "/v1/models"))["data"]
+        assert {row["id"]: row["state"] for row in listed} == dict.fromkeys((DEFAULT_MODEL, OTHER), "on_disk")
+
+
+async def test_a_model_pulled_meanwhile_is_loaded_beside_the_named_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_workers, "worker_spec", standin_worker())
+    monkeypatch.setattr(on_demand, "RESCAN_S", 0.05)
+    store = ModelStore(home)
+    entry = store.resolve("smollm2")
+    link = home / "other.gguf"
+    link.symlink_to(entry.path)
+    config = resolve({"server.port": 0, "server.drain_timeout_s": 2}, {}, home)
+    async with running(config, [entry]) as address:
+        assert await states(address) == {DEFAULT_MODEL: "loaded"}
+        await call(pull, str(link), store)
+        async with asyncio.timeout(PATIENCE_S):
+            while OTHER not in await states(address):
+                await asyncio.sleep(0.02)
+        assert await chat(address, "other") == 3
+        assert await states(address) == {DEFAULT_MODEL: "loaded", OTHER: "loaded"}
+        await call(store.remove, "other")
+        async with asyncio.timeout(PATIENCE_S):
+            while len((await call(client.get, address, "/v1/models"))["data"]) > 1:
+                await asyncio.sleep(0.02)
+        await call(client.post, address, "/api/models/unload", {"model": "smollm2"})
+        assert await chat(address, "smollm2") == 3, "a named model that was stopped is loaded again"
+
+
+def test_memory_and_models_at_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand, "free_host_bytes", lambda: 10 << 30)
+    local = {"a": Path("/a"), "b": Path("/b")}
+    assert on_demand.memory_limit(resolve({"engine.device": "cpu"}, {}, home)) == 8 << 30
+    assert on_demand.memory_limit(resolve({"models.memory_bytes": "3G"}, {}, home)) == 3 << 30
+    assert on_demand.loaded_at_start(resolve({}, {}, home), local) == local
+    assert on_demand.loaded_at_start(resolve({"models.max_loaded": 2}, {}, home), local) == local
+    assert on_demand.loaded_at_start(resolve({"models.max_loaded": 1}, {}, home), local) == {}
+    monkeypatch.setattr(machine, "gpus", lambda: ["0"])
+    assert on_demand.memory_limit(resolve({}, {}, home)) > 1 << 60
