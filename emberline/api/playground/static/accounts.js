@@ -1,13 +1,14 @@
-// Accounts: API keys to create, rotate and revoke.
+// Accounts: what they used, and their API keys to create, rotate and revoke.
 
 import { getJson, postJson } from "./api.js";
 import { age, number } from "./format.js";
 import { server } from "./server_status.js";
 import { Cells, Table } from "./table.js";
 import { announce, Button, CopyButton, html, useEffect, useState, visible } from "./ui.js";
+import { Usage } from "./usage.js";
 
 export function Accounts() {
-  return html`<${Keys} />`;
+  return html`<${Usage} /><${Keys} />`;
 }
 
 function Keys() {

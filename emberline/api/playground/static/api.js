@@ -80,6 +80,10 @@ export async function getJson(path) {
   return (await request(path)).json();
 }
 
+export async function getText(path) {
+  return (await request(path)).text();
+}
+
 export async function postJson(path, body = {}) {
   return (await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
 }

@@ -6,7 +6,7 @@ import { CodeDialog, ModelDialog, Shortcuts } from "./dialogs.js";
 import { models } from "./models.js";
 import { SettingsPanel } from "./settings_panel.js";
 import { SignIn } from "./sign_in.js";
-import { announce, Button, html, Icon, render, Shell, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
+import { announce, Button, downloadText, html, Icon, render, Shell, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 import { workspace } from "./workspace.js";
 
 const WIDE = matchMedia("(min-width: 1000px)");
@@ -83,13 +83,8 @@ function App() {
 }
 
 function exportFile() {
-  const text = JSON.stringify(workspace.export(), null, 2);
-  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = `conversation-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.json`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  const name = `conversation-${new Date().toISOString().slice(0, 19).replaceAll(":", "-")}.json`;
+  downloadText(JSON.stringify(workspace.export(), null, 2), name, "application/json");
 }
 
 const root = document.getElementById("root");

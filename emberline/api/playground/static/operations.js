@@ -161,4 +161,5 @@ function Requests() {
 const root = document.getElementById("root");
 root.replaceChildren();
 render(html`<${App} />`, root);
+session.subscribe(() => session.needed && server.now && server.forget());
 server.refresh();

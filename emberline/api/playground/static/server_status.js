@@ -34,6 +34,11 @@ class ServerStatus extends Observable {
     else this.refresh();
   }
 
+  /** What one key may see is not left for the next. */
+  forget() {
+    this.set({ now: null, series: {}, error: null });
+  }
+
   /** The sum of a figure over the last hour. */
   total(name) {
     return (this.series[name] ?? []).reduce((sum, value) => sum + (value ?? 0), 0);

@@ -129,6 +129,16 @@ export async function copyText(text) {
   }
 }
 
+/** Saves a text as a file. */
+export function downloadText(text, name, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
 /** Spoken by screen readers: text put here is announced once. */
 let announcer;
 export function announce(text) {

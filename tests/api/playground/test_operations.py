@@ -1,0 +1,210 @@
+"""The operator's pages in a real browser, on a real queue and real accounts; load and requests are made up."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberline.accounts.account_service import AccountService
+from emberline.accounts.usage_row import UsageRow, insert_usage
+from emberline.api.batch_loader import BatchService
+from emberline.api.http.call import ASGIApp, Receive, Scope, Send
+from emberline.jobs.queue.queue import Queue, open_queue
+from emberline.protocol.errors import ErrorInfo
+from emberline.service.history import FIELDS, N_POINTS, STEP_S
+from emberline.service.status import EndedRequest, RequestStatus, Status, StatusQuery, WorkerStatus
+from emberline.store import open_store
+from tests.api.fake_service import KEY, MODEL, SECRET, FakeService, app_of
+from tests.api.playground.browser import Stage
+from tests.jobs.queue.helpers import MODEL as JOB_MODEL
+from tests.jobs.queue.helpers import new_batch, new_jobs
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+HOSTILE = '<img src=x onerror=alert(1)>\x1b[31m"><script>alert(2)</script>'
+NOW_S = 1.7e9
+
+
+class Loaded(FakeService):
+    """Many requests in flight and an hour of figures; names that try to be markup."""
+
+    def __init__(self, n_requests: int = 60) -> None:
+        super().__init__()
+        self.polls = 0
+        self.state = "ready"
+        self._n_requests = n_requests
+
+    async def status(self, query: StatusQuery) -> Status:
+        self.polls += 1
+        closed_s = int(NOW_S) + STEP_S * (self.polls // 3)
+        times = range(closed_s - STEP_S * (N_POINTS - 1), closed_s + 1, STEP_S)
+        new = [time_s for time_s in times if time_s > query.since_s]
+        wave = [round(50 + 40 * math.sin(time_s / 300), 2) for time_s in new]
+        return Status(
+            time_s=float(closed_s),
+            uptime_s=4000.0 + self.polls,
+            ok=self.ok,
+            problem="" if self.ok else f"no worker can serve {HOSTILE}",
+            workers=[self._worker("prefill-0", "prefill"), self._worker(HOSTILE, "decode")],
+            models=[],
+            waiting={"default": 3},
+            phases={"waiting": 3, "prefill": 7, "decode": self._n_requests},
+            requests=[self._request(n) for n in range(min(query.requests, self._n_requests))],
+            recent=[self._ended(n) for n in range(query.recent)],
+            step_s=STEP_S,
+            series={name: list[float | None](new if name == "time_s" else wave) for name in FIELDS},
+        )
+
+    def _worker(self, name: str, role: str) -> WorkerStatus:
+        counts = dict.fromkeys(WorkerStatus.__struct_fields__, 5)
+        named = {"name": name, "model": MODEL, "role": role, "state": self.state, "problem": "", "device": "cpu"}
+        return WorkerStatus(**(counts | named | {"ok": True, "kv_used": 0.95, "hit_ratio": 0.5, "max_running": 64}))
+
+    def _request(self, n: int) -> RequestStatus:
+        counts = dict.fromkeys(RequestStatus.__struct_fields__, n)
+        named = {"id": f"req-{n}", "account": HOSTILE, "model": MODEL, "priority": "default", "phase": "decode"}
+        return RequestStatus(**(counts | named | {"is_job": False, "worker": "w", "prefill_worker": "p"}))
+
+    def _ended(self, n: int) -> EndedRequest:
+        counts = dict.fromkeys(EndedRequest.__struct_fields__, n + 2)
+        named = {"id": f"done-{n}", "account": "local", "model": MODEL, "priority": "default", "status": "finished"}
+        return EndedRequest(**(counts | named | {"ended_s": NOW_S, "ttft_s": 0.01 * (n + 1), "duration_s": n + 3.0}))
+
+
+class OpenedHere:
+    """The app with a queue and accounts that the serving event loop opens."""
+
+    def __init__(self, service: FakeService, folder: Path) -> None:
+        self._service, self._folder = service, folder
+        self._app: asyncio.Task[ASGIApp] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            self._app = asyncio.create_task(self._open())
+        await (await asyncio.shield(self._app))(scope, receive, send)
+
+    async def _open(self) -> ASGIApp:
+        store = await open_store(self._folder / "t.db")
+        queue = await open_queue(store, self._folder)
+        await _make_dead_letter(queue)
+        accounts = AccountService(store, SECRET)
+        await accounts.open()
+        now_us = store.now_us()
+        row = UsageRow(
+            id="u1",
+            account="acme",
+            model=MODEL,
+            model_version="v",
+            input_tokens=1000,
+            cached_by_tier={"device": 600},
+            output_tokens=50,
+            status="finished",
+            created_us=now_us,
+            finished_us=now_us,
+        )
+        await store.write(*insert_usage(row))
+        return app_of(self._service, KEY, batches=BatchService(queue, self._service), accounts=accounts)
+
+
+async def _make_dead_letter(queue: Queue) -> None:
+    await queue.submit(new_batch(), new_jobs(1))
+    for alone in (False, False, True):
+        await queue._store.write("UPDATE lines SET ready_us = 0")
+        (lease,) = await queue.claim("w", JOB_MODEL, 1, quarantined=alone)
+        await queue.fail(lease, ErrorInfo("unavailable", "gone"), retry=True, killed=True)
+
+
+@contextmanager
+def operating(stage: Stage, service: FakeService, app: ASGIApp, failures: bool = False) -> Iterator["Page"]:
+    with stage.site(failures=failures):
+        stage.wire.app = app
+        stage.page.set_viewport_size({"width": 1280, "height": 900})
+        stage.page.goto(f"{stage.url}/operations")
+        yield stage.page
+
+
+def sign_in(page: "Page", key: str) -> None:
+    page.fill("dialog input[type=password]", key)
+    page.click("dialog button[type=submit]")
+
+
+def test_load_and_requests(stage: Stage) -> None:
+    service = Loaded()
+    with operating(stage, service, app_of(service)) as page:
+        page.wait_for_selector("text=Every model can be served.")
+        for title in ("Prefill workers", "Decode workers", "Tokens per second", "Time to first token"):
+            assert page.get_by_text(title, exact=True).count() >= 1, title
+        assert "[31m" in page.inner_text("section[aria-label='Decode workers']"), "the name is shown, as text"
+        assert page.locator(".chart path.line").count() == 15
+        page.click("section[aria-label='Prefill workers'] >> text=Drain")
+        page.click(".tabs >> text=Requests")
+        page.wait_for_selector("text=req-59")
+        page.wait_for_selector("text=done-99")
+        assert [(change.action, change.name) for change in service.changes] == [("drain", "prefill-0")]
+        service.ok = False
+        page.wait_for_selector(".banner.bad >> text=no worker can serve")
+
+
+def test_an_open_page_does_not_grow(stage: Stage) -> None:
+    """Points older than an hour leave the page, and the tables hold what the server lists."""
+    service = Loaded(10_000)
+    with operating(stage, service, app_of(service)) as page:
+        page.wait_for_selector("text=Every model can be served.")
+        n_nodes = "() => document.querySelectorAll('*').length"
+        page.wait_for_function("() => document.querySelectorAll('path.line').length === 15")
+        before, polls = page.evaluate(n_nodes), service.polls
+        refresh = """async (path) => {
+            const { server } = await import(path);
+            await server.refresh();
+            return server.series.time_s.length;
+        }"""
+        for _ in range(30):
+            assert page.evaluate(refresh, _module(page)) <= N_POINTS
+        assert service.polls >= polls + 30
+        assert abs(page.evaluate(n_nodes) - before) < 20
+
+
+def _module(page: "Page") -> str:
+    base = page.get_attribute("script[type=module]", "src")
+    assert base is not None
+    return base.replace("operations.js", "server_status.js")
+
+
+def test_dead_letters_keys_and_usage(stage: Stage, tmp_path: Path) -> None:
+    service = Loaded()
+    with operating(stage, service, OpenedHere(service, tmp_path), failures=True) as page:
+        sign_in(page, KEY)
+        page.click(".tabs >> text=Queue")
+        page.wait_for_selector("section[aria-label='Dead letters'] >> text=died")
+        page.click("section[aria-label='Dead letters'] >> text=Replay")
+        page.wait_for_selector("section[aria-label='Dead letters'] >> text=None")
+        page.wait_for_selector(f"section[aria-label='Jobs'] >> text={JOB_MODEL}")
+
+        page.click(".tabs >> text=Accounts")
+        page.wait_for_selector("section[aria-label='Usage'] >> text=acme")
+        assert "60 %" in page.inner_text("section[aria-label='Usage']")
+        page.fill("input[name=account]", "acme")
+        page.fill("input[name=name]", "laptop")
+        page.fill("input[name=rpm]", "60")
+        page.click("text=Create key")
+        key = page.inner_text(".secret code")
+        page.wait_for_selector("section[aria-label='API keys'] >> text=laptop")
+
+        page.click("text=Sign out")
+        sign_in(page, key)
+        page.wait_for_selector("text=This key may not see the server's state")
+        page.click(".banner >> text=Sign in")
+        sign_in(page, KEY)
+        page.wait_for_selector("section[aria-label='API keys'] >> text=laptop")
+        assert page.locator(".secret").count() == 0, "a key is shown once"
+
+
+def test_phone(stage: Stage) -> None:
+    service = Loaded()
+    with operating(stage, service, app_of(service)) as page:
+        page.set_viewport_size({"width": 360, "height": 780})
+        page.wait_for_selector("text=Every model can be served.")
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
