@@ -15,7 +15,7 @@ from emberline.api.http import openapi
 from emberline.api.http.call import Call, Reply, encode
 from emberline.api.http.errors import Dialect
 from emberline.api.http.router import APIS, Policy, Route
-from emberline.api.openai import batches, embeddings, files
+from emberline.api.openai import audio, batches, embeddings, files
 from emberline.api.openai import endpoints as openai
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
@@ -40,6 +40,8 @@ _OPENAI: tuple[_Row, ...] = (
     ("POST", "/completions", openai.completions, "Complete text", CompletionRequest),
     ("POST", "/embeddings", embeddings.embeddings, "Embed texts", embeddings.EmbeddingsRequest),
     ("POST", "/rerank", embeddings.rerank, "Rank documents by relevance", embeddings.RerankRequest),
+    ("POST", "/audio/transcriptions", audio.transcriptions, "Transcribe recorded speech"),
+    ("POST", "/audio/translations", audio.translations, "Translate recorded speech into English"),
     ("GET", "/models", openai.list_models, "List models"),
     ("GET", "/models/{model}", openai.get_model, "Describe a model"),
     ("POST", "/responses", responses.create, "Create a response", ResponsesRequest),

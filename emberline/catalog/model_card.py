@@ -17,6 +17,7 @@ from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.gguf import GGUFFile
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.task_config import task_of
+from emberline.weights.whisper_files import CONTEXT_LEN, WEIGHTS, read_whisper
 
 TEXT_GENERATION = "Text Generation"
 TEXT_EMBEDDINGS = "Text Embeddings"
@@ -247,11 +248,14 @@ _TASK_NAMES = {
     "embed": TEXT_EMBEDDINGS,
     "rerank": TEXT_CLASSIFICATION,
     "classify": TEXT_CLASSIFICATION,
+    "transcribe": SPEECH_RECOGNITION,
 }
 
 
 def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelSource) -> ModelCard:
     try:
+        if task_of(path).task == "transcribe":
+            return _describe_whisper(path, model_id, aliases, source)
         checkpoint = open_checkpoint(path)
     except BadCheckpoint as error:
         raise BadInput(f"{path} is not a model that can be served: {error}") from None
@@ -276,3 +280,20 @@ def describe(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelS
     )
     checkpoint.close()
     return card
+
+
+def _describe_whisper(path: Path, model_id: str, aliases: tuple[str, ...], source: ModelSource) -> ModelCard:
+    return ModelCard(
+        id=model_id,
+        aliases=aliases,
+        description="A Whisper model: transcribes recorded speech.",
+        author=model_id.split("/")[1],
+        context_window=CONTEXT_LEN,
+        source=source,
+        created_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3],
+        task=SPEECH_RECOGNITION,
+        architecture="whisper",
+        weight_bytes=(path / WEIGHTS).stat().st_size,
+        fingerprint=read_whisper(path).fingerprint,
+        sampling=SamplingDefaults(),
+    )

@@ -12,6 +12,7 @@ from emberline.text.text_model import TextModel
 from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import BadCheckpoint
 from emberline.weights.task_config import task_of
+from emberline.weights.whisper_files import CONTEXT_LEN, WhisperFiles, read_whisper
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -21,10 +22,15 @@ class ModelFiles(msgspec.Struct, frozen=True):
     path: str
 
 
-def read_text(files: ModelFiles) -> TextModel | TextEncoder:
+Tokenizer = TextModel | TextEncoder | WhisperFiles
+
+
+def read_text(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
     try:
         task = task_of(Path(files.path))
+        if task.task == "transcribe":
+            return read_whisper(Path(files.path))
         if task.task != "generate":
             return TextEncoder.load(Path(files.path), task)
         return TextModel.load(Path(files.path))
@@ -35,6 +41,8 @@ def read_text(files: ModelFiles) -> TextModel | TextEncoder:
 def read_info(files: ModelFiles) -> EngineInfo:
     """What an engine would tell of the model. Its context may turn out smaller: the KV cache has to hold it."""
     try:
+        if task_of(Path(files.path)).task == "transcribe":
+            return whisper_info(files.card.id, read_whisper(Path(files.path)))
         checkpoint = open_checkpoint(Path(files.path))
     except BadCheckpoint as error:
         raise BadInput(f"{files.path} cannot be served: {error}") from None
@@ -47,4 +55,15 @@ def read_info(files: ModelFiles) -> EngineInfo:
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
         task=task.task,
+    )
+
+
+def whisper_info(model: str, files: WhisperFiles) -> EngineInfo:
+    return EngineInfo(
+        model=model,
+        fingerprint=files.fingerprint,
+        context_len=CONTEXT_LEN,
+        vocab_size=files.vocab_size,
+        eos_ids=(),
+        task="transcribe",
     )

@@ -14,8 +14,7 @@ from emberline.catalog.pull import pull
 from emberline.cli import common
 
 if TYPE_CHECKING:
-    from emberline.text.text_encoder import TextEncoder
-    from emberline.text.text_model import TextModel
+    from emberline.catalog.model_files import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,7 @@ def fetch(name: str, store: ModelStore) -> ModelEntry:
         return pull(name, store, report)
 
 
-def load_text(entry: ModelEntry) -> "TextModel | TextEncoder":
+def load_text(entry: ModelEntry) -> "Tokenizer":
     """The model's tokenizer, and its chat template if it generates; BadInput for a model that cannot be served."""
     from emberline.catalog.model_files import ModelFiles, read_text
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from emberline.engine.encoder_loop import EncoderLoop
+from emberline.engine.speech_loop import SpeechLoop
 from emberline.engine.step_loop import StepLoop
 from emberline.protocol import frames
 from emberline.protocol.errors import BadInput, EmberlineError, ErrorInfo, Internal, Unauthorized, Unavailable
@@ -126,7 +127,9 @@ class ClientConnection:
 class Server:
     """Owns the listening socket, the connections, and which connection submitted which request."""
 
-    def __init__(self, listener: socket.socket, loop: StepLoop | EncoderLoop, info: EngineInfo, token: str) -> None:
+    def __init__(
+        self, listener: socket.socket, loop: StepLoop | EncoderLoop | SpeechLoop, info: EngineInfo, token: str
+    ) -> None:
         listener.setblocking(False)
         self._listener = listener
         self._loop = loop

@@ -19,6 +19,8 @@ from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.prefill_policy import BatchTimeLimit
 from emberline.engine.scheduler.scheduler import Scheduler
 from emberline.engine.socket_server import Server
+from emberline.engine.speech import Transcriber
+from emberline.engine.speech_loop import SpeechLoop
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels.cpu.build import private_cache_dir
 from emberline.kv.block_pool import split_bytes
@@ -30,6 +32,7 @@ from emberline.weights.checkpoint import open_checkpoint
 from emberline.weights.model_config import ModelConfig
 from emberline.weights.readahead import ReadAhead, model_files
 from emberline.weights.task_config import TaskConfig, task_of
+from emberline.weights.whisper_files import CONTEXT_LEN, read_whisper
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.preparation import StepPreparation
@@ -38,6 +41,7 @@ CPU_DEFAULTS = {"max_running": 64, "token_budget": 512}
 GPU_STEPS_IN_FLIGHT = 2  # one is computed while the next is planned
 ENCODER_TOKENS, GPU_ENCODER_TOKENS = 1024, 16_384  # of a step: more makes others wait longer and computes no faster
 ENCODER_RUNNING = 256  # requests
+SPEECH_RUNNING = 4  # they take turns: more would only hold more decoded audio
 GPU_DEFAULTS = {"max_running": 256, "token_budget": 8192}
 
 _log = logging.getLogger(__name__)
@@ -62,11 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop, EngineInfo, dict[str, Any]]:
+def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop, EngineInfo, dict[str, Any]]:
     """Load the model and build its step loop. The facts are for the log and the ready line."""
     if args.device not in ("auto", "cpu") and not args.device.startswith("cuda"):
         raise BadInput(f"--device is auto, cpu or cuda, not {args.device}")
     task = task_of(args.model)
+    if task.task == "transcribe":
+        return _build_speech(args)
     if task.task != "generate":
         return _build_encoder(args, task)
     ahead = _read_ahead(args)
@@ -152,6 +158,25 @@ def _build_encoder(args: argparse.Namespace, task: TaskConfig) -> tuple[EncoderL
         task=task.task,
     )
     return loop, info, {name: getattr(info, name) for name in ("model", "task", "device", "backend", "context_len")}
+
+
+def _build_speech(args: argparse.Namespace) -> tuple[SpeechLoop, EngineInfo, dict[str, Any]]:
+    files = read_whisper(args.model)
+    device = args.device if args.device != "auto" else "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    model = Transcriber(args.model, device, args.threads or 0)
+    info = EngineInfo(
+        model=args.name or args.model.stem,
+        fingerprint=files.fingerprint,
+        context_len=CONTEXT_LEN,
+        vocab_size=files.vocab_size,
+        eos_ids=(),
+        device=device,
+        backend="ctranslate2",
+        max_running=args.max_running or SPEECH_RUNNING,
+        task="transcribe",
+    )
+    facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend")}
+    return SpeechLoop(model, tuple(model.languages)), info, facts
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:

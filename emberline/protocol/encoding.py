@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-Task = Literal["generate", "embed", "rerank", "classify"]
+Task = Literal["generate", "embed", "rerank", "classify", "transcribe"]
 Pooling = Literal["mean", "cls", "last"]
 
 

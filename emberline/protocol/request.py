@@ -8,6 +8,7 @@ import msgspec
 
 from emberline.protocol.encoding import EncodeParams, Pooling
 from emberline.protocol.errors import Forbidden
+from emberline.protocol.speech import TranscribeParams
 
 MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -157,6 +158,24 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return len(self.texts) or len(self.token_ids)
 
 
+class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The canonical request to transcribe recorded speech."""
+
+    id: str
+    model: str
+    audio: bytes  # a whole file: WAV, MP3, FLAC, Ogg, WebM, MP4, …
+    language: str | None = None  # ISO 639-1; None: detected
+    translate: bool = False  # into English
+    prompt: str = ""  # text that comes before, or names and terms to expect
+    temperature: float = 0.0
+    words: bool = True  # with the times of words
+    session: str | None = None  # the client's id of the conversation
+    priority: Priority = Priority.DEFAULT
+    deadline_s: float | None = None  # seconds from acceptance
+    reject_if_busy: bool = False  # reject instead of queueing under load
+    api: str = ""  # that the client used: "audio" or "run"
+
+
 class ThinkingLimit(msgspec.Struct, frozen=True):
     """Once `most` tokens were generated without any of `end_ids`, the engine forces `ids` into the output."""
 
@@ -192,6 +211,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     trace_id: str = ""  # for the engine's log lines
     awaits: str = ""  # id of the transfer that delivers the prompt's full blocks; only the rest is computed here
     encode: EncodeParams | None = None  # for an encoder: `prompt_ids` are texts to encode, and nothing is generated
+    transcribe: TranscribeParams | None = None  # for a speech model: nothing but its audio is computed
 
 
 class Principal(msgspec.Struct, frozen=True):

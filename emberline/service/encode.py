@@ -1,28 +1,20 @@
 """A request to encode texts on our own engines: prepared here, computed by an encoder, its rows made into scores."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.balancer.route_request import Fault, Route, RouteRequest
+from emberline.balancer.route_request import RouteRequest
 from emberline.protocol.answer import Encoded
 from emberline.protocol.encoding import EncodeParams
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, Unavailable, Unsupported, from_info
-from emberline.protocol.events import Usage
+from emberline.protocol.errors import BadInput, Internal, Unsupported
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.request import EncodeRequest, EngineRequest, Principal, SamplingParams
 from emberline.protocol.token_ids import count, pack
-from emberline.protocol.trace_context import TraceContext, TraceDetails
-from emberline.service.engine_client import EngineClient, EngineStream
-from emberline.service.engine_transport import (
-    CONNECT_WAIT_S,
-    DEADLINE_GRACE_S,
-    RECONNECT_WAIT_S,
-    RESTART_WAIT_S,
-)
+from emberline.service.engine_call import EngineCall
+from emberline.service.engine_client import EngineClient
 from emberline.service.request_context import Clock, JobContext, in_flight_id
 from emberline.service.served_models import Served
 from emberline.text.text_encoder import EncodedTexts, TextEncoder
@@ -122,89 +114,31 @@ def _tokenize(request: EncodeRequest, encoder: TextEncoder) -> EncodedTexts:
     return EncodedTexts(b"".join(given), lens)
 
 
-class EncodeTransport:
-    """One sequence that holds all texts. A failover computes them again: the client has received nothing."""
-
-    restart_wait_s = RESTART_WAIT_S
-    deadline_grace_s = DEADLINE_GRACE_S
-    operation = "embeddings"
-    provider = "emberline"
+class EncodeCall(EngineCall):
+    """All texts of a request."""
 
     def __init__(
         self, prepared: PreparedEncoding, engines: Mapping[str, EngineClient], job: JobContext | None = None
     ) -> None:
-        self.began = False
-        self.trace: TraceContext | None = None
-        self._prepared = prepared
-        self._engines = engines  # by endpoint name
-        self._id = in_flight_id(prepared.request.id, job)
-        self._engine: EngineClient | None = None
-        self._stream: EngineStream | None = None
-        self._values: bytes | None = None
-
-    @property
-    def cached_tokens(self) -> int:
-        return 0
-
-    @property
-    def done(self) -> bool:
-        return self._values is not None
-
-    @property
-    def usage(self) -> Usage:
-        """The texts count once all of them are computed: nothing else is delivered."""
-        return Usage(prompt_tokens=self._prepared.n_tokens if self.done else 0)
-
-    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
-        self.began = False
-        until_s = None if deadline_s is None else time.monotonic() + deadline_s
-        engine = self._engine = self._engines[route.decode]
-        await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
         request = EngineRequest(
-            id=self._id + (f"-m{attempt}" if attempt else ""),
-            prompt_ids=self._prepared.texts.ids,
+            id=in_flight_id(prepared.request.id, job),
+            prompt_ids=prepared.texts.ids,
             sampling=_SAMPLING,
-            priority=self._prepared.request.priority,
-            deadline_s=None if until_s is None else max(0.001, until_s - time.monotonic()),
-            encode=self._prepared.params,
-            trace_id="" if self.trace is None else self.trace.trace_id,
+            priority=prepared.request.priority,
+            encode=prepared.params,
         )
-        self._stream = engine.stream([request])
-
-    async def next(self) -> None:
-        assert self._stream is not None
-        for delta in await self._stream.next():
-            if delta.finish in ("error", "cancelled"):
-                raise Unavailable("the engine gave the request up") if delta.error is None else from_info(delta.error)
-            self.began = True
-            if delta.finish is not None:
-                self._values = delta.values
-
-    def fault(self, error: EmberlineError) -> Fault:
-        """Internal is not retried: it may be the text that an engine cannot compute."""
-        if self._engine is None or not isinstance(error, Unavailable | Internal):
-            return Fault(False)
-        if isinstance(error, Internal):
-            return Fault(False, lost=(self._engine.name,))
-        return Fault(not self._engine.closing, (self._engine.name,))
-
-    def trace_details(self, content: bool) -> TraceDetails:
-        return TraceDetails()
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        super().__init__(request, engines, "embeddings")
+        self._prepared = prepared
 
     def result(self) -> Encoded:
-        assert self._values is not None
+        assert self.values is not None
         prepared = self._prepared
         task, n_rows = prepared.served.encoder.task, prepared.request.n_texts
-        if not self._values or len(self._values) % (4 * n_rows):
+        if not self.values or len(self.values) % (4 * n_rows):
             raise Internal("the engine returned a result of another size")
         if task.task == "embed":
-            return Encoded(values=self._values, n_rows=n_rows, usage=self.usage, pooling=prepared.params.pooling)
-        logits = np.frombuffer(self._values, "<f4").reshape(n_rows, -1)
+            return Encoded(values=self.values, n_rows=n_rows, usage=self.usage, pooling=prepared.params.pooling)
+        logits = np.frombuffer(self.values, "<f4").reshape(n_rows, -1)
         scores = _sigmoid(logits) if task.task == "rerank" or task.multi_label else _softmax(logits)
         values = scores.astype("<f4").tobytes()
         return Encoded(values=values, n_rows=n_rows, usage=self.usage, labels=task.labels)

@@ -33,6 +33,7 @@ from emberline.protocol.frames import (
     from_engine_decoder,
 )
 from emberline.protocol.request import EngineRequest, Priority, SamplingParams
+from emberline.protocol.speech import TranscribeParams
 from emberline.protocol.token_ids import pack
 from emberline.service.connection import Link, dial, retry_delays
 
@@ -332,12 +333,14 @@ class _EngineLink(Link):
         self.canary = f"canary-{secrets.token_hex(8)}"
         self.canary_until_s = time.monotonic() + CANARY_TIMEOUT_S
         prompt_ids = pack([token_id % welcome.info.vocab_size for token_id in range(1, 1 + _CANARY_TOKENS)])
+        task = welcome.info.task
         canary = EngineRequest(
             id=self.canary,
             prompt_ids=prompt_ids,
             sampling=SamplingParams(max_tokens=1),
             priority=Priority.PRIORITY,
-            encode=None if welcome.info.task == "generate" else EncodeParams(lens=pack([_CANARY_TOKENS])),
+            encode=EncodeParams(lens=pack([_CANARY_TOKENS])) if task in ("embed", "rerank", "classify") else None,
+            transcribe=TranscribeParams(audio=b"", max_audio_ms=0) if task == "transcribe" else None,
         )
         self.send(Submit([canary]))
 

@@ -10,8 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from emberline.balancer.endpoint import Endpoint
-from emberline.catalog.model_card import MODEL_ID, ModelCard, built_in
-from emberline.catalog.model_files import ModelFiles, read_info, read_text
+from emberline.catalog.model_card import (
+    MODEL_ID,
+    SPEECH_RECOGNITION,
+    TEXT_CLASSIFICATION,
+    TEXT_EMBEDDINGS,
+    ModelCard,
+    built_in,
+)
+from emberline.catalog.model_files import ModelFiles, Tokenizer, read_info, read_text
 from emberline.protocol.errors import BadInput, MalformedModelId, ModelNotFound
 from emberline.protocol.frames import EngineInfo
 from emberline.text.text_encoder import TextEncoder
@@ -20,9 +27,9 @@ from emberline.text.text_model import TextModel
 _MODEL_ID = re.compile(MODEL_ID)
 _MODEL_ID_CHARS = 256
 _USE = {
-    "embed": "ask for /v1/embeddings",
-    "rerank": "ask for /v1/rerank",
-    "classify": "ask for it through `run`, with `text`",
+    TEXT_EMBEDDINGS: "ask for /v1/embeddings",
+    TEXT_CLASSIFICATION: "ask for /v1/rerank, or for labels through `run`",
+    SPEECH_RECOGNITION: "ask for /v1/audio/transcriptions",
 }
 
 
@@ -31,7 +38,7 @@ class Served:
     """A model, and the workers that serve it."""
 
     card: ModelCard
-    tokenizer: TextModel | TextEncoder
+    tokenizer: Tokenizer
     endpoints: tuple[Endpoint, ...] = ()
     info: EngineInfo | None = None  # as its files tell; of a model that may have no engine yet
 
@@ -40,17 +47,23 @@ class Served:
         """Of a model that generates text; BadInput for any other."""
         if isinstance(self.tokenizer, TextModel):
             return self.tokenizer
-        raise BadInput(
-            f"{self.card.id} does not generate text: it is for {self.card.task}; {_USE[self.tokenizer.task.task]}",
-            param="model",
-        )
+        raise self._not_for("generates no text")
 
     @property
     def encoder(self) -> TextEncoder:
         """Of a model that encodes text; BadInput for one that generates it."""
         if isinstance(self.tokenizer, TextEncoder):
             return self.tokenizer
-        raise BadInput(f"{self.card.id} generates text and has no embeddings, scores or labels", param="model")
+        raise self._not_for("has no embeddings, scores or labels")
+
+    def check_speech(self) -> None:
+        """BadInput for a model that does not transcribe speech."""
+        if self.card.task != SPEECH_RECOGNITION:
+            raise self._not_for("transcribes no speech")
+
+    def _not_for(self, what: str) -> BadInput:
+        use = _USE.get(self.card.task, "ask for /v1/chat/completions")
+        return BadInput(f"{self.card.id} {what}: it is for {self.card.task}; {use}", param="model")
 
 
 LoadModel = Callable[[ModelFiles], Served]

@@ -16,9 +16,10 @@ from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Uns
 from emberline.protocol.events import TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, alias_caller
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
+from emberline.protocol.speech import Transcript
 from emberline.service.core import Core, SessionEntry
-from emberline.service.encode import EncodeTransport, prepare_encoding, text_bytes
+from emberline.service.encode import EncodeCall, prepare_encoding, text_bytes
 from emberline.service.engine_client import EngineClient
 from emberline.service.engine_transport import EngineTransport, route_request
 from emberline.service.health import Health
@@ -30,6 +31,7 @@ from emberline.service.responses import ResponseStore
 from emberline.service.run import Run, Transport
 from emberline.service.served_models import Served, ServedModels
 from emberline.service.status import Status, StatusQuery
+from emberline.service.transcribe import SpeechCall, speech_route
 from emberline.service.validation import validate
 from emberline.text.grammar.compiler_pool import GrammarCompiler
 from emberline.text.text_model import TextModel
@@ -43,7 +45,7 @@ CHECKPOINT_S = 1.0  # between two reports of what running requests have used
 CLOSE_WAIT_S = 1.0  # for consumers of streams to notice that they were cut
 
 T = TypeVar("T")
-AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest)
+AnyRequest = TypeVar("AnyRequest", GenerateRequest, EncodeRequest, SpeechRequest)
 
 log = logging.getLogger("emberline.request")
 
@@ -279,7 +281,7 @@ class Service:
             prepared = await self._preparer.run_off_loop(
                 text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
             )
-            transport = EncodeTransport(prepared, self._engines, job)
+            transport = EncodeCall(prepared, self._engines, job)
             run = await self._admit(prepared.route_request(job), transport, clock, job)
         if on_admit is not None:
             on_admit(run.route.rate_limits)
@@ -288,6 +290,34 @@ class Service:
                 await run.step()
             await run.finish()
         return transport.result()
+
+    async def transcribe(
+        self,
+        request: SpeechRequest,
+        principal: Principal,
+        *,
+        on_admit: Callable[[RateLimits | None], None] | None = None,
+    ) -> Transcript:
+        """The text of recorded speech. It ends in one way, as `generate` does."""
+        with self._accepting(request.id):
+            clock = Clock()
+            request = self._checked(request, principal)
+            if self.upstream_card(request.model) is not None:
+                raise Unsupported(
+                    f"{request.model} is on an upstream server: only generation is relayed", param="model"
+                )
+            served = await self._models.get(request.model)
+            served.check_speech()
+            info = msgspec.structs.replace(self._info(served), model=served.card.id)
+            call = SpeechCall(request, self._engines)
+            run = await self._admit(speech_route(request, principal, info, clock), call, clock)
+        if on_admit is not None:
+            on_admit(run.route.rate_limits)
+        async with run:
+            while not run.done:
+                await run.step()
+            await run.finish()
+        return call.result()
 
     @contextmanager
     def _accepting(self, request_id: str) -> Iterator[None]:

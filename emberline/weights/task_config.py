@@ -11,6 +11,7 @@ import msgspec
 
 from emberline.protocol.encoding import Pooling, Task
 from emberline.weights.model_config import BadCheckpoint, Fields
+from emberline.weights.whisper_files import is_whisper
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
 MAX_LABELS = 10_000
@@ -58,6 +59,8 @@ def task_of(path: Path) -> TaskConfig:
     """Of a checkpoint; a GGUF file generates text. Raises BadCheckpoint."""
     if not path.is_dir():
         return TaskConfig()
+    if is_whisper(path):
+        return TaskConfig(task="transcribe")
     config = Fields(read_json(path, "config.json"), "config.json")
     architectures = config.get("architectures", [])
     if not isinstance(architectures, list):

@@ -59,7 +59,7 @@ def serving(home: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "emberline.cli.main", "serve", MODEL, "--port", "0", "--json"]
     with (home / "server.log").open("w") as log:
         server = subprocess.Popen(
-            [*command, "--data-dir", str(home), "--log-level", "warning"],
+            [*command, "--token-budget", "128", "--data-dir", str(home), "--log-level", "warning"],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

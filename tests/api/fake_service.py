@@ -31,7 +31,8 @@ from emberline.protocol.events import (
 )
 from emberline.protocol.price import Price
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SamplingDefaults, SpeechRequest
+from emberline.protocol.speech import TimedWord, Transcript, TranscriptSegment
 from emberline.service.health import Health
 from emberline.service.membership import WorkerChange
 from emberline.service.responses import ResponseStore
@@ -138,6 +139,7 @@ class FakeService:
     def __init__(self, script: Script = hello) -> None:
         self.script = script
         self.requests: list[GenerateRequest] = []
+        self.speech_requests: list[SpeechRequest] = []
         self.principals: list[Principal] = []
         self.rate_limits: RateLimits | None = None  # of every caller
         self.open = 0  # event streams not closed yet
@@ -164,6 +166,17 @@ class FakeService:
             self.open -= 1
 
     upstream = UpstreamModels(())
+
+    async def transcribe(self, request: SpeechRequest, principal: Principal, **_: Any) -> Transcript:
+        self.resolve(request.model)
+        self.speech_requests.append(request)
+        segment = TranscriptSegment(
+            start_s=0.0,
+            end_s=3661.5,
+            text=" Hello -->  world.",
+            words=(TimedWord(" Hello", 0.0, 0.5), TimedWord(" world.", 0.5, 1.25)),
+        )
+        return Transcript(language="en", audio_ms=1250, segments=(segment,))
 
     async def encode(self, request: EncodeRequest, principal: Principal, **_: Any) -> Encoded:
         raise NotImplementedError
@@ -197,7 +210,7 @@ class FakeService:
     def resolve(self, model_id: str, caller: str = "") -> ModelCard:
         if not model_id.isascii() or not model_id.isprintable() or " " in model_id:
             raise MalformedModelId("a model id is @source/author/name")
-        for known in CARDS:
+        for known in (*CARDS, SPEECH):
             if model_id in (known.id, *known.aliases):
                 return known
         raise ModelNotFound(f"No such model {model_id} or task", param="model")

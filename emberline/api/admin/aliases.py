@@ -22,6 +22,7 @@ async def list_all(call: Call) -> Reply:
 async def put(call: Call) -> Reply:
     """Add an alias or replace it. It is in effect at once, in every HTTP worker, and stays over restarts."""
     body = await read_json(call, _decoder)
+    call.audit_target = body.name
     await call.service.change_alias(body.name, body.targets)
     return _reply(call)
 

@@ -50,10 +50,10 @@ async def read_json(call: Call, decoder: msgspec.json.Decoder[T]) -> T:
     return decode(await read_body(call), decoder)
 
 
-async def read_body(call: Call, max_bytes: int | None = None) -> bytes:
-    """A JSON body, not yet decoded."""
+async def read_body(call: Call, max_bytes: int | None = None, any_type: bool = False) -> bytes:
+    """A JSON body, not yet decoded; or any other where `any_type`."""
     content_type = call.headers.get("content-type", "").lower()
-    if content_type.startswith(_NOT_JSON):
+    if content_type.startswith(_NOT_JSON) and not any_type:
         raise BadInput(f"this endpoint takes JSON, not {content_type.partition(';')[0]}", param="content-type")
     if call.headers.get("content-encoding", "identity").lower() != "identity":
         raise BadInput("compressed request bodies are not accepted", param="content-encoding")

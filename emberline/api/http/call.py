@@ -17,7 +17,8 @@ from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
 from emberline.protocol.events import TextEvent
 from emberline.protocol.rate_limits import RateLimits
-from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
+from emberline.protocol.speech import Transcript
 
 if TYPE_CHECKING:  # the API needs the types of what it is given, not their imports
     from emberline.accounts.account_service import AccountService
@@ -81,6 +82,10 @@ class Backend(Protocol):
     async def encode(
         self, request: EncodeRequest, principal: Principal, *, on_admit: OnAdmit | None = None
     ) -> Encoded: ...
+
+    async def transcribe(
+        self, request: SpeechRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+    ) -> Transcript: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
 
@@ -289,6 +294,9 @@ class Call:
 
     def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
         return self.service.encode(request, self.principal, on_admit=self._admitted)
+
+    def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
+        return self.service.transcribe(request, self.principal, on_admit=self._admitted)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted)

@@ -145,7 +145,7 @@ class Router:
 _V1 = f"{ACCOUNTS}{_ACCOUNT}/ai/v1/"
 _MISSING = {
     "score": "scoring; `/v1/rerank` scores documents",
-    "audio": "speech: neither transcription nor synthesis",
+    "audio": "speech synthesis",
     "images": "image generation",
     "videos": "video generation",
     "moderations": "moderation",

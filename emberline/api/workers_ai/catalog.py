@@ -13,7 +13,9 @@ from emberline.api.http.openapi import struct_schemas
 from emberline.api.workers_ai.answer import envelope
 from emberline.api.workers_ai.encode_request import OUTPUT_SCHEMAS, EncodeInput, encodes_text
 from emberline.api.workers_ai.run_request import RunRequest
-from emberline.catalog.model_card import TASKS, ModelCard, authors, stable_uuid
+from emberline.api.workers_ai.speech import OUTPUT_SCHEMA as SPEECH_OUTPUT
+from emberline.api.workers_ai.speech import SpeechInput
+from emberline.catalog.model_card import SPEECH_RECOGNITION, TASKS, ModelCard, authors, stable_uuid
 from emberline.protocol.errors import BadInput
 
 T = TypeVar("T")
@@ -68,6 +70,9 @@ _OUTPUT = {
 }
 
 
+_OUTPUTS = {**OUTPUT_SCHEMAS, SPEECH_RECOGNITION: SPEECH_OUTPUT}
+
+
 async def models(call: Call) -> Reply:
     call.int_param("source", 1, 1, 1000)
     hides_beta = call.bool_param("hide_experimental", default=False)
@@ -85,8 +90,8 @@ async def schema(call: Call) -> Reply:
     if not name:
         raise BadInput("the query must name a `model`", param="model")
     card = call.service.resolve(name)
-    body = EncodeInput if encodes_text(card) else RunRequest
-    return json_reply(envelope({"input": _input_schema(body), "output": OUTPUT_SCHEMAS.get(card.task, _OUTPUT)}))
+    body = SpeechInput if card.task == SPEECH_RECOGNITION else EncodeInput if encodes_text(card) else RunRequest
+    return json_reply(envelope({"input": _input_schema(body), "output": _OUTPUTS.get(card.task, _OUTPUT)}))
 
 
 async def tasks(call: Call) -> Reply:

@@ -18,9 +18,11 @@ from emberline.api.http.sse import send_bytes, stream
 from emberline.api.workers_ai.answer import ResultOptions, RunStream, envelope, result_body
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
 from emberline.api.workers_ai.run_request import RunRequest, UniversalRequest
+from emberline.api.workers_ai.speech import run_speech
+from emberline.catalog.model_card import SPEECH_RECOGNITION
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
-from emberline.protocol.errors import BadInput, EmberlineError, TooLarge
+from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
 
 ENDPOINT = "/ai/run"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -68,16 +70,22 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 async def run(call: Call) -> Reply | None:
-    raw = await read_body(call)
-    # An unknown model is reported before what is wrong with the body.
-    return await _run_input(call, call.path_param, raw, encodes_text(call.service.resolve(call.path_param)))
+    card = call.service.resolve(call.path_param)  # an unknown model is reported before what is wrong with the body
+    hears = card.task == SPEECH_RECOGNITION
+    raw = await read_body(call, any_type=hears)
+    if hears:
+        return await _hear(call, call.path_param, raw)
+    return await _run_input(call, call.path_param, raw, encodes_text(card))
 
 
 async def run_universal(call: Call) -> Reply | None:
     raw = await read_model_body(call)
     max_values = decode(raw, _universal_submission_decoder, NO_LIMIT).input.max_values
     body = decode(raw, _raw_decoder, max_values)
-    if encodes_text(call.service.resolve(body.model)):
+    card = call.service.resolve(body.model)
+    if card.task == SPEECH_RECOGNITION:
+        return await _hear(call, body.model, bytes(body.input))
+    if encodes_text(card):
         return await _run_input(call, body.model, bytes(body.input), encodes=True)
     given = decode(raw, _universal_decoder, max_values)  # names a field that is wrong by its whole path
     return await _run(call, body.model, bytes(body.input), given.input)
@@ -97,6 +105,12 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
     request, call.field_names = body.to_request(model, call.id)
     encoded = await run_encoding(call, request)
     return json_reply(envelope(encoded_result(body, encoded)), headers=_headers(call))
+
+
+async def _hear(call: Call, model: str, raw: bytes) -> Reply:
+    if _queue_requested(call):
+        raise Unsupported(f"{model} has no queue: leave `queueRequest` out", param="queueRequest")
+    return await run_speech(call, model, raw)
 
 
 def _queue_requested(call: Call) -> bool:

@@ -1,0 +1,89 @@
+"""A request that an engine answers with one result, not with tokens: texts to encode, speech to transcribe."""
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from emberline.balancer.route_request import Fault, Route
+from emberline.protocol.errors import EmberlineError, Internal, Unavailable, from_info
+from emberline.protocol.events import Usage
+from emberline.protocol.request import EngineRequest
+from emberline.protocol.trace_context import TraceContext, TraceDetails
+from emberline.service.engine_client import EngineClient, EngineStream
+from emberline.service.engine_transport import (
+    CONNECT_WAIT_S,
+    DEADLINE_GRACE_S,
+    RECONNECT_WAIT_S,
+    RESTART_WAIT_S,
+)
+
+
+class EngineCall:
+    """One sequence. A failover computes it again: the client has received nothing."""
+
+    restart_wait_s = RESTART_WAIT_S
+    deadline_grace_s = DEADLINE_GRACE_S
+    provider = "emberline"
+
+    def __init__(self, request: EngineRequest, engines: Mapping[str, EngineClient], operation: str) -> None:
+        self.operation = operation
+        self.began = False
+        self.trace: TraceContext | None = None
+        self.values: bytes | None = None  # the result, once it is there
+        self._request = request
+        self._engines = engines  # by endpoint name
+        self._usage = Usage()
+        self._engine: EngineClient | None = None
+        self._stream: EngineStream | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0
+
+    @property
+    def done(self) -> bool:
+        return self.values is not None
+
+    @property
+    def usage(self) -> Usage:
+        """It counts once all of it is computed: nothing else is delivered."""
+        return self._usage if self.done else Usage()
+
+    async def open(self, route: Route, attempt: int, deadline_s: float | None) -> None:
+        self.began = False
+        until_s = None if deadline_s is None else time.monotonic() + deadline_s
+        engine = self._engine = self._engines[route.decode]
+        await engine.wait_connected(RECONNECT_WAIT_S if attempt else CONNECT_WAIT_S)
+        request = msgspec.structs.replace(
+            self._request,
+            id=self._request.id + (f"-m{attempt}" if attempt else ""),
+            deadline_s=None if until_s is None else max(0.001, until_s - time.monotonic()),
+            trace_id="" if self.trace is None else self.trace.trace_id,
+        )
+        self._stream = engine.stream([request])
+
+    async def next(self) -> None:
+        assert self._stream is not None
+        for delta in await self._stream.next():
+            if delta.finish in ("error", "cancelled"):
+                raise Unavailable("the engine gave the request up") if delta.error is None else from_info(delta.error)
+            self.began = True
+            if delta.finish is not None:
+                self.values, self._usage = delta.values, delta.usage or Usage()
+
+    def fault(self, error: EmberlineError) -> Fault:
+        """Internal is not retried: it may be the input that an engine cannot compute."""
+        if self._engine is None or not isinstance(error, Unavailable | Internal):
+            return Fault(False)
+        if isinstance(error, Internal):
+            return Fault(False, lost=(self._engine.name,))
+        return Fault(not self._engine.closing, (self._engine.name,))
+
+    def trace_details(self, content: bool) -> TraceDetails:
+        return TraceDetails()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,66 @@
+"""A request to transcribe speech on our own engines."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from emberline.balancer.route_request import RouteRequest
+from emberline.protocol.errors import BadInput, Internal
+from emberline.protocol.frames import EngineInfo
+from emberline.protocol.request import EngineRequest, Principal, SamplingParams, SpeechRequest
+from emberline.protocol.speech import MAX_PROMPT_CHARS, TranscribeParams, Transcript, max_audio_ms
+from emberline.service.engine_call import EngineCall
+from emberline.service.engine_client import EngineClient
+from emberline.service.request_context import Clock
+
+_decoder = msgspec.json.Decoder(Transcript)
+
+
+def speech_route(request: SpeechRequest, principal: Principal, info: EngineInfo, clock: Clock) -> RouteRequest:
+    """Refuses what can be refused without decoding the audio."""
+    if not request.audio:
+        raise BadInput("there is no audio", param="audio")
+    if len(request.prompt) > MAX_PROMPT_CHARS:
+        raise BadInput(f"the prompt has more than {MAX_PROMPT_CHARS} characters", param="prompt")
+    return RouteRequest(
+        id=request.id,
+        account=principal.account,
+        key_id=principal.key_id,
+        model=info.model,
+        model_version=info.fingerprint,
+        priority=request.priority.name.lower(),
+        input_tokens=0,
+        max_audio_ms=max_audio_ms(request.audio),
+        created_us=clock.created_us,
+        deadline_s=request.deadline_s,
+        reject_if_busy=request.reject_if_busy,
+        api=request.api,
+    )
+
+
+class SpeechCall(EngineCall):
+    def __init__(self, request: SpeechRequest, engines: Mapping[str, EngineClient]) -> None:
+        params = TranscribeParams(
+            audio=request.audio,
+            max_audio_ms=max_audio_ms(request.audio),
+            language=request.language,
+            translate=request.translate,
+            prompt=request.prompt,
+            temperature=request.temperature,
+            words=request.words,
+        )
+        sent = EngineRequest(
+            id=request.id,
+            prompt_ids=b"",
+            sampling=SamplingParams(),
+            priority=request.priority,
+            transcribe=params,
+        )
+        super().__init__(sent, engines, "transcription")
+
+    def result(self) -> Transcript:
+        assert self.values is not None
+        try:
+            return _decoder.decode(self.values)
+        except msgspec.MsgspecError:
+            raise Internal("the engine returned no transcript") from None
