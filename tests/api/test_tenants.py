@@ -17,6 +17,7 @@ from emberline.protocol.errors import ErrorInfo
 from tests.api.batch_fixtures import OWNER, run_all
 from tests.api.fake_service import KEY, MODEL, FakeService, client_of
 from tests.jobs.queue.helpers import new_batch, new_jobs
+from tests.jobs.webhooks.helpers import emit_event
 
 TEST = Actor("test")
 AI = "/client/v4/accounts/alice/ai"
@@ -135,8 +136,8 @@ async def test_webhooks_and_event_subscriptions(tenants: Tenants) -> None:
 
 
 async def test_events(tenants: Tenants, webhooks: WebhookService) -> None:
-    stored = await tenants.post("alice", "/v1/responses", {"model": MODEL, "input": "hi", "background": True})
-    await tenants.post("alice", f"/v1/responses/{stored['id']}/cancel")
+    await emit_event(webhooks._db, "batch_1", account="alice")
+    assert len((await tenants.get("alice", "/v1/events"))["data"]) == 1
     assert (await tenants.get("bob", "/v1/events"))["data"] == []
 
 
