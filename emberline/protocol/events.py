@@ -10,6 +10,12 @@ from emberline.protocol.price import Price
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a request costs, in pico-units. None: its model has no price, which is not zero."""
+
+    pico: int | None
+
+
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Token counts of one request. `cached_by_tier` counts the prompt tokens served from the KV cache, by tier."""
 
@@ -19,6 +25,7 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_by_tier: dict[str, int] = {}  # keys: "device", "host", "disk", "remote"
     images: int = 0
     audio_ms: int = 0
+    cost: Cost | None = None  # where the client has asked for it
 
     @property
     def cached_tokens(self) -> int:

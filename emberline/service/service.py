@@ -13,7 +13,7 @@ from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import ModelCard, with_aliases
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import Conflict, EmberlineError, Unavailable, Unsupported
-from emberline.protocol.events import TextEvent
+from emberline.protocol.events import Completed, TextEvent
 from emberline.protocol.frames import EngineInfo
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest, alias_caller
@@ -223,11 +223,13 @@ class Service:
         principal: Principal,
         job: JobContext | None = None,
         on_admit: Callable[[RateLimits | None], None] | None = None,
+        on_complete: Callable[[Completed], None] | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         """Started, deltas, a ChoiceDone per choice, Completed. A request that is refused raises before the first event.
 
         Once admitted, a request ends in one way, with one usage row: finished, failed, or cancelled by `aclose`.
-        A job's owner writes the row itself. `on_admit` is called with the caller's rate limits, before the first event.
+        A job's owner writes the row itself. `on_admit` is called with the caller's rate limits, before the first event;
+        `on_complete` with the terminal event, before it is yielded.
         """
         with self._accepting(request.id):
             run, session_entries = await self._start(request, principal, job)
@@ -238,10 +240,16 @@ class Service:
                 for event in await run.step():
                     yield event
             await run.finish(await session_entries())
-        yield run.completed
+        completed = run.completed
+        if on_complete is not None:
+            on_complete(completed)
+        yield completed
 
     async def forward(
-        self, request: UpstreamRequest, on_admit: Callable[[RateLimits | None], None] | None = None
+        self,
+        request: UpstreamRequest,
+        on_admit: Callable[[RateLimits | None], None] | None = None,
+        on_complete: Callable[[Completed], None] | None = None,
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The SSE lines of an upstream server nearly untouched, or one whole body if the client wants no stream.
 
@@ -258,6 +266,8 @@ class Service:
                 block = await run.step()
                 if run.done:
                     await run.finish()
+                    if on_complete is not None:
+                        on_complete(run.completed)
                 if block or run.done:
                     yield block, run.done
 
@@ -268,6 +278,7 @@ class Service:
         job: JobContext | None = None,
         *,
         on_admit: Callable[[RateLimits | None], None] | None = None,
+        on_complete: Callable[[Completed], None] | None = None,
     ) -> Encoded:
         """The vectors, scores or labels of the request's texts. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
@@ -289,7 +300,11 @@ class Service:
             while not run.done:
                 await run.step()
             await run.finish()
-        return transport.result()
+        result, completed = transport.result(), run.completed
+        if on_complete is not None:
+            on_complete(completed)
+            result.usage = completed.usage
+        return result
 
     async def transcribe(
         self,

@@ -22,6 +22,7 @@ class UpstreamRequest:
     fields: dict[str, Any]  # the body, always one that asks for a stream; large values are `msgspec.Raw`
     stream: bool = True  # whether the client gets a stream too
     hides_usage: bool = False  # the client has not asked for the usage that we need
+    adds_cost: bool = False  # to the usage that the client gets
 
 
 # --- prefix cache keys without a tokenizer ----------------------------------------------------------------------------

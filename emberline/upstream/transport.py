@@ -1,13 +1,15 @@
 """A request on OpenAI-compatible servers: SSE lines in, and out whatever the decoder makes of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from emberline.balancer.route_request import Fault, Route
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
+from emberline.protocol.price import Price, format_amount
 from emberline.protocol.trace_context import TraceContext, TraceDetails, current
 from emberline.upstream.attempt import Attempt, UpstreamBusy
 from emberline.upstream.chunks import UnreadableChunk
@@ -21,7 +23,7 @@ from emberline.upstream.resume import (
     gives_token_ids,
     without_token_ids,
 )
-from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError
+from emberline.upstream.sse import MalformedLine, StreamEditor, StreamError, read_usage
 
 RESTART_WAIT_S = 15.0  # for a server to come back after a failover
 
@@ -29,10 +31,20 @@ T = TypeVar("T")
 
 # Turns whole SSE lines into output; the flag marks the end of the stream. UnreadableChunk blames the server.
 Decoder = Callable[[bytes, bool], T]
+Adjust = Callable[[dict[str, Any]], None]
 
 
 def passthrough(lines: bytes, last: bool) -> bytes:
     return lines
+
+
+def _cost_pico(price: Price, kind: str, usage: Usage) -> int:
+    return price.cost_pico(
+        kind,
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )
 
 
 class UpstreamTransport(Generic[T]):
@@ -98,6 +110,8 @@ class UpstreamTransport(Generic[T]):
         path, fields = request.path, request.fields
         if resumed is not None:
             path, fields, self._editor.adjust = resumed.path, resumed.fields, resumed.adjust_usage
+        if request.adds_cost:
+            self._editor.adjust = self._with_cost(self._editor.adjust, route.price)
         if running_usage:
             fields = {**fields, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         if self._has_token_ids:
@@ -108,6 +122,18 @@ class UpstreamTransport(Generic[T]):
         exchange = await self._attempt.open(fields)
         if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
             raise decode.lost("did not answer with an event stream")
+
+    def _with_cost(self, adjust: Adjust | None, price: Price | None) -> Adjust:
+        """`adjust`, and then the cost of a usage object; null without a price."""
+        kind = self._request.route.priority
+
+        def add(usage: dict[str, Any]) -> None:
+            if adjust is not None:
+                adjust(usage)
+            cost = None if price is None else _cost_pico(price, kind, read_usage(usage))
+            usage["cost"] = None if cost is None else Raw(format_amount(cost).encode())
+
+        return add
 
     async def next(self) -> T:
         assert self._attempt is not None

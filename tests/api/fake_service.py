@@ -11,7 +11,7 @@ from emberline.accounts.auth import Authenticator
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.api.batch_loader import BatchService
-from emberline.api.http.call import ASGIApp, Events, OnAdmit
+from emberline.api.http.call import ASGIApp, Events, OnAdmit, OnComplete
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.catalog.aliases import AliasTable
 from emberline.catalog.model_card import SPEECH_RECOGNITION, Capabilities, ModelCard, PathSource
@@ -145,13 +145,20 @@ class FakeService:
         self.open = 0  # event streams not closed yet
         self.ok = True
         self.price_refreshes = 0
+        self.price: Price | None = None  # of every model
+        self.cost_pico = 0  # of every request, if there is a price
         self.responses: ResponseStore = MemoryResponses()
         self.changes: list[WorkerChange] = []
         self.alias_changes: list[tuple[str, Mapping[str, int] | None]] = []
         self.loads: list[tuple[str, str]] = []
 
     async def generate(
-        self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+        self,
+        request: GenerateRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
     ) -> Events:
         self.resolve(request.model)
         self.requests.append(request)
@@ -161,6 +168,9 @@ class FakeService:
             on_admit(self.rate_limits)
         try:
             async for event in self.script(request):
+                if isinstance(event, Completed) and on_complete is not None:
+                    event = Completed(event.usage, self.price, None if self.price is None else self.cost_pico)
+                    on_complete(event)
                 yield event
         finally:
             self.open -= 1
@@ -188,7 +198,7 @@ class FakeService:
         return None
 
     def forward(
-        self, request: UpstreamRequest, on_admit: OnAdmit | None = None
+        self, request: UpstreamRequest, on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         raise NotImplementedError
 

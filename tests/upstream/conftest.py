@@ -52,6 +52,9 @@ class Bench:
     def clients(self) -> dict[str, UpstreamClient]:
         return self.service.upstream.clients
 
+    async def costs(self) -> list[Any]:
+        return [cost for (cost,) in await self._store.read("SELECT cost_pico FROM usage")]
+
     async def rows(self) -> list[UsageRow]:
         await asyncio.sleep(0.05)
         rows = await self._store.read(

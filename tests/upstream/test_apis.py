@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 from emberline.accounts.auth import Authenticator
+from emberline.accounts.prices import PriceVersion
 from emberline.accounts.secret import Secret
 from emberline.api.app import ApiSettings, App
 from emberline.balancer.route_request import Route, RouteRequest
 from emberline.protocol import token_ids as tokens
+from emberline.protocol.price import Price
 from emberline.protocol.request import GenerateRequest, Message
 from emberline.testing.openai_script import ServerScript, StandinPrompt
 from emberline.text.prompt import build_prompt
@@ -60,6 +62,22 @@ def events(text: str) -> list[Any]:
 
 def said(chunks: list[Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_the_cost_of_a_forwarded_chat(api: ApiClient) -> None:
+    price = Price(input=600_000, cached_input=600_000, output=3_000_000, neuron=11)
+    model = str(CHAT["model"]).lower()
+    version = PriceVersion(model=model, number=1, valid_from_us=0, source="admin", created_us=0, price=price)
+    api.bench.core.prices.add(version)
+    for stream in (False, True):
+        answer = await api.post("/v1/chat/completions", CHAT | {"stream": stream, "usage": {"include": True}})
+        usage = events(answer.text)[-1]["usage"] if stream else answer.json()["usage"]
+        cost_pico = usage["prompt_tokens"] * 600_000 + 50 * 3_000_000
+        assert usage["cost"] == pytest.approx(cost_pico / 1e12)
+        if not stream:
+            assert answer.headers["cf-ai-neurons"] == price.neurons(cost_pico)
+        assert await api.bench.costs() == [cost_pico] * (1 + stream)
+    assert "cost" not in (await api.post("/v1/chat/completions", CHAT)).json()["usage"]
 
 
 async def test_a_chat_is_forwarded(api: ApiClient) -> None:

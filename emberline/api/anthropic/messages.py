@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from emberline.api.anthropic.message_request import CountRequest, MessagesRequest
-from emberline.api.common.answer import collect, json_arguments
+from emberline.api.common.answer import collect, cost_field, json_arguments
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, HeaderList, error_body
@@ -53,6 +53,7 @@ def _usage_body(usage: Usage) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        **cost_field(usage),
     }
     if usage.reasoning_tokens:
         body["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}

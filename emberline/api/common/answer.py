@@ -16,6 +16,7 @@ from emberline.protocol.events import (
     ToolCallStarted,
     Usage,
 )
+from emberline.protocol.price import format_amount
 from emberline.protocol.request import ToolCall
 from emberline.service.answer import ChoiceEvent, collect_answer
 
@@ -34,7 +35,15 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        **cost_field(usage),
     }
+
+
+def cost_field(usage: Usage) -> dict[str, Any]:
+    """Its `cost` as an exact decimal, null without a price; nothing if the client has not asked for it."""
+    if (cost := usage.cost) is None:
+        return {}
+    return {"cost": None if cost.pico is None else msgspec.Raw(format_amount(cost.pico).encode())}
 
 
 def logprobs_body(tokens: list[TextLogprob]) -> dict[str, Any]:

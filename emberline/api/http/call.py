@@ -15,7 +15,7 @@ from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol import trace_context
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
-from emberline.protocol.events import TextEvent
+from emberline.protocol.events import Completed, Cost, TextEvent
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
@@ -42,6 +42,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Events = AsyncGenerator[TextEvent, None]
 OnAdmit = Callable[[RateLimits | None], None]  # called with the caller's rate limits
+OnComplete = Callable[[Completed], None]  # called with the terminal event, which it may change
 
 JSON = b"application/json"
 encode = msgspec.json.Encoder().encode
@@ -65,7 +66,7 @@ class Backend(Protocol):
         for the same one in all requests of a caller."""
 
     def forward(
-        self, request: "UpstreamRequest", on_admit: OnAdmit | None = None
+        self, request: "UpstreamRequest", on_admit: OnAdmit | None = None, on_complete: OnComplete | None = None
     ) -> AsyncGenerator[tuple[bytes, bool], None]:
         """The upstream response as SSE lines, each with whether it is the last."""
 
@@ -76,11 +77,21 @@ class Backend(Protocol):
         """Raise Forbidden unless the principal's key may use the model."""
 
     def generate(
-        self, request: GenerateRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+        self,
+        request: GenerateRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
     ) -> Events: ...
 
     async def encode(
-        self, request: EncodeRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+        self,
+        request: EncodeRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
     ) -> Encoded: ...
 
     async def transcribe(
@@ -197,6 +208,9 @@ class Call:
         self.path_param = ""  # the value of the route's {id} or {model}
         self.field_names = FieldNames()
         self.rate_limits: RateLimits | None = None  # of the caller, for the response's headers
+        self.wants_cost = self.headers.get("x-emberline-cost", "").lower() in ("true", "1")
+        self.neurons = ""  # what the request costs in them, once it has ended and its model's price has them
+        self._cost_pico = 0
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key
 
@@ -265,8 +279,9 @@ class Call:
 
     @property
     def id_headers(self) -> HeaderList:
-        """The request id as Cloudflare's clients read it from a generation's response."""
-        return [(b"cf-ai-req-id", self.id.encode())]
+        """The request id, and neurons, as Cloudflare's clients read them from a generation's response."""
+        neurons = [(b"cf-ai-neurons", self.neurons.encode())] if self.neurons else []
+        return [(b"cf-ai-req-id", self.id.encode()), *neurons]
 
     @cached_property
     def query(self) -> dict[str, str]:
@@ -290,16 +305,24 @@ class Call:
         return self.enum_param(name, ("true", "false"), "true" if default else "false") == "true"
 
     def generate(self, request: GenerateRequest) -> Events:
-        return self.service.generate(request, self.principal, on_admit=self._admitted)
+        return self.service.generate(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def encode(self, request: EncodeRequest) -> Coroutine[Any, Any, Encoded]:
-        return self.service.encode(request, self.principal, on_admit=self._admitted)
+        return self.service.encode(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
         return self.service.transcribe(request, self.principal, on_admit=self._admitted)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
-        return self.service.forward(request, on_admit=self._admitted)
+        return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)
+
+    def _completed(self, completed: Completed) -> None:
+        """One of the requests that the call has made has ended."""
+        if completed.price is not None and completed.cost_pico is not None:
+            self._cost_pico += completed.cost_pico
+            self.neurons = completed.price.neurons(self._cost_pico) or ""
+        if self.wants_cost:
+            completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
 
     def _admitted(self, rate_limits: RateLimits | None) -> None:
         self.rate_limits = rate_limits

@@ -37,6 +37,12 @@ _UNFINISHED = b',"finish_reason":null}]'
 _END = b"}\n\n"
 
 
+class UsageOptions(msgspec.Struct):
+    """OpenRouter's: with `include`, the usage has the request's cost."""
+
+    include: bool | None = None
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -46,6 +52,7 @@ class ChatRequest(ChatFields, kw_only=True):
     model: str
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     functions: DeclaredFunctions | None = None
@@ -168,7 +175,7 @@ class ChunkStream(EventEncoder):
         return event.finish
 
     def completed(self, usage: Usage) -> bytes:
-        if not self._with_usage:
+        if not self._with_usage and usage.cost is None:
             return b"data: [DONE]\n\n"
         return self._head + b'],"usage":' + encode(usage_body(usage)) + _END + b"data: [DONE]\n\n"
 

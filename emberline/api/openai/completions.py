@@ -14,11 +14,11 @@ from emberline.api.common.sampling_fields import TokenId, session_name
 from emberline.api.common.unsupported_fields import TrueField, refuse_unsupported, unsupported
 from emberline.api.http.call import Events
 from emberline.api.http.errors import Dialect, FieldNames
-from emberline.api.openai.chat import ChunkStream, StreamOptions
+from emberline.api.openai.chat import ChunkStream, StreamOptions, UsageOptions
 from emberline.protocol import token_ids
 from emberline.protocol.answer import Answer, AnswerChoice
 from emberline.protocol.errors import BadInput
-from emberline.protocol.events import Completed, Started, TextEvent, TextLogprob, Usage
+from emberline.protocol.events import Completed, Cost, Started, TextEvent, TextLogprob, Usage
 from emberline.protocol.request import GenerateRequest
 
 MAX_PROMPTS = 128
@@ -31,6 +31,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     model: str
     prompt: str | Prompts
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
     add_special_tokens: TrueField = None  # completions begin with the model's BOS token
@@ -179,4 +180,12 @@ def _total(usages: list[Usage]) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         cached_by_tier=cached,
+        cost=_total_cost(usages),
     )
+
+
+def _total_cost(usages: list[Usage]) -> Cost | None:
+    if any(usage.cost is None for usage in usages):
+        return None
+    costs = [usage.cost.pico for usage in usages if usage.cost is not None]
+    return Cost(None if None in costs else sum(cost or 0 for cost in costs))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from emberline.api.common.answer import cost_field
 from emberline.api.common.encoding import EncodeFields, check_top, ranking, run_encoding
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply
@@ -75,7 +76,7 @@ def embeddings_body(body: EmbeddingsRequest, encoded: Encoded) -> Json:
 
 def _usage(encoded: Encoded) -> Json:
     n_tokens = encoded.usage.prompt_tokens
-    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens, **cost_field(encoded.usage)}
 
 
 class Document(msgspec.Struct):

@@ -28,6 +28,7 @@ async def chat_completions(call: Call) -> Reply | None:
     if (card := _upstream_card(call, raw)) is not None:
         return await forward_chat(call, card, raw)
     body = decode(raw, _chat_decoder)
+    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     request, call.field_names = body.to_request(call.id, call.session)
     created = int(time.time())
     events = call.generate(request)
@@ -43,6 +44,7 @@ async def completions(call: Call) -> Reply | None:
     if (card := _upstream_card(call, raw)) is not None:
         return await forward_completion(call, card, raw)
     body = decode(raw, _completion_decoder)
+    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
     requests, call.field_names = body.to_requests(call.id, call.session)
     n_choices = len(requests) * requests[0].n
     if n_choices > MAX_TOTAL_CHOICES:

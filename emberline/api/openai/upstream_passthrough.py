@@ -26,7 +26,7 @@ from emberline.api.http.body import decode
 from emberline.api.http.call import Call, Reply, encode, while_connected
 from emberline.api.http.decode_errors import explain
 from emberline.api.http.errors import Dialect, HeaderList, error_body
-from emberline.api.openai.chat import ChatRequest, StreamOptions
+from emberline.api.openai.chat import ChatRequest, StreamOptions, UsageOptions
 from emberline.api.openai.completions import CompletionRequest
 from emberline.catalog.model_card import ModelCard
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
@@ -37,7 +37,7 @@ _TEXT_PARTS = frozenset({"text", "refusal"})
 _MAX_PROMPTS = 128
 _NOT_FORWARDED = frozenset(
     {
-        *("stream", "stream_options", "service_tier", "user", "prompt_cache_key"),
+        *("stream", "stream_options", "service_tier", "user", "prompt_cache_key", "usage"),
         *("continue_final_message", "add_generation_prompt"),  # these in the form that the server takes
     }
 )
@@ -56,6 +56,7 @@ class PassthroughBody(SamplingFields, kw_only=True):
 
     model: str
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     response_format: Raw = ABSENT
     structured_outputs: Raw = ABSENT
     guided_json: Raw = ABSENT
@@ -220,18 +221,21 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         reject_if_busy=body.reject_if_busy,
         api="chat" if path == CHAT else "completions",
     )
-    asks_usage = body.stream_options is not None and body.stream_options.include_usage
+    call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)
+    asks_usage = call.wants_cost or (body.stream_options is not None and body.stream_options.include_usage)
     hides_usage = bool(body.stream) and not asks_usage and call.dialect is not Dialect.OPENAI_ENVELOPED
-    return UpstreamRequest(route, path, fields, stream=bool(body.stream), hides_usage=hides_usage)
+    return UpstreamRequest(
+        route, path, fields, stream=bool(body.stream), hides_usage=hides_usage, adds_cost=call.wants_cost
+    )
 
 
 async def _reply(call: Call, request: UpstreamRequest) -> Reply | None:
-    headers: HeaderList = [(b"cf-ai-req-id", call.id.encode())]
     blocks = call.forward(request)
     if request.stream:
-        await while_connected(call.receive, _stream(call, blocks, headers))
+        await while_connected(call.receive, _stream(call, blocks, call.id_headers))
         return None
-    return Reply(200, await while_connected(call.receive, _body(blocks)), headers=headers)
+    body = await while_connected(call.receive, _body(blocks))
+    return Reply(200, body, headers=call.id_headers)
 
 
 Blocks = AsyncGenerator[tuple[bytes, bool], None]  # SSE lines, and whether they are the last

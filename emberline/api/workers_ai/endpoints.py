@@ -13,7 +13,7 @@ from emberline.api.common.chat_fields import is_json
 from emberline.api.common.encoding import run_encoding
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
-from emberline.api.http.errors import Dialect, HeaderList, NoSuchBatch, error_body
+from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
 from emberline.api.http.sse import send_bytes, stream
 from emberline.api.workers_ai.answer import ResultOptions, RunStream, envelope, result_body
 from emberline.api.workers_ai.encode_request import EncodeInput, encoded_result, encodes_text
@@ -104,7 +104,7 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
         return await _generate(call, model, body)
     request, call.field_names = body.to_request(model, call.id)
     encoded = await run_encoding(call, request)
-    return json_reply(envelope(encoded_result(body, encoded)), headers=_headers(call))
+    return json_reply(envelope(encoded_result(body, encoded)), headers=call.id_headers)
 
 
 async def _hear(call: Call, model: str, raw: bytes) -> Reply:
@@ -120,20 +120,15 @@ def _queue_requested(call: Call) -> bool:
     return value == "true"
 
 
-def _headers(call: Call) -> HeaderList:
-    """Models have no price, so no request costs neurons."""
-    return [*call.id_headers, (b"cf-ai-neurons", b"0")]
-
-
 async def _generate(call: Call, model: str, body: RunRequest) -> Reply | None:
     request, call.field_names = body.to_request(model, call.id, call.session)
     events = call.generate(request)
     options = ResultOptions(json=is_json(request.output), reasoning=not body.hides_reasoning)
-    headers = _headers(call)
     if body.stream:
-        await stream(call, events, RunStream(call.id, call.dialect, options), headers)
+        await stream(call, events, RunStream(call.id, call.dialect, options), call.id_headers)
         return None
-    return json_reply(envelope(result_body(await collect(call, events), options)), headers=headers)
+    answer = await collect(call, events)
+    return json_reply(envelope(result_body(answer, options)), headers=call.id_headers)
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------

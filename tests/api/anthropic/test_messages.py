@@ -109,6 +109,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
     answer = await client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     assert service.requests[0] == GenerateRequest(
+        api="messages",
         id=answer.headers["x-request-id"],
         model=MODEL,
         messages=(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from emberline.api.common.answer import events_of, logprobs_body
+from emberline.api.common.answer import cost_field, events_of, logprobs_body
 from emberline.api.http.errors import Dialect, FieldNames, codes
 from emberline.api.http.sse import EventEncoder, named_event, random_padding
 from emberline.api.openai.responses.items import Status, item_id, seal
@@ -255,6 +255,7 @@ def _usage_body(usage: Usage) -> Json:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
+        **cost_field(usage),
     }
 
 

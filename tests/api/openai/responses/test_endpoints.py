@@ -151,6 +151,7 @@ async def test_the_answer(client: httpx.AsyncClient, service: FakeService, base:
         "metadata": {},
     }
     assert service.requests[0] == GenerateRequest(
+        api="responses",
         id=service.requests[0].id,
         model=MODEL,
         messages=(Message("user", "Hi"),),
@@ -440,6 +441,7 @@ async def test_canonical_request(client: httpx.AsyncClient, service: FakeService
     )  # fmt: skip
     request = service.requests[0]
     assert request == GenerateRequest(
+        api="responses",
         id=request.id,
         model=MODEL,
         messages=(
