@@ -164,12 +164,15 @@ class EngineTransport:
 
     def trace_details(self, content: bool) -> TraceDetails:
         phases: list[Phase] = []
-        if self._engine_wait_s:
-            phases.append(Phase("engine_queue", self._opened_s, self._opened_s + self._engine_wait_s))
+        worker = self._prefill_engine or self._decode
+        where = {"emberline.worker": "" if worker is None else worker.name}
+        # The decode worker's own wait is the one for the KV.
+        waited_s = self._engine_wait_s if self._prefill is None else self._prefill.waited_s
+        if waited_s:
+            phases.append(Phase("engine_queue", self._opened_s, self._opened_s + waited_s, where))
         if self._prefill is not None and self._prefill.first_block_s is not None:
             ended_s = self._prefill.ended_s or time.monotonic()
-            sender = {"emberline.worker": "" if self._prefill_engine is None else self._prefill_engine.name}
-            phases.append(Phase("kv_transfer", self._prefill.first_block_s, ended_s, sender))
+            phases.append(Phase("kv_transfer", self._prefill.first_block_s, ended_s, where))
         phases += [phase for choice in self._choices if (phase := choice.tool_phase) is not None]
         finished = tuple(choice.done.finish for choice in self._choices if choice.done is not None)
         if not content:

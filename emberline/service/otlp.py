@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,7 +22,8 @@ from emberline.protocol.trace_context import TraceContext
 
 MAX_QUEUED = 8192  # spans; more are dropped and counted
 MAX_BATCH = 512
-INTERVAL_S = 1.0  # between two exports while few spans are queued
+INTERVAL_S = 5.0  # between two exports while few spans are queued
+FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 CLOSE_S = 3.0  # for the last export
 INTERNAL, SERVER, CLIENT, PRODUCER, CONSUMER = 1, 2, 3, 4, 5
@@ -58,6 +60,7 @@ class Exporter(Collector):
         self._resource = _field(1, b"".join(_attribute(1, *item) for item in resource.items()))
         self._queue: deque[Span] = deque()
         self._wake = threading.Event()
+        self._connection: http.client.HTTPConnection | None = None  # kept between exports; of the thread
         self._closing = False
         self._warned_s = -60.0
         self._thread = threading.Thread(target=self._run, name="otlp exporter", daemon=True)
@@ -87,7 +90,7 @@ class Exporter(Collector):
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        backoff_s = INTERVAL_S
+        backoff_s = FIRST_BACKOFF_S
         while not (self._closing and not self._queue):
             if len(self._queue) < MAX_BATCH and not self._closing:
                 self._wake.wait(INTERVAL_S)
@@ -98,7 +101,7 @@ class Exporter(Collector):
             problem, retry = self._post(encode(batch, self._resource))
             if not problem:
                 self.counts["exported"] += len(batch)
-                backoff_s = INTERVAL_S
+                backoff_s = FIRST_BACKOFF_S
                 continue
             self._warn(problem)
             if not retry or self._closing or len(self._queue) + len(batch) > MAX_QUEUED:
@@ -112,17 +115,18 @@ class Exporter(Collector):
 
     def _post(self, body: bytes) -> tuple[str, bool]:
         """What went wrong, or nothing; and whether it may succeed later."""
-        secure = self._url.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout_s)
+        reused = self._connection is not None
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout_s)
         try:
-            connection.request("POST", self._url.path or "/", body, self._headers)
-            response = connection.getresponse()
-            response.read(1 << 16)
+            self._connection.request("POST", self._url.path or "/", body, self._headers)
+            response = self._connection.getresponse()
+            response.read()
         except (OSError, http.client.HTTPException) as error:
-            return str(error) or type(error).__name__, True
-        finally:
-            connection.close()
+            self._connection.close()
+            self._connection = None
+            return self._post(body) if reused else (str(error) or type(error).__name__, True)  # it may just have closed
         accepted = 200 <= response.status < 300
         return "" if accepted else f"status {response.status}", response.status in _RETRYABLE
 
@@ -162,7 +166,13 @@ def _span(span: Span) -> bytes:
 
 
 def _attribute(number: int, key: str, value: Any) -> bytes:
-    return _field(number, _field(1, key.encode()) + _field(2, _value(value)))
+    return _field(number, _key(key) + _field(2, _value(value)))
+
+
+@cache
+def _key(key: str) -> bytes:
+    """There are only a few dozen names."""
+    return _field(1, key.encode())
 
 
 def _value(value: Any) -> bytes:
@@ -179,12 +189,16 @@ def _value(value: Any) -> bytes:
 
 def _field(number: int, content: bytes) -> bytes:
     """A length-delimited field: text, bytes or a message."""
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
+    assert number < 16, "a tag of one byte"
+    return _BYTES[number << 3 | 2] + _varint(len(content)) + content
+
+
+_BYTES = [bytes((value,)) for value in range(0x80)]
 
 
 def _varint(value: int) -> bytes:
     if value < 0x80:
-        return bytes((value,))
+        return _BYTES[value]
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -28,6 +28,7 @@ class Prefill:
         self._open = True
         self.first_block_s: float | None = None  # when the worker reported that the first KV is sent; monotonic
         self.ended_s: float | None = None  # and when all of it was received
+        self.waited_s = 0.0  # in the worker's queue
         self.error: EmberlineError | None = None  # with which it failed the decode stream
         self._cached: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         engine.submit(self, [request])
@@ -54,7 +55,7 @@ class Prefill:
     def deliver(self, delta: TokenDelta) -> None:
         if delta.usage is not None and not self._cached.done():
             self._cached.set_result(delta.usage.cached_by_tier)
-            self.first_block_s = time.monotonic()
+            self.first_block_s, self.waited_s = time.monotonic(), delta.waited_s
         if delta.finish is None:
             return
         self._open = False

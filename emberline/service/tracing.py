@@ -226,7 +226,8 @@ class RequestTrace:
             waited = next((phase for phase in details.phases if phase.name == "engine_queue"), None)
             prefill_us = began_us if waited is None else self._clock.at_us(waited.end_s)
             at = {"emberline.worker": worker}
-            spans.append(self._child("prefill", prefill_us, row.first_token_us or row.finished_us, at))
+            where = at if waited is None else waited.attributes  # the prefill worker, where there is one
+            spans.append(self._child("prefill", prefill_us, row.first_token_us or row.finished_us, where))
             if row.first_token_us is not None:
                 spans.append(self._child("decode", row.first_token_us, row.finished_us, at))
             for phase in details.phases:

@@ -37,6 +37,7 @@ class FakeEngine:
         self.script = script
         self.cached = 0
         self.burst = 1  # tokens per step
+        self.waited_s = 0.0  # in its queue, as it says
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.vocabularies: list[Vocabulary] = []
@@ -118,9 +119,9 @@ class FakeEngine:
                 logprobs = [
                     TokenLogprobs(i, -0.5, [(i, -0.5), (i + 1, -1.5)][: request.sampling.logprobs]) for i in chunk
                 ]
-            self.step(
-                TokenDelta(request.id, tokens.pack(chunk), finish, usage if start == 0 or last else None, logprobs)
-            )
+            told = usage if start == 0 or last else None
+            waited_s = self.waited_s if start == 0 else 0.0
+            self.step(TokenDelta(request.id, tokens.pack(chunk), finish, told, logprobs, waited_s=waited_s))
             await asyncio.sleep(0)
 
 

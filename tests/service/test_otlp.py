@@ -77,6 +77,7 @@ def test_a_busy_collector_gets_them_later_and_a_refusal_is_final(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(otlp, "FIRST_BACKOFF_S", 0.01)
     exporter = Exporter(f"{collector.url}/v1/traces", {})
     collector.status = 503
     exporter.add([SPAN])

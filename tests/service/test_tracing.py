@@ -21,10 +21,12 @@ from tests.collector import Collector, SpanRecord, Start, collector, traced
 from tests.service.conftest import MODEL, PATIENCE_S, Opener
 from tests.service.fake_engine import FakeEngine, Script
 from tests.service.test_service import ask, events_of
+from tests.service.test_tools import NOTHING, NOW, PARIS, WEATHER, Tell, tell
+from tests.text.tool_calls.models import model
 from tests.upstream.conftest import Opener as BenchOpener
 from tests.upstream.conftest import bench
 
-__all__ = ["bench", "collector", "traced"]
+__all__ = ["bench", "collector", "tell", "traced"]
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -156,6 +158,22 @@ async def test_an_upstream_server_gets_the_traceparent(
     assert sent["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
     assert (attempt.kind, attempt.parent_id) == ("client", found["chat standin"].span_id)
     assert attempt.attributes["gen_ai.provider.name"] == "vllm"
+
+
+async def test_tool_calls_and_the_wait_in_the_engine_are_spans(tell: Tell, collector: Collector, traced: Start) -> None:
+    traced()
+    service, engine = await tell("qwen", model("qwen").tool_format.write([PARIS, NOTHING]))
+    engine.waited_s = 0.25
+    current.set(TraceContext(TRACE, SPAN, True))
+    await events_of(service, ask(tools=(WEATHER, NOW)))
+    found = await spans(collector, "tool_parse", "engine_queue", "prefill", f"chat {MODEL}")
+    request, parsing = found[f"chat {MODEL}"], found["tool_parse"]
+    assert parsing.attributes["gen_ai.tool.name"] == ["get_weather", "now"]
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["tool_calls"]
+    assert request.start_ns <= parsing.start_ns <= parsing.end_ns <= request.end_ns
+    waiting = found["engine_queue"]
+    assert abs(waiting.end_ns - waiting.start_ns - 250e6) < 2e6
+    assert found["prefill"].start_ns == waiting.end_ns
 
 
 async def test_log_lines_name_the_trace(service: Service, traced: Start, caplog: pytest.LogCaptureFixture) -> None:

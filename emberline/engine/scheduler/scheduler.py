@@ -290,7 +290,7 @@ class Scheduler:
             self._admission.release(seq)
             seq.n_computed, seq.in_transfer = 0, True
         first = self._transfers.outgoing.is_first_report(seq)
-        return [TokenDelta(seq.id, usage=seq.usage())] if first else []
+        return [TokenDelta(seq.id, usage=seq.usage(), waited_s=seq.waited_s)] if first else []
 
     def _fail(self, seq: Sequence, error: EmberlineError) -> TokenDelta:
         return self._end(seq, "error", error=error.info())
