@@ -250,7 +250,7 @@ class Balancer:
         """A job that was granted a worker goes straight there, charged as preemptible. Unavailable: it is gone."""
         self._check(now_s)
         worker = self._workers.get(request.engine)
-        if worker is None or not worker.available:
+        if worker is None or not worker.takes_granted:
             raise Unavailable(f"engine {request.engine} takes no requests any more", retry_after_s=1)
         pool = self._pool(request.model)
         need = self._routing_input(request, pool, [worker])

@@ -93,6 +93,11 @@ class Worker:
         return self.connected and not self.draining and not self.stalled
 
     @property
+    def takes_granted(self) -> bool:
+        """Whether a job that was granted room there may come: also when it was drained since."""
+        return self.connected and not self.load.draining and not self.stalled
+
+    @property
     def ready(self) -> bool:
         return self.available and not self.ejected
 

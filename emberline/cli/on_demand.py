@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.catalog.integrity import verify
+from emberline.catalog.model_card import TEXT_GENERATION
 from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.config import Config
@@ -123,7 +124,8 @@ class OnDemandModels:
         return 0
 
     def _loadable(self, entry: ModelEntry) -> LoadableModel:
-        each = entry.card.weight_bytes + self._kv_bytes + PROCESS_BYTES
+        kv_bytes = self._kv_bytes if entry.card.task == TEXT_GENERATION else 0
+        each = entry.card.weight_bytes + kv_bytes + PROCESS_BYTES
         return LoadableModel(
             id=entry.card.id, path=entry.path, memory_bytes=self._n_workers * each, kv_bytes=self._kv_bytes
         )

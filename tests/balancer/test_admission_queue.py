@@ -328,6 +328,31 @@ def test_jobs_are_charged_as_preemptible() -> None:
     assert nothing_left(balancer, 2.0)
 
 
+def test_a_job_that_was_granted_room_comes_also_when_the_worker_was_drained_since() -> None:
+    """Its model makes way for another: jobs that were claimed for it must not count a failed attempt."""
+    balancer = fleet("both")
+    balancer.drain("e0", 0.0)
+    assert balancer.dispatch_job(request(id="b", engine="e0", priority="batch"), 0.0).decode == "e0"
+    assert balancer.in_flight_on("e0") == 1
+    balancer.report("e0", EngineLoad(draining=True), 0.0)  # it would refuse
+    with pytest.raises(Unavailable):
+        balancer.dispatch_job(request(engine="e0", priority="batch"), 0.0)
+    balancer.ended("b", 1.0, "finished")
+
+
+def test_requests_of_a_model_that_cannot_be_loaded_are_refused_with_the_reason() -> None:
+    balancer = fleet()
+    first, second = (balancer.enqueue(request(wait_s=600.0), at_s) for at_s in (1.0, 2.0))
+    assert balancer.waiting_since_s(first.request.model) == 1.0
+    assert balancer.waiting_since_s("another") is None
+    balancer.refuse_waiting("another", Unavailable("not this one"))
+    assert balancer.dispatch(2.0) == []
+    balancer.refuse_waiting(first.request.model, Unavailable("the weights are damaged"))
+    assert balancer.dispatch(3.0) == [first, second]
+    assert str(first.error) == "the weights are damaged"
+    assert nothing_left(balancer, 3.0)
+
+
 def test_a_cancelled_request_leaves_the_queue() -> None:
     balancer, running = full()
     gone = enqueue(balancer)

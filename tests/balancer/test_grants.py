@@ -181,6 +181,20 @@ def test_a_lost_worker_gets_no_jobs() -> None:
     assert {grant.engine for grant in bench.grants.issue("m", 100)} == {"e1"}
 
 
+def test_queued_jobs_and_granted_room_are_told_to_whoever_loads_models() -> None:
+    bench = Bench()
+    bench.grants.queued({"m": 5.0, "other": 0.0})
+    bench.now_s += 2.0
+    assert (bench.grants.oldest_job_s("m"), bench.grants.oldest_job_s("other")) == (7.0, 2.0)
+    assert bench.grants.oldest_job_s("third") is None
+    bench.grants.queued({})
+    assert bench.grants.oldest_job_s("m") is None
+    (grant,) = bench.grants.issue("m", 1)
+    assert (bench.grants.granted_on("e0"), bench.grants.granted_on("e9")) == (1, 0)
+    grant.release()
+    assert bench.grants.granted_on("e0") == 0
+
+
 def test_a_worker_is_emptied_for_a_job_that_must_run_alone() -> None:
     bench = Bench(n=2, max_running=8)
     held = bench.grants.issue("m", 18)

@@ -190,6 +190,17 @@ async def test_cancelling_a_batch_stops_its_running_jobs(bench: Bench) -> None:
     assert list((await bench.usage()).values()) == [("cancelled", 1)] * 2
 
 
+async def test_models_with_queued_jobs_are_told_so_that_they_can_be_loaded(bench: Bench) -> None:
+    bench.admission.n = 0
+    bench.pull()
+    batch = await bench.submit("fine")
+    await until(_now(bench.admission), lambda admission: list(admission.queued_s) == [MODEL])
+    assert 0 <= bench.admission.queued_s[MODEL] < 60
+    bench.admission.n = 1
+    await bench.ended(batch)
+    await until(_now(bench.admission), lambda admission: not admission.queued_s)
+
+
 async def test_cancelling_one_job_leaves_the_others_running(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("hold", "hold")
