@@ -2,9 +2,11 @@
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
@@ -33,12 +35,12 @@ class ServerAddress(msgspec.Struct, frozen=True):
     def of(cls, config: Config) -> "ServerAddress":
         """Where a server with this configuration is reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
-        secret = Secret.existing(config.home) if config.auth.key is None and is_loopback(host) else None
+        secret = Secret.existing(config.home) if config.auth.key is None and _is_own_address(host) else None
         return cls(host.strip("[]"), config.server.port, config.auth.key, secret)
 
     @property
     def credential(self) -> str | None:
-        """What authenticates a request that is sent now. A ticket is valid for a minute, and for loopback only."""
+        """What authenticates a request that is sent now. A ticket is valid for a minute and for this machine only."""
         return self.key or (operator_ticket(self.secret, int(time.time())) if self.secret is not None else None)
 
     @property
@@ -159,6 +161,17 @@ def chat(address: ServerAddress, body: dict[str, Any], timing: ChatTiming) -> Ge
                         yield text
     finally:
         timing.total_s = time.perf_counter() - start_s
+
+
+def _is_own_address(host: str) -> bool:
+    """Whether it is loopback or another address of this machine. Names are not resolved: the answer may change."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host.strip("[]")).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host.strip("[]"), 0))
+    except (ValueError, OSError):
+        return is_loopback(host)
+    return True
 
 
 @contextlib.contextmanager

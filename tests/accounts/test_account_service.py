@@ -1,10 +1,13 @@
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.accounts.account import Limits, format_amount, parse_amount
@@ -13,7 +16,7 @@ from emberline.accounts.api_key import key_digest
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Conflict, NotFound
-from emberline.store import BulkQuery, Database
+from emberline.store import BulkQuery, Database, open_store
 from tests.databases import DatabaseLocation
 
 SECRET = Secret("s" * 32)
@@ -159,3 +162,56 @@ def test_amounts() -> None:
     for bad in ("", "x", "-1", "nan", "inf", "1e30", "0.0000000000001", "9223373", "1" * 100):
         with pytest.raises(BadInput):
             parse_amount(bad)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_directories_of_two_processes_agree_with_the_store(data: st.DataObject) -> None:
+    """After any changes by either: every key is found by its digest exactly if the store says so."""
+
+    async def run(folder: Path) -> None:
+        stores = [await open_store(folder / "t.db") for _ in range(2)]
+        services = [AccountService(store, SECRET) for store in stores]
+        for service in services:
+            await service.open()
+        ids: list[str] = []
+        digests: set[bytes] = set()
+        for _ in range(data.draw(st.integers(1, 8))):
+            service = data.draw(st.sampled_from(services))
+            act = data.draw(
+                st.sampled_from(("create", "rotate", "revoke", "disable", "update") if ids else ("create",))
+            )
+            account = data.draw(st.sampled_from(("a", "b")))
+            if act == "create":
+                issued = await service.create_key(ALICE, account)
+                ids.append(issued.record.id)
+                digests.add(issued.record.digest)
+            elif act == "disable":
+                with contextlib.suppress(NotFound):
+                    await service.update_account(ALICE, account, disabled=data.draw(st.booleans()))
+            elif act == "revoke":
+                await service.revoke_key(ALICE, data.draw(st.sampled_from(ids)))
+            elif act == "update":
+                await service.update_key(ALICE, data.draw(st.sampled_from(ids)), {"concurrency": 2})
+            else:
+                with contextlib.suppress(Conflict):
+                    overlap_s = data.draw(st.sampled_from((0, 60)))
+                    rotated = await service.rotate_key(ALICE, data.draw(st.sampled_from(ids)), overlap_s)
+                    digests.add(rotated.record.digest)
+        stored = {key.id: key for key in await services[0].keys()}
+        by_digest = {key.digest: key for key in stored.values()}
+        by_digest |= {key.previous_digest: key for key in stored.values() if key.previous_digest is not None}
+        for service, store in zip(services, stores, strict=True):
+            await service.directory.refresh()
+            assert {key_id: service.directory.key(key_id) for key_id in ids} == stored
+            assert {digest: service.directory.key_of_digest(digest) for digest in digests} == {
+                digest: by_digest.get(digest) for digest in digests
+            }
+            for account in await service.accounts():
+                assert service.directory.account(account.id) == account
+            assert not (await service.audit.verify()).problem
+            await service.close()
+            await store.close()
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder)))
