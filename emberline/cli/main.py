@@ -30,6 +30,8 @@ COMMANDS = {
     "price": "set and list what models cost",
     "usage": "report what was used and what it costs, by account, key, model and day",
     "audit": "show and verify the audit log of what admins did",
+    "backup": "write everything durable into one file, while the server runs",
+    "restore": "put a backup back, or check it",
     "bench": "measure a server quickly: one stream, then eight at once",
     "simulate": "simulate a fleet in virtual time: routing policies, load, prefill/decode disaggregation",
     "doctor": "check this machine and say how to fix what is wrong",
@@ -39,6 +41,7 @@ COMMANDS = {
 _MODULES = {
     **dict.fromkeys(("pull", "ls", "rm"), "models"),
     **dict.fromkeys(("load", "stop"), "loading"),
+    "restore": "backup",
     **dict.fromkeys(("drain", "undrain", "leave", "join"), "workers"),
 }  # where it is not the command's own name
 _WITH_ACTIONS = ("batch", "model", "account", "key", "price")
