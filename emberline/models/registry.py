@@ -112,7 +112,7 @@ def load_encoder(source: NamedCheckpoint, device: str = "cpu", threads: int | No
     if not isinstance(source.config, EncoderConfig):
         return DecoderEmbedder(load_model(source, device, threads=threads))
     tensors = _UsedTensors(source)
-    model = Bert(tensors, device)
+    model = Bert(tensors, device, threads)
     tensors.check_all_used()
     return model
 

@@ -76,6 +76,8 @@ typedef struct {
 #define EACH(unit, all) \
     for (int64_t unit = task * job->size, end = unit + job->size < (all) ? unit + job->size : (all); unit < end; unit++)
 
+#include "encoder.h"
+
 static void prepare_task(void *arg, int64_t task) {
     const work *job = arg;
     const int64_t cols = job->w->cols;
@@ -260,6 +262,42 @@ void em_layers(const layer *const *layers, int64_t n, const step *st, const cach
         em_linear_add(&l->output, l->post_norm, l->eps, attended, st->tokens, x);
         em_mlp(&l->mlp, x, st->tokens);
     }
+}
+
+// All layers of an encoder, over x [tokens, hidden]: embeddings before their norm in, hidden states out.
+void em_encode(const encoder_layer *const *layers, int64_t n, const float *const *norm, float eps, int64_t texts,
+               const int32_t *starts, float *x) {
+    const int64_t tokens = starts[texts], hidden = layers[0]->output.rows;
+    operand_t *in = scratch(INPUT, tokens * hidden * sizeof(operand_t));
+    norm_texts(x, in, norm, eps, tokens, hidden);
+    for (int64_t i = 0; i < n; i++) {
+        const encoder_layer *l = layers[i];
+        float *qkv = scratch(QKV, tokens * l->qkv.rows * sizeof(float));
+        operand_t *attended = scratch(ATTENDED, tokens * hidden * sizeof(operand_t));
+        operand_t *inner = scratch(HIDDEN, tokens * l->up.rows * sizeof(operand_t));
+        multiply_texts((product){.w = &l->qkv, .in = in, .tokens = tokens, .kind = TO_FLOATS, .floats = qkv});
+        text_attention job = {l, qkv, attended, starts};
+        for (int64_t done = 0; done < texts; done += MAX_TASKS / l->heads) { // so many texts at a time
+            const int64_t left = texts - done, most = MAX_TASKS / l->heads;
+            job.starts = starts + done;
+            parallel_for(text_attention_task, &job, (left < most ? left : most) * l->heads);
+        }
+        multiply_texts((product){.w = &l->output, .in = attended, .tokens = tokens, .kind = ADD_TO, .floats = x});
+        norm_texts(x, in, l->attention_norm, l->eps, tokens, hidden);
+        multiply_texts((product){.w = &l->up, .in = in, .tokens = tokens, .kind = TO_ACTIVATED,
+                                 .activation = l->activation, .halves = inner});
+        multiply_texts((product){.w = &l->down, .in = inner, .tokens = tokens, .kind = ADD_TO, .floats = x});
+        norm_texts(x, in, l->norm, l->eps, tokens, hidden);
+    }
+}
+
+int64_t em_encoder_operand_bytes(void) { return sizeof(operand_t); }
+
+void em_pack_encoder(const float *w, int64_t rows, int64_t cols, operand_t *panels) {
+    for (int64_t p = 0; p < rows / LANES; p++)
+        for (int64_t k = 0; k < cols; k++)
+            for (int r = 0; r < LANES; r++)
+                panels[(p * cols + k) * LANES + r] = (operand_t)w[(p * LANES + r) * cols + k];
 }
 
 typedef struct {
