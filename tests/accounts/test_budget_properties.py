@@ -199,6 +199,14 @@ class BudgetMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.world.now_s += seconds
 
+    @rule(number=st.integers(0, 2), key=st.sampled_from(["k1", "k2"]), amount=st.integers(100, 600))
+    def outlive(self, number: int, key: str, amount: int) -> None:
+        """One core goes on after the leases of all others have expired."""
+        self.world.now_s += LEASE_S * 0.9
+        self.renew(number)
+        self.world.now_s += LEASE_S * 0.2
+        self.request(number, key, amount)
+
     @rule(number=st.integers(0, 2))
     def renew(self, number: int) -> None:
         with contextlib.suppress(Unavailable):

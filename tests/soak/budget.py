@@ -123,6 +123,8 @@ class Soak:
             raise killer.problem
         self.server.wait_ready()
         left_pico = self._spend_the_rest()
+        time.sleep(2)  # HTTP workers of a core that was killed may have answered: the next one is still starting
+        self.server.wait_ready()
         status = self.server.stop()
         if status:
             self.problems.append(f"the last stop was not clean: {status}")
