@@ -99,6 +99,7 @@ class Notice(msgspec.Struct, tag="notice"):
 
     observed: list[Observation]
     refused: dict[str, int]  # requests not admitted, by kind of error
+    spans: dict[str, int] = {}  # of traces, by what became of them
 
 
 class FirstToken(msgspec.Struct, tag="began"):

@@ -10,6 +10,7 @@ from emberline.balancer.route_request import Route, RouteRequest
 from emberline.catalog.aliases import AliasTable
 from emberline.protocol.errors import EmberlineError, Internal
 from emberline.protocol.frames import decode
+from emberline.service import tracing
 from emberline.service.connection import Link
 from emberline.service.core import LocalCore
 from emberline.service.core_protocol import (
@@ -101,6 +102,7 @@ class _HttpWorkerLink(Link):
                 core.admission.observed(seen.name, seen.load, seen.age_s)
             for kind, times in message.refused.items():
                 core.refused(kind, times)
+            tracing.add_counts(message.spans)
         elif isinstance(message, FirstToken):
             core.first_token(message.request_id, message.cached_tokens)
         elif isinstance(message, Checkpoint):

@@ -9,7 +9,7 @@ import logging
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class Exporter(Collector):
         self, url: str, resource: Mapping[str, Any], headers: Mapping[str, str] | None = None, timeout_s: float = 10.0
     ) -> None:
         self.counts = {"exported": 0, "dropped": 0, "failed": 0}
+        self.others: Counter[str] = Counter()  # the same of other processes
         self._url: SplitResult = urlsplit(url)
         self._headers = {"content-type": "application/x-protobuf", **(headers or {})}
         self._timeout_s = timeout_s
@@ -84,7 +85,7 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily("emberline_spans", "Spans of traces, by what became of them.", labels=["outcome"])
         for outcome, n in self.counts.items():
-            family.add_metric([outcome], n)
+            family.add_metric([outcome], n + self.others[outcome])
         yield family
 
     # --- the thread --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from emberline.catalog.aliases import Aliases, AliasTable
 from emberline.protocol.answer import StoredResponse
 from emberline.protocol.errors import Unavailable, from_info
 from emberline.protocol.frames import decode
+from emberline.service import tracing
 from emberline.service.connection import Link, dial, retry_delays
 from emberline.service.core import RequestEnd
 from emberline.service.core_protocol import (
@@ -184,12 +185,12 @@ class RemoteCore:
         """What is new since the last notice; nothing while this HTTP worker is idle."""
         now_s = time.monotonic()
         active = [client for client in self._engines if client.progress_s > self._noticed_s]
-        if self._link is None or not (active or self._refused):
+        if self._link is None or not (active or self._refused or tracing.has_new_counts()):
             return
         refused, self._refused = dict(self._refused), Counter()
         self._noticed_s = now_s
         observed = [Observation(client.name, client.load, now_s - client.progress_s) for client in active]
-        self._link.send(Notice(observed, refused))
+        self._link.send(Notice(observed, refused, tracing.take_counts()))
 
 
 class RemoteResponses:

@@ -107,6 +107,26 @@ def start(settings: TracingSettings, process: str) -> "Tracer | None":
     return _tracer
 
 
+def has_new_counts() -> bool:
+    return _tracer is not None and _tracer.exporter.counts != _tracer.told
+
+
+def take_counts() -> dict[str, int]:
+    """What became of this process's spans since the last call: an HTTP worker tells the core, which has the metrics."""
+    if _tracer is None:
+        return {}
+    now, before = dict(_tracer.exporter.counts), _tracer.told
+    _tracer.told = now
+    return {outcome: n - before.get(outcome, 0) for outcome, n in now.items() if n != before.get(outcome, 0)}
+
+
+def add_counts(counts: Mapping[str, int]) -> None:
+    """Of another process."""
+    if _tracer is not None:
+        for outcome, n in counts.items():
+            _tracer.exporter.others[outcome] += n
+
+
 def stop() -> None:
     """Export what is left. Blocks for a moment."""
     global _tracer
@@ -121,6 +141,7 @@ class Tracer:
     def __init__(self, settings: TracingSettings, process: str) -> None:
         resource = {**settings.resource, "service.instance.id": f"{os.getpid()}", "emberline.process": process}
         self.content = settings.content
+        self.told: dict[str, int] = {}  # the counts that `take_counts` has returned
         self.exporter = Exporter(settings.url, resource, settings.headers, settings.timeout_s)
         self._parent_based = settings.parent_based
         self._bound = int(settings.ratio * (1 << _RATIO_BITS))
