@@ -78,6 +78,7 @@ class OnDemandModels:
         )
         self._manager = ModelManager(limits, workers, core.membership, core.admission, core.grants, self._check)
         core.models = self._manager
+        core.register(self._manager.metrics)
         for model in pinned:
             self._manager.add_loaded(self._loadable(self._named[model]), workers.endpoints[model])
         self._watching: asyncio.Task[None] | None = None

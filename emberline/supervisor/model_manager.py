@@ -8,11 +8,14 @@ starts and ends engine workers, and makes them known. It lives in the core's eve
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from emberline.balancer.admission_controller import AdmissionController
 from emberline.balancer.endpoint import Endpoint
@@ -55,6 +58,34 @@ class Attachment(Protocol):
     def show_states(self, states: Mapping[str, str]) -> None: ...
 
 
+class ModelMetrics(Collector):
+    """States of models, and how often and how long they were loaded."""
+
+    def __init__(self, states: Callable[[], Mapping[str, str]]) -> None:
+        self._states = states
+        self._loads: Counter[tuple[str, str]] = Counter()
+        self._load_s: dict[str, float] = {}
+
+    def loaded(self, model: str, seconds: float) -> None:
+        self._loads[model, "loaded"] += 1
+        self._load_s[model] = self._load_s.get(model, 0.0) + seconds
+
+    def failed(self, model: str) -> None:
+        self._loads[model, "failed"] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("emberline_model_state", "1 for the state that it is in.", labels=["model", "state"])
+        for model, now in self._states().items():
+            state.add_metric([model, now], 1)
+        loads = CounterMetricFamily("emberline_model_loads", "Models loaded on demand.", labels=["model", "outcome"])
+        for (model, outcome), n in sorted(self._loads.items()):
+            loads.add_metric([model, outcome], n)
+        seconds = CounterMetricFamily("emberline_model_load_seconds", "Time spent loading.", labels=["model"])
+        for model, spent_s in sorted(self._load_s.items()):
+            seconds.add_metric([model], spent_s)
+        yield from (state, loads, seconds)
+
+
 class ModelManager:
     """Carries out the decisions of `ModelSwitching`. `start` it when the service runs, `close` it before the service
     does."""
@@ -84,6 +115,7 @@ class ModelManager:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.Task[None] | None = None
+        self.metrics = ModelMetrics(self._states)
 
     # --- which models there are --------------------------------------------------------------------------------------
 
@@ -135,7 +167,7 @@ class ModelManager:
         return [
             {
                 "id": model.id,
-                "state": "unloading" if model.closed else model.state,
+                "state": _shown_state(model),
                 "pinned": model.pinned,
                 "memory_bytes": model.memory_bytes,
                 "reason": model.reason,
@@ -244,13 +276,16 @@ class ModelManager:
             self._failed(model, error)
         else:
             self._set_state(model, "loaded")
-            log.info("loaded %s", model, extra={"seconds": round(self._clock() - began_s, 2)})
+            took_s = self._clock() - began_s
+            self.metrics.loaded(model, took_s)
+            log.info("loaded %s", model, extra={"seconds": round(took_s, 2)})
             self._grants.notify_room()
         await self._notify()
 
     def _failed(self, model: str, error: Exception) -> None:
         expected = isinstance(error, EmberlineError | OSError)
         found = self.switching.models[model]
+        self.metrics.failed(model)
         found.n_failures += 1
         wait_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** (found.n_failures - 1))
         found.reason = str(error) if expected else "internal error; the log has it"
@@ -282,7 +317,10 @@ class ModelManager:
         self._show()
 
     def _show(self) -> None:
-        self._attachment.show_states({status["id"]: status["state"] for status in self.statuses()})
+        self._attachment.show_states(self._states())
+
+    def _states(self) -> dict[str, str]:
+        return {model.id: _shown_state(model) for model in self._models()}
 
     def _models(self) -> list[ManagedModel]:
         return list(self.switching.models.values())
@@ -300,3 +338,8 @@ class ModelManager:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _shown_state(model: ManagedModel) -> str:
+    """A loaded model that takes no new requests is about to be unloaded."""
+    return "unloading" if model.closed else model.state

@@ -227,6 +227,9 @@ async def test_an_operator_loads_and_unloads(bench: Bench) -> None:
     bench.finish(A)
     await asyncio.gather(running, unloading)
     assert bench.states()["a"] == "on_disk"
+    exposed = {sample.name: sample.value for family in bench.manager.metrics.collect() for sample in family.samples}
+    assert exposed["emberline_model_loads_total"] == 1
+    assert exposed["emberline_model_load_seconds_total"] > 0
     bench.workers.error = OSError("no memory")
     with pytest.raises(Unavailable, match="no memory"):
         await bench.service.load_model("b", "load")
