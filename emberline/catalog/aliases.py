@@ -6,6 +6,7 @@ and aliases over the short names that model cards list.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Annotated
@@ -13,13 +14,17 @@ from typing import Annotated
 import msgspec
 
 from emberline.catalog.model_card import MODEL_ID, ModelCard
-from emberline.protocol.errors import BadInput, Conflict, NotFound
+from emberline.protocol.errors import BadInput, Conflict, EmberlineError, NotFound
 from emberline.store import Database
+from emberline.store.notifications import Subscription
 
 MAX_ALIASES = 1000
 MAX_TARGETS = 16
 MAX_CHAIN = 8  # aliases of aliases
+CHANNEL = "model_aliases"
+POLL_S = 15.0  # where a notification may be missed
 _HASH_BITS = 64
+_log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, msgspec.Meta(max_length=256, pattern=f"^({MODEL_ID})$")]
 Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -128,23 +133,50 @@ _UPSERT = (
 
 
 class Aliases:
-    """The table of one process. The core's is kept in the database; an HTTP worker's follows the core's."""
+    """The table of one process. An HTTP worker's follows that of its core, a core's the database: other cores that
+    share it may change aliases, too."""
 
-    def __init__(self, table: AliasTable | None = None, store: Database | None = None) -> None:
-        self.table = table or AliasTable()
+    def __init__(self, configured: AliasTable | None = None, store: Database | None = None) -> None:
+        self.table = self._configured = configured or AliasTable()
         self.on_change: Callable[[AliasTable], None] | None = None
         self._store = store
         self._changing = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
 
     def follow(self, table: AliasTable) -> None:
         self.table = table
+
+    async def start(self) -> None:
+        """Read the stored aliases, and again whenever one may have changed."""
+        assert self._store is not None
+        subscription = self._store.listen(CHANNEL, POLL_S)
+        await self.refresh()
+        self._following = asyncio.create_task(self._follow(subscription))
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """The configured aliases and the stored ones. One that has become impossible is left out."""
+        assert self._store is not None
+        async with self._changing:
+            table = self._configured
+            rows = await self._store.read("SELECT alias FROM model_aliases ORDER BY changed_us, name")
+            for alias in _decoded(row[0] for row in rows):
+                if alias.name.lower() not in table.aliases:
+                    try:
+                        table = table.changed(alias)
+                    except BadInput:  # the configuration has changed meanwhile
+                        continue
+            self._set(table)
 
     async def change(self, name: str, targets: Mapping[str, int] | None) -> None:
         """Set an alias, or remove it (None), durably. BadInput, Conflict and NotFound say why it cannot be."""
         assert self._store is not None, "only the core changes aliases"
         async with self._changing:
-            known = self.table.aliases.get(name.lower())
-            if known is not None and known.configured:
+            if name.lower() in self._configured.aliases:
                 raise Conflict(f"alias {name} is in emberline.toml: change it there and restart", param="name")
             if targets is None:
                 table = self.table.without(name)
@@ -154,22 +186,26 @@ class Aliases:
                 table = self.table.changed(alias)
                 row = (name.lower(), msgspec.json.encode(alias).decode(), self._store.now_us())
                 await self._store.write(_UPSERT, row)
-            self.table = table
-            if self.on_change is not None:
-                self.on_change(table)
+            self._set(table)
+        await self._store.notify(CHANNEL)
+
+    def _set(self, table: AliasTable) -> None:
+        changed, self.table = table != self.table, table
+        if changed and self.on_change is not None:
+            self.on_change(table)
+
+    async def _follow(self, subscription: Subscription) -> None:
+        async for _ in subscription:
+            try:
+                await self.refresh()
+            except EmberlineError as error:
+                _log.warning("aliases were not read: %s", error.message)
 
 
 async def open_aliases(store: Database, configured: Mapping[str, Mapping[str, int]]) -> Aliases:
-    """The configured aliases and the stored ones. One that has become impossible is left out."""
-    table = configured_table(configured)
-    rows = await store.read("SELECT alias FROM model_aliases ORDER BY changed_us, name")
-    for alias in _decoded(row[0] for row in rows):
-        if alias.name.lower() not in table.aliases:
-            try:
-                table = table.changed(alias)
-            except BadInput:  # the configuration has changed meanwhile
-                continue
-    return Aliases(table, store)
+    aliases = Aliases(configured_table(configured), store)
+    await aliases.start()
+    return aliases
 
 
 def _decoded(rows: Iterable[object]) -> Iterable[Alias]:

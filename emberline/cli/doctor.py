@@ -243,7 +243,7 @@ def models(config: Config) -> Iterator[DoctorCheck]:
 
 def _damage(entry: "ModelEntry", store: "ModelStore") -> str:
     """What is wrong with a model's files; empty if nothing. Those that were pulled are hashed."""
-    from emberline.catalog.model_card import TEXT_GENERATION, describe_path
+    from emberline.catalog.model_card import describe_path
     from emberline.cli.models import load_text
 
     folder, files = store.folder(entry.card.id), store.pulled_files(entry.card)
@@ -254,8 +254,7 @@ def _damage(entry: "ModelEntry", store: "ModelStore") -> str:
                     return f"{folder / name} differs from what was pulled"
         if not files and describe_path(entry.path).fingerprint != entry.card.fingerprint:
             return f"{entry.path} differs from what was pulled"
-        if entry.card.task == TEXT_GENERATION:
-            load_text(entry)
+        load_text(entry)
     except (OSError, EmberlineError) as error:
         return str(error)
     return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.catalog.download import DownloadProgress, ReportProgress
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import DEFAULT_MODEL, TEXT_GENERATION
+from emberline.catalog.model_card import DEFAULT_MODEL
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import common
@@ -51,8 +51,7 @@ def load_text(entry: ModelEntry) -> "Tokenizer":
 
 def _pull(store: ModelStore, args: argparse.Namespace) -> int:
     entry = fetch(args.model, store)
-    if entry.card.task == TEXT_GENERATION:
-        load_text(entry)  # report a model that cannot be served now rather than when it is
+    load_text(entry)  # report a model that cannot be served now rather than when it is
     if args.json:
         common.print_json(_as_dict(entry))
     else:

@@ -7,6 +7,7 @@ encoder has them: it is the measure of load and progress, not of what is billed.
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,10 +70,16 @@ class SpeechLoop:
     n_prepared = 0
 
     def __init__(
-        self, model: SpeechModel, languages: tuple[str, ...] = (), clock: Callable[[], float] = time.perf_counter
+        self,
+        model: SpeechModel,
+        languages: tuple[str, ...] = (),
+        *,
+        cpu_share: AbstractContextManager[None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
         self._languages = languages
+        self._cpu_share = cpu_share or nullcontext()
         self._clock = clock
         self._requests: dict[str, _Transcription] = {}
         self._n_submitted = 0
@@ -152,7 +159,8 @@ class SpeechLoop:
         self.in_step = True
         began_s = self._clock()
         try:
-            done = self._advance(item)
+            with self._cpu_share:
+                done = self._advance(item)
         except EmberlineError as error:
             deltas.append(self._failed(item, error))
         except Exception:

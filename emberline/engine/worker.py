@@ -176,7 +176,9 @@ def _build_speech(args: argparse.Namespace) -> tuple[SpeechLoop, EngineInfo, dic
         task="transcribe",
     )
     facts = {name: getattr(info, name) for name in ("model", "task", "device", "backend")}
-    return SpeechLoop(model, tuple(model.languages)), info, facts
+    # The model's threads are fixed; the share tells the other workers that they compute.
+    cpu_share = cpu_shares.open_share(args.cpu_share, args.threads, lambda n_threads: None)
+    return SpeechLoop(model, tuple(model.languages), cpu_share=cpu_share), info, facts
 
 
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:

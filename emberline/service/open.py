@@ -89,6 +89,7 @@ async def open_service(
 
     async def close_core() -> None:
         points.cancel()
+        await core.aliases.close()
         await membership.close()
         admission.close()
         await responses.close()

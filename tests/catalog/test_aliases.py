@@ -1,5 +1,6 @@
 """Aliases: who gets which model, loops, and what stays over a restart."""
 
+import asyncio
 from collections import Counter
 
 import msgspec
@@ -119,8 +120,23 @@ async def test_changes_stay_and_configured_aliases_do_not_change(database: Datab
     ):
         with pytest.raises(error):
             await aliases.change(name, targets)
+    other = await database.open()  # another core's
+    follower = await open_aliases(other, {})
+    told: list[AliasTable] = []
+    follower.on_change = told.append
+    await aliases.change("later", {"m": 1})
+    async with asyncio.timeout(30):
+        while "later" not in follower.table.aliases:
+            await follower.refresh()
+    assert told
+    await aliases.change("later", None)
+    await follower.close()
+    await aliases.close()
+    await other.close()
     again = await open_aliases(store, {"m": {"gpt-4o": 1}, "fixed": {"m": 1}})
+    await again.close()
     assert list(again.table.aliases) == ["m", "fixed"]  # the stored one would now point to itself
     again = await open_aliases(store, {})
     assert {name: alias.targets for name, alias in again.table.aliases.items()} == {"gpt-4o": {"m": 1}}
+    await again.close()
     await store.close()

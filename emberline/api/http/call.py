@@ -1,6 +1,7 @@
 """One HTTP exchange: the request as an endpoint receives it, and the response it returns."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from functools import cached_property
@@ -227,8 +228,13 @@ class Call:
             return False
 
     def models(self) -> "list[ModelCard]":
-        """Those that the caller may use."""
-        return [card for card in self.service.models() if self.principal.may_use((card.id, *card.aliases))]
+        """Those that the caller may use, with the prices that are valid now."""
+        cards = [card for card in self.service.models() if self.principal.may_use((card.id, *card.aliases))]
+        if self._accounts is None:
+            return cards
+        prices, now_us = self._accounts.prices.table, time.time_ns() // 1000
+        current = {card.id: prices.find(card.id, now_us) for card in cards if prices.history(card.id)}
+        return [msgspec.structs.replace(card, price=current.get(card.id, card.price)) for card in cards]
 
     @property
     def webhooks(self) -> "WebhookService":

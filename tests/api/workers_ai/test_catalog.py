@@ -25,7 +25,7 @@ async def test_row(client: httpx.AsyncClient) -> None:
     assert set(row["task"]) == {"id", "name", "description"}
     assert {"property_id": "context_window", "value": "8192"} in row["properties"]
     assert {"property_id": "async_queue", "value": "true"} in row["properties"]
-    assert set(row) == {"id", "source", "name", "description", "task", "created_at", "tags", "properties"}
+    assert set(row) == {"id", "source", "name", "description", "task", "created_at", "tags", "properties", "state"}
     assert found["result_info"] == {"count": 2, "page": 1, "per_page": 50, "total_count": 2, "total_pages": 1}
     assert (found["success"], found["errors"], found["messages"]) == (True, [], [])
 
