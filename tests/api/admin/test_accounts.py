@@ -164,6 +164,17 @@ async def test_every_admin_act_is_in_the_audit_log(admin: httpx.AsyncClient) -> 
     assert (await admin.get("/api/audit/verify", params={"head": "x"})).status_code == 400
 
 
+async def test_no_secret_reaches_the_audit_log(admin: httpx.AsyncClient) -> None:
+    joining = {"name": "gpu2", "url": "http://10.0.0.2:8000", "key": "join-token-of-the-worker"}
+    assert (await admin.post("/api/workers/join", json=joining)).status_code == 200
+    created = await create(admin)
+    rotated = (await admin.post(f"/api/keys/{created['id']}/rotate")).json()
+    shown = (await admin.get("/api/audit")).text
+    assert '"gpu2"' in shown
+    for secret in ("join-token", created["key"][:20], rotated["key"][:20], KEY):
+        assert secret not in shown
+
+
 async def test_where_an_act_came_from_cannot_be_forged(admin: httpx.AsyncClient) -> None:
     forged = {"x-forwarded-for": "6.6.6.6", "forwarded": "for=6.6.6.6", "x-real-ip": "6.6.6.6"}
     await admin.post("/api/accounts", json={"id": "acme"}, headers=forged)
