@@ -100,22 +100,40 @@ class UsageReports:
     async def report(self, query: ReportQuery) -> list[ReportRow]:
         """One row per group, in order. BadInput if there are more than MAX_ROWS: a bill with rows missing is wrong."""
         columns = [_COLUMN_OF.get(name, name) for name in query.by]
+        grouped = f"GROUP BY {', '.join(columns)} LIMIT {MAX_ROWS + 1}" if columns else ""
         where, params = _where(query)
-        listed = ", ".join(columns)
-        grouped = f"GROUP BY {listed} ORDER BY {listed} LIMIT {MAX_ROWS + 1}" if columns else ""
         sql = f"SELECT {', '.join([*columns, _SUMS])} FROM usage_daily WHERE {where} {grouped}"
-        rows = await self._store.read(sql, params)
-        if len(rows) > MAX_ROWS:
-            raise BadInput(f"the report has more than {MAX_ROWS:,} rows: choose fewer days or fewer groups", param="by")
-        return [_row(query.by, row) for row in rows]
+        groups: dict[Row, list[int]] = {}
+        for since, until in await self._spans(query):
+            for row in await self._store.read(sql, (since, until, *params)):
+                sums = [int(value or 0) for value in row[len(columns) :]]
+                known = groups.get(row[: len(columns)])
+                groups[row[: len(columns)]] = sums if known is None else [*map(int.__add__, known, sums)]
+            if len(groups) > MAX_ROWS:
+                message = f"the report has more than {MAX_ROWS:,} rows: choose fewer days or fewer groups"
+                raise BadInput(message, param="by")
+        return [_row(query.by, group, sums) for group, sums in sorted(groups.items())]
 
-    async def total(self, query: ReportQuery) -> ReportRow:
-        (row,) = await self.report(msgspec.structs.replace(query, by=()))
-        return row
+    async def _spans(self, query: ReportQuery) -> list[tuple[int, int]]:
+        """The days to read together. Those of all accounts one by one, so that other reads need not wait for all."""
+        ((first, last),) = await self._store.read("SELECT MIN(day), MAX(day) FROM usage_daily")
+        if first is None or last is None:
+            return []
+        since, until = max(query.since, int(first)), min(query.until, int(last))
+        if query.account is not None:
+            return [(since, until)]
+        return [(day, day) for day in range(since, until + 1)]
+
+
+def total(rows: Sequence[ReportRow]) -> ReportRow:
+    """The sum of a report's rows."""
+    sums = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTS, *_AMOUNTS)}
+    return ReportRow(group={}, **sums)
 
 
 def _where(query: ReportQuery) -> tuple[str, list[Value]]:
-    conditions, params = ["day >= ?", "day <= ?"], list[Value]([query.since, query.until])
+    """For parameters behind the first and the last day."""
+    conditions, params = ["day >= ?", "day <= ?"], list[Value]()
     for column, value in (("account", query.account), ("key_id", query.key), ("model", query.model)):
         if value is not None:
             conditions.append(f"{column} = ?")
@@ -123,15 +141,14 @@ def _where(query: ReportQuery) -> tuple[str, list[Value]]:
     return " AND ".join(conditions), params
 
 
-def _row(by: Sequence[str], row: Row) -> ReportRow:
-    group = {
+def _row(by: Sequence[str], group: Row, sums: Sequence[int]) -> ReportRow:
+    named = {
         name: format_day(int(value or 0)) if name == "day" else str(value)
-        for name, value in zip(by, row[: len(by)], strict=True)
+        for name, value in zip(by, group, strict=True)
     }
-    sums = [int(value or 0) for value in row[len(by) :]]
     halves = sums[len(_COUNTS) :]
     amounts = {name: halves[2 * n] * PICO + halves[2 * n + 1] for n, name in enumerate(_AMOUNTS)}
-    return ReportRow(group=group, **dict(zip(_COUNTS, sums, strict=False)), **amounts)
+    return ReportRow(group=named, **dict(zip(_COUNTS, sums, strict=False)), **amounts)
 
 
 def parse_dimensions(text: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from emberline.accounts import usage_report
 from emberline.accounts.usage_ledger import UsageLedger
-from emberline.accounts.usage_report import ReportQuery, UsageReports, parse_day, parse_dimensions, report_csv
+from emberline.accounts.usage_report import ReportQuery, UsageReports, parse_day, parse_dimensions, report_csv, total
 from emberline.protocol.errors import BadInput
 from emberline.protocol.price import PICO
 from tests.accounts.test_usage_ledger import ROW
@@ -40,6 +40,7 @@ async def test_every_grouping_adds_up_to_the_rows(database: DatabaseLocation) ->
     await asyncio.gather(*(ledger.record(row) for row in rows))
     cost_pico = sum(row.cost_pico or 0 for row in rows)
     assert cost_pico > 1 << 63
+    assert await reports.report(msgspec.structs.replace(ALL, since=0, until=1)) == []
     for by in ((), ("day",), ("account", "model"), ("day", "account", "key", "model", "class")):
         found = await reports.report(msgspec.structs.replace(ALL, by=by))
         assert sum(row.n_requests for row in found) == 30
@@ -47,8 +48,8 @@ async def test_every_grouping_adds_up_to_the_rows(database: DatabaseLocation) ->
         assert sum(row.n_unpriced for row in found) == 6
         assert sum(row.session_cached_tokens for row in found) == 15 * ROW.cached_tokens
         assert sum(row.session_discount_pico for row in found) == sum(range(1, 30, 2))
-    total = await reports.total(ALL)
-    assert total.body()["cost"] == f"120000000.{cost_pico % PICO:012d}"
+    everything = total(await reports.report(ALL))
+    assert everything.body()["cost"] == f"120000000.{cost_pico % PICO:012d}"
     (mine,) = await reports.report(msgspec.structs.replace(ALL, by=("account",), account="a1", model="m4"))
     assert (mine.group, mine.n_requests) == ({"account": "a1"}, 3)
     assert mine.body()["cost"] is None  # no price is not zero

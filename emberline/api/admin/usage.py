@@ -8,6 +8,7 @@ from emberline.accounts.usage_report import (
     parse_day,
     parse_dimensions,
     report_csv,
+    total,
 )
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.protocol.errors import BadInput, Forbidden
@@ -25,8 +26,8 @@ QUERY = {
 
 
 async def report(call: Call) -> Reply:
-    query, reports = _query(call), call.accounts.reports
-    rows = await reports.report(query)
+    query = _query(call)
+    rows = await call.accounts.reports.report(query)
     if call.enum_param("format", ("json", "csv"), "json") == "csv":
         return Reply(200, report_csv(query.by, rows).encode(), b"text/csv; charset=utf-8")
     body = {
@@ -35,7 +36,7 @@ async def report(call: Call) -> Reply:
         "since": format_day(query.since),
         "until": format_day(query.until),
         "data": [row.body() for row in rows],
-        "total": (await reports.total(query)).body(),
+        "total": total(rows).body(),
     }
     return json_reply(body)
 
