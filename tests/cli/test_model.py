@@ -1,0 +1,71 @@
+"""`emberline model`: cards and aliases from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.cli import http_client
+from emberline.cli.main import main
+
+CARD = """
+id = "@cf/huggingfacetb/smollm2-135m-instruct"
+deprecation_date = "2027-03-31"
+[price]
+input = 600_000
+output = 3_000_000
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What a server is asked; it has two aliases."""
+    calls: list[tuple[Any, ...]] = []
+    rows = [
+        {"name": "fixed", "targets": {"smollm2": 1}, "configured": True},
+        {"name": "gpt-4o", "targets": {"smollm2": 90, "qwen2.5-coder": 10}, "configured": False},
+    ]
+
+    def answer(address: object, *request: Any) -> dict[str, Any]:
+        calls.append(request)
+        return {"aliases": rows}
+
+    for name in ("get", "post", "delete"):
+        monkeypatch.setattr(http_client, name, answer)
+    return calls
+
+
+def test_a_card_is_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "card.toml").write_text(CARD)
+    home = ("--data-dir", str(tmp_path / "home"))
+    assert main(["model", "add", str(tmp_path / "card.toml"), *home]) == 0
+    capsys.readouterr()
+    assert main(["model", "show", "SmolLM2", "--json", *home]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["deprecation_date"], shown["price"]["input"], shown["path"]) == ("2027-03-31", 600_000, None)
+    assert main(["model", "show", "minilm", *home]) == 0
+    assert "output_dimensions: 384" in capsys.readouterr().out
+    assert main(["model", "ls", *home]) == 0
+    (tmp_path / "card.toml").write_text("id = 1")
+    assert main(["model", "add", str(tmp_path / "card.toml"), *home]) == 1
+    assert main(["model", "show", "nothing", *home]) == 1
+    assert "there are @cf/huggingfacetb/smollm2-135m-instruct" in capsys.readouterr().err
+
+
+def test_aliases(asked: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "alias"]) == 0
+    assert "smollm2 90 %, qwen2.5-coder 10 %" in capsys.readouterr().out
+    assert main(["model", "alias", "gpt-4o", "smollm2=90", "@cf/qwen/qwen2.5-coder-1.5b-instruct=10"]) == 0
+    assert main(["model", "alias", "@cf/moonshotai/kimi-k2.5", "--remove"]) == 0
+    assert asked == [
+        ("/api/aliases",),
+        (
+            "/api/aliases",
+            {"name": "gpt-4o", "targets": {"smollm2": 90, "@cf/qwen/qwen2.5-coder-1.5b-instruct": 10}},
+        ),
+        ("/api/aliases/%40cf/moonshotai/kimi-k2.5",),
+    ]
+    assert main(["model", "alias", "gpt-4o", "smollm2=most"]) == 1
+    assert main(["model", "alias", "--remove"]) == 1
+    assert "MODEL=WEIGHT" in capsys.readouterr().err
