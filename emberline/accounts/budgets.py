@@ -325,7 +325,7 @@ class Budgets:
 
     async def _answer(self) -> None:
         """Give back what is free where another core needs it."""
-        async for _ in self._store.listen(CHANNEL, 1.0):
+        async for _ in self._store.listen(CHANNEL):
             try:
                 await self.answer()
             except EmberlineError as error:

@@ -4,6 +4,8 @@ Rate limits come first, then budgets, for which the store may have to be asked. 
 they wait until there is room; they do have budgets.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from emberline.accounts.account import Account
@@ -45,6 +47,12 @@ class _Held(msgspec.Struct):
     reservation: Reservation | None = None
 
 
+class _OwnersLimits(NamedTuple):
+    owner: Account | ApiKey
+    rate: RateLimit | None
+    budget: Budget | None
+
+
 class LimitEnforcer:
     """Owns what running requests hold, by request id. Lives in the core. Without `budgets` there are none."""
 
@@ -55,6 +63,7 @@ class LimitEnforcer:
         self._budgets = budgets
         self._limiter = limiter or RateLimiter()
         self._held: dict[str, _Held] = {}
+        self._known: dict[str, _OwnersLimits] = {}  # by the id of the key or account
 
     @property
     def n_held(self) -> int:
@@ -71,9 +80,9 @@ class LimitEnforcer:
         account, key = self._directory.account(account_id), self._directory.key(key_id) if key_id else None
         if account is not None and account.disabled_us is not None:
             raise Forbidden(f"account {account.id} is disabled")
-        owners = [owner for owner in (key, account) if owner is not None]
-        rate_limits = [] if extent.is_job else [limit for owner in owners if (limit := _rate_limit(owner)) is not None]
-        budgets = [budget for owner in owners if (budget := _budget(owner)) is not None]
+        limited = [self._limits_of(owner) for owner in (key, account) if owner is not None]
+        rate_limits = [] if extent.is_job else [limits.rate for limits in limited if limits.rate is not None]
+        budgets = [limits.budget for limits in limited if limits.budget is not None]
         if not rate_limits and not budgets:
             return Share()
         held = _Held(Share(), None)
@@ -87,12 +96,19 @@ class LimitEnforcer:
                 self._give_up(held)
                 raise
         held.share = Share(
-            self._limiter.state(rate_limits) if rate_limits else None,
+            None if held.taken is None else held.taken.state,
             "" if held.reservation is None else held.reservation.lease,
             0 if held.reservation is None else held.reservation.amount_pico,
         )
         self._held[request_id] = held
         return held.share
+
+    def _limits_of(self, owner: Account | ApiKey) -> "_OwnersLimits":
+        """Made once for each state of a record."""
+        known = self._known.get(owner.id)
+        if known is None or known.owner is not owner:
+            known = self._known[owner.id] = _OwnersLimits(owner, _rate_limit(owner), _budget(owner))
+        return known
 
     def release(self, request_id: str) -> None:
         """The request never ran."""

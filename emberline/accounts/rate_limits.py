@@ -38,6 +38,7 @@ class Taken(msgspec.Struct):
     limits: Sequence[RateLimit]
     n_tokens: int
     at_s: float
+    state: RateLimits | None  # of the limits, after it was taken
 
 
 class _Use:
@@ -77,7 +78,7 @@ class RateLimiter:
         prompt alone must fit.
         """
         now_s = self._clock()
-        n_tokens = input_tokens + output_tokens
+        n_tokens, n_scopes = input_tokens + output_tokens, len(self._uses)
         uses = [self._use(limit, now_s) for limit in limits]
         for limit, use in zip(limits, uses, strict=True):
             self._check(limit, use, limits, input_tokens, n_tokens)
@@ -85,8 +86,9 @@ class RateLimiter:
             use.n_requests += 1
             use.n_tokens += n_tokens
             use.n_running += 1
-        self._forget_idle(now_s)
-        return Taken(limits, n_tokens, now_s)
+        if len(self._uses) > n_scopes:
+            self._forget_idle(now_s)
+        return Taken(limits, n_tokens, now_s, _state(limits, uses))
 
     def put_back(self, taken: Taken, n_tokens: int, ran: bool = True) -> None:
         """The request has ended and used so many tokens, which may be more than were taken. One that never ran does not
@@ -106,13 +108,7 @@ class RateLimiter:
     def state(self, limits: Sequence[RateLimit]) -> RateLimits | None:
         """None where neither requests nor tokens are limited."""
         now_s = self._clock()
-        requests: LimitState | None = None
-        tokens: LimitState | None = None
-        for limit in limits:
-            use = self._use(limit, now_s)
-            requests = _scarcer(requests, limit.requests_per_minute, use.n_requests)
-            tokens = _scarcer(tokens, limit.tokens_per_minute, use.n_tokens)
-        return None if requests is tokens is None else RateLimits(requests, tokens)
+        return _state(limits, [self._use(limit, now_s) for limit in limits])
 
     def _use(self, limit: RateLimit, now_s: float) -> _Use:
         known = self._uses.get(limit.scope)
@@ -123,8 +119,8 @@ class RateLimiter:
         return use
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget scopes that are as good as new, a few at each request. One that is not is looked at again after all
-        others."""
+        """Forget scopes that are as good as new, a few whenever others come. One that is not is looked at again after
+        all others."""
         for _ in range(min(_LOOK_AT, len(self._uses))):
             scope, (use, limit) = next(iter(self._uses.items()))
             use.refill(limit, now_s)
@@ -168,6 +164,15 @@ class RateLimiter:
 
     def _refusal(self, limits: Sequence[RateLimit], message: str, wait_s: float) -> RateLimited:
         return RateLimited(message, retry_after_s=wait_s, rate_limits=self.state(limits))
+
+
+def _state(limits: Sequence[RateLimit], uses: Sequence[_Use]) -> RateLimits | None:
+    requests: LimitState | None = None
+    tokens: LimitState | None = None
+    for limit, use in zip(limits, uses, strict=True):
+        requests = _scarcer(requests, limit.requests_per_minute, use.n_requests)
+        tokens = _scarcer(tokens, limit.tokens_per_minute, use.n_tokens)
+    return None if requests is tokens is None else RateLimits(requests, tokens)
 
 
 def _scarcer(other: LimitState | None, limit: int | None, used: float) -> LimitState | None:
