@@ -25,6 +25,7 @@ from emberline.api.http.errors import error_body, error_headers
 from emberline.api.http.guard import Guard, preflight, with_cors_headers
 from emberline.api.http.large_requests import LargeRequestRelay
 from emberline.api.http.router import Policy, Router, authorize
+from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol import trace_context
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # in the log only
 PROBES = frozenset({"/health", "/metrics", "/api/ps", "/api/status"})  # polled every few seconds: logged at debug level
+ASSETS = "/assets/"  # two dozen for a page: likewise
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class App:
         self._auth = settings.auth
         self._guard = Guard(settings.hosts, settings.origins)
         self._router = Router(ROUTES)
+        load_assets()  # reads and compresses them now, not at the first request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -150,7 +153,8 @@ def _error_reply(call: Call, error: EmberlineError) -> Reply:
 
 def _log_request(call: Call, took_s: float) -> None:
     scope = call.scope
-    level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+    is_quiet = scope["path"] in PROBES or scope["path"].startswith(ASSETS)
+    level = logging.DEBUG if is_quiet else logging.INFO
     if not log.isEnabledFor(level):
         return
     extra: dict[str, object] = {"status": call.status, "ms": round(took_s * 1000, 1)}

@@ -166,8 +166,9 @@ class Service:
         return await self.core.change_workers(change)
 
     def model_state(self, model_id: str) -> str:
-        """on_disk, loading, loaded, unloading or failed; empty for a model that is not loaded and unloaded here."""
-        return self._models.states.get(model_id, "")
+        """on_disk, loading, loaded, unloading or failed of a model that is loaded and unloaded here; provider where
+        upstream servers have it; empty for one that is always loaded."""
+        return self._models.states.get(model_id) or ("provider" if self.upstream_card(model_id) else "")
 
     async def load_model(self, model_id: str, action: Literal["load", "unload"]) -> ModelCard:
         """What an operator asks for; returns when it is done."""

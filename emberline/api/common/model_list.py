@@ -65,7 +65,7 @@ def _prices(card: ModelCard) -> list[dict[str, Any]]:
 
 
 def openai_model(card: ModelCard, state: str = "") -> dict[str, Any]:
-    """`state` of a model that the server loads and unloads: on_disk, loading, loaded, unloading, failed."""
+    """`state`: as `Service.model_state` has it."""
     return ({"state": state} if state else {}) | {
         "id": card.id,
         "aliases": list(card.aliases),

@@ -6,6 +6,7 @@ and browsers cache every file forever, because another version has another addre
 
 import gzip
 import hashlib
+import re
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -34,6 +35,8 @@ _COMMON: HeaderList = [
     (b"vary", b"Accept-Encoding"),
 ]
 _PAGE: HeaderList = [(b"content-security-policy", POLICY), (b"cross-origin-opener-policy", b"same-origin")]
+_PRELOAD = re.compile(rb'<script type="module" src="/{assets}/([^"]+)"')
+_IMPORT = re.compile(rb'from ?"\./([^"]+)"')
 _FOREVER = b"public, max-age=31536000, immutable"
 _REVALIDATE = b"no-cache"
 
@@ -74,7 +77,9 @@ def load() -> Assets:
         digest.update(b"%d:%b%d:" % (len(name), name.encode(), len(body)) + body)
     version = digest.hexdigest()[:16]
     pages = {
-        name: body.replace(b"{assets}", f"assets/{version}".encode()).replace(b"{version}", __version__.encode())
+        name: _PRELOAD.sub(lambda script: _preloads(script, bodies), body)
+        .replace(b"{assets}", f"assets/{version}".encode())
+        .replace(b"{version}", __version__.encode())
         for name, body in found.items()
         if name.endswith(".html")
     }
@@ -83,6 +88,20 @@ def load() -> Assets:
         {name: Asset.of(_TYPES[_suffix(name)], body) for name, body in bodies.items()},
         {name: Asset.of(b"text/html; charset=utf-8", body) for name, body in pages.items()},
     )
+
+
+def _preloads(script: re.Match[bytes], bodies: dict[str, bytes]) -> bytes:
+    """Links to all modules behind a page's script, so that a browser asks for them at once, not level by level."""
+    found = {script[1].decode()}
+    for _ in bodies:  # as many levels as there can be
+        found |= {_resolve(name, target) for name in found for target in _IMPORT.findall(bodies[name])}
+    links = (b'<link rel="modulepreload" href="/{assets}/%b">\n' % name.encode() for name in sorted(found))
+    return b"".join(links) + script[0]
+
+
+def _resolve(name: str, target: bytes) -> str:
+    folder = name[: name.rfind("/") + 1]
+    return folder + target.decode()
 
 
 def _read(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:

@@ -37,6 +37,10 @@ def launch() -> Iterator["Browser"]:
             browser.close()
 
 
+# A page that is left keeps its conversation for a reload.
+FORGET = "() => { sessionStorage.clear(); localStorage.clear(); Storage.prototype.setItem = () => {}; }"
+
+
 class Wire:
     """Between the server and the app: tests replace the app while pages are open, or cut its connections."""
 
@@ -86,7 +90,7 @@ class Stage:
         finally:
             self.page.unroute_all()
             if self.page.url != "about:blank":
-                self.page.evaluate("() => { sessionStorage.clear(); localStorage.clear(); }")
+                self.page.evaluate(FORGET)
                 self.page.goto("about:blank")
         assert [fault for fault in self.faults if not (failures and "Failed to load resource" in fault)] == []
 

@@ -35,6 +35,7 @@ async def test_links_of_the_page_and_imports_of_modules_lead_somewhere(client: h
     page = (await client.get("/")).text
     links = re.findall(r'(?:src|href)="(/assets/[^"]+)"', page)
     assert len(links) >= 3
+    assert any(link.endswith("/vendor/preact.js") for link in links), "modules are preloaded"
     for link in links:
         assert (await client.get(link)).status_code == 200, link
     names = assets.load().files

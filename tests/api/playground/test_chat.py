@@ -101,7 +101,7 @@ def test_stop_and_continue(stage: Stage) -> None:
         page.keyboard.press("Escape")
         page.wait_for_selector(".metrics:has-text('stopped')")
         assert here.service.open == 0
-        text = page.inner_text(".message.assistant .markdown")
+        text = page.text_content(".message.assistant .markdown") or ""
         here.service.script = writes("and more")
         page.click("text=Continue")
         page.wait_for_selector("text=and more")
@@ -109,7 +109,7 @@ def test_stop_and_continue(stage: Stage) -> None:
         assert request.continue_final
         assert (request.messages or ())[-1].role == "assistant"
         assert n_messages(page) == 2
-        assert page.inner_text(".message.assistant .markdown").startswith(text[:40])
+        assert (page.text_content(".message.assistant .markdown") or "").startswith(text)
 
 
 def test_regenerate_edit_and_branches(stage: Stage) -> None:

@@ -169,6 +169,7 @@ def test_a_model_that_never_stops(stage: Stage) -> None:
         ask(page, "Go")
         page.wait_for_selector("text=word400 ")
         page.keyboard.type("still here")
+        page.mouse.move(400, 400)
         page.mouse.wheel(0, -3000)  # a reader who scrolled up is not pulled down
         page.wait_for_selector("text=word800 ", state="attached")
         assert below_the_fold(page) > 100
@@ -187,14 +188,14 @@ def test_a_lost_connection(stage: Stage) -> None:
             stage.wire.cuts = True
             page.wait_for_selector(".message.assistant .problem:has-text('connection was lost')")
             stage.wire.cuts = False
-            assert "word30 " in page.inner_text(".message.assistant .markdown")
+            assert "word30 " in (page.text_content(".message.assistant .markdown") or "")
 
         ask(page, "Go")
         lose()
         here.service.script = writes("the rest.")
         page.click("text=Continue")
         page.wait_for_selector("text=the rest.")
-        assert "word30 " in page.inner_text(".message.assistant .markdown")
+        assert "word30 " in (page.text_content(".message.assistant .markdown") or "")
         assert here.service.requests[1].continue_final
         here.service.script = endless
         page.click("[aria-label=Regenerate]")

@@ -93,6 +93,13 @@ def test_cases(stage: Stage, module: str) -> None:
     assert dict(zip(CASES, found, strict=True)) == CASES
 
 
+def test_code_block_at_the_beginning(stage: Stage, module: str) -> None:
+    text = "```py\nx\n```\n\n```\ny\n```"
+    whole, pieces = draw(stage, module, [text], [*text])
+    assert whole == pieces
+    assert pieces.count("<figure") == 2
+
+
 def test_code_block(stage: Stage, module: str) -> None:
     (found,) = draw(stage, module, ["```py\nif x < 1:\n```\nafter"])
     assert '<span class="t-keyword">if</span> x &lt; <span class="t-number">1</span>:' in found

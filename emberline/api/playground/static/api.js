@@ -3,6 +3,7 @@
 import { Observable } from "./ui.js";
 
 const KEY = "emberline.key";
+const MAX_BUSY_MS = 10;
 
 /** The API key: in memory, and in the tab's session storage if the user agrees. Never anywhere else. */
 class Session extends Observable {
@@ -115,6 +116,7 @@ async function* events(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();
   let pending = "";
+  let since = performance.now();
   try {
     for (;;) {
       let step;
@@ -127,7 +129,14 @@ async function* events(stream) {
       if (step.done) return;
       const lines = (pending + decoder.decode(step.value, { stream: true })).split("\n");
       pending = lines.pop();
-      for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+      for (const line of lines) {
+        if (line.startsWith("data:")) yield line.slice(5).trim();
+        // What has arrived is read without a pause: the page must be drawn and take input in between.
+        if (performance.now() - since > MAX_BUSY_MS) {
+          await new Promise((resolve) => setTimeout(resolve));
+          since = performance.now();
+        }
+      }
     }
   } finally {
     reader.cancel().catch(() => {});

@@ -10,14 +10,13 @@ const SAMPLES = [
   ["Compare", "Compare tea and coffee in a table with three rows."],
   ["Plan", "Plan a weekend in the mountains as a short list."],
 ];
-const NEAR_END_PX = 80;
+const NEAR_END_PX = 8;
 const MAX_IMAGE_BYTES = 8 << 20;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 export function Transcript({ pane, label, openModels }) {
   useObservable(pane);
   useObservable(pane.conversation);
-  useObservable(pane.settings);
   const scroller = useRef();
   const inner = useRef();
   useLayoutEffect(() => {
@@ -33,12 +32,14 @@ export function Transcript({ pane, label, openModels }) {
     const observer = new ResizeObserver(() => {
       if (follows && !pane.conversation.isEmpty) node.scrollTop = node.scrollHeight;
     });
-    node.addEventListener("scroll", onScroll, { passive: true });
-    observer.observe(inner.current);
-    return () => {
-      node.removeEventListener("scroll", onScroll);
-      observer.disconnect();
+    // Drawing may have moved to the end before the scroll event of a small step up arrives.
+    const onReach = (event) => {
+      if (event.deltaY < 0 || event.type === "touchmove" || ["PageUp", "ArrowUp", "Home"].includes(event.key)) follows = false;
     };
+    const listeners = { scroll: onScroll, wheel: onReach, touchmove: onReach, keydown: onReach };
+    for (const [name, listener] of Object.entries(listeners)) node.addEventListener(name, listener, { passive: true });
+    observer.observe(inner.current);
+    return () => observer.disconnect();
   }, []);
   // What was just sent is shown, wherever the reader was.
   useLayoutEffect(() => {
@@ -46,13 +47,18 @@ export function Transcript({ pane, label, openModels }) {
   }, [pane.conversation.last]);
   const path = pane.conversation.path;
   return html`<section class="pane" aria-label=${label}>
-    ${workspace.compares && html`<div class="pane-head"><${ModelButton} pane=${pane} open=${openModels} /><span class="soft">${pane.settings.summary}</span></div>`}
+    ${workspace.compares && html`<${PaneHead} pane=${pane} openModels=${openModels} />`}
     <div class="scroller" ref=${scroller} tabindex="-1">
       <div class="transcript" ref=${inner} role="log" aria-live="off" aria-label="Conversation">
         ${path.length ? path.map((message) => html`<${MessageView} key=${message.id} message=${message} pane=${pane} />`) : html`<${Welcome} pane=${pane} />`}
       </div>
     </div>
   </section>`;
+}
+
+function PaneHead({ pane, openModels }) {
+  useObservable(pane.settings);
+  return html`<div class="pane-head"><${ModelButton} pane=${pane} open=${openModels} /><span class="soft">${pane.settings.summary}</span></div>`;
 }
 
 export function ModelButton({ pane, open }) {
@@ -68,6 +74,7 @@ export function State({ state, named = false }) {
 }
 
 function Welcome({ pane }) {
+  useObservable(pane.settings);
   const ask = (text) => workspace.panes.forEach((each) => each.settings.problem || each.send(text, []));
   return html`<div class="welcome">
     <div class="flame" aria-hidden="true"></div>

@@ -4,6 +4,7 @@ import { element } from "./markdown_inline.js";
 import { copyText, visible } from "./ui.js";
 
 const MAX_COLORED_CHARS = 40_000; // beyond, text is plain: each color is a node
+const CHUNK_LINES = 64;
 const WORDS =
   "abstract and as assert async await begin bool boolean break case catch char class const continue def default defer del delete do double elif else end enum " +
   "except export extends extern false final finally float fn for from func function global go if impl implements import in instanceof int interface is lambda let " +
@@ -20,6 +21,8 @@ export class CodeBlock {
   #partial = document.createTextNode("");
   #language;
   #size = 0;
+  #chunk = null; // of lines: the browser lays out only the one that grows
+  #lines = 0
 
   constructor(language) {
     this.#language = language.split(/\s/)[0].slice(0, 30);
@@ -46,7 +49,11 @@ export class CodeBlock {
     if (this.#size > MAX_COLORED_CHARS || PLAIN.test(this.#language)) nodes.append(visible(line));
     else colored(nodes, visible(line), HASH_COMMENTS.test(this.#language));
     nodes.append("\n");
-    this.#partial.before(nodes);
+    if (this.#lines++ % CHUNK_LINES === 0) {
+      this.#chunk = element("span", { class: "chunk" });
+      this.#partial.before(this.#chunk);
+    }
+    this.#chunk.append(nodes);
   }
 
   /** Shows the last line while it grows. */

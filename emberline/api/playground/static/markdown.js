@@ -4,7 +4,7 @@
 import { CodeBlock } from "./code_block.js";
 import { element, inline } from "./markdown_inline.js";
 
-const MAX_OPEN_CHARS = 8000; // beyond, a block is cut in two, and the first part is final
+const MAX_OPEN_CHARS = 4000; // beyond, a block is cut in two, and the first part is final
 const MAX_CARRIED_CHARS = 1000; // of a line that the next block repeats
 const MAX_DEPTH = 10; // of lists and quotations inside each other
 
@@ -98,7 +98,7 @@ export class MarkdownWriter {
       this.#commit();
       this.#code = new CodeBlock(fence[3].trim());
       this.#fence = closing(fence[2]);
-      return this.#slot.append(this.#code.node);
+      return this.#slot.replaceChildren(this.#code.node); // what was drawn of the unfinished line goes
     }
     const inList = ITEM.test(this.#lines[0] ?? "");
     const gap = this.#lines.at(-1) === "";

@@ -3,6 +3,7 @@
 import { MarkdownWriter } from "./markdown.js";
 import { Button, CopyButton, html, Icon, useLayoutEffect, useObservable, useRef, useState, visible } from "./ui.js";
 
+const MAX_GROWING_CHARS = 4000; // of arguments, shown while they grow
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 export function MessageView({ message, pane }) {
@@ -92,7 +93,7 @@ function ToolCalls({ message, pane }) {
   return html`<form class="tool-calls" onSubmit=${submit}>
     ${calls.map((call, i) => html`<div class="tool-call">
       <div class="head"><span class="badge">tool call</span> <code>${visible(call.name)}</code></div>
-      <pre tabindex="0">${visible(pretty(call.arguments))}</pre>
+      <pre tabindex="0">${visible(message.status === "streaming" ? call.arguments.slice(-MAX_GROWING_CHARS) : pretty(call.arguments))}</pre>
       ${open && html`<label>Result of ${visible(call.name)}
         <textarea rows="2" placeholder="What the tool returns" value=${results[i] ?? ""} onInput=${(event) => setResults(Object.assign([...results], { [i]: event.target.value }))}></textarea>
       </label>`}

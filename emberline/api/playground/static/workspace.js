@@ -9,6 +9,7 @@ import { Observable } from "./ui.js";
 const STORED = "emberline.workspace"; // in the tab's session storage, so that a reload loses nothing
 const MAX_STORED_CHARS = 2_000_000;
 const FORMAT = "emberline.workspace";
+const KEEP_MS = 500;
 
 export class Pane extends Observable {
   generation = null; // while a reply is generated
@@ -97,6 +98,7 @@ export class Pane extends Observable {
 
 class Workspace extends Observable {
   panes = [new Pane()];
+  #timer = 0;
   active = 0; // the pane whose settings are shown
 
   get pane() {
@@ -155,7 +157,14 @@ class Workspace extends Observable {
     this.changed();
   }
 
+  /** Soon, as it may be called for every key that is pressed. */
   keep() {
+    this.#timer ||= setTimeout(() => this.flush(), KEEP_MS);
+  }
+
+  flush() {
+    clearTimeout(this.#timer);
+    this.#timer = 0;
     try {
       const text = JSON.stringify(this.export());
       if (text.length <= MAX_STORED_CHARS) sessionStorage.setItem(STORED, text);
@@ -175,3 +184,4 @@ class Workspace extends Observable {
 }
 
 export const workspace = new Workspace();
+addEventListener("pagehide", () => workspace.flush());
