@@ -18,6 +18,7 @@ from emberline.log import JsonFormatter
 NAME = "emberline.log"
 N_OLDER = 3  # files besides the current one; each has a quarter of the bytes
 MAX_QUEUED = 20_000  # lines; more are dropped and counted, so that a slow disk slows down no request
+WRITE_S = 0.2  # between two writes
 _BLOCK_BYTES = 64 << 10
 _POLL_S = 0.2
 
@@ -35,33 +36,34 @@ class LogFile(logging.Handler):
         self.setFormatter(JsonFormatter())
         self._path = path
         self._max_bytes = max(1, max_bytes // (N_OLDER + 1))
-        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="log file", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put(record)
+        else:
             self.n_dropped += 1
 
     def close(self) -> None:
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        self._closing.set()
+        self._queue.put(None)
         self._thread.join(2.0)
         super().close()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """A full or missing disk loses lines and nothing else: stderr has them too."""
+        """A few times a second, however many lines there are, and never while there are none. A full or missing disk
+        loses lines and nothing else: stderr has them too."""
         while True:
             records = [self._queue.get()]
-            with contextlib.suppress(queue.Empty):
-                while len(records) < 1000:
-                    records.append(self._queue.get_nowait())
+            self._closing.wait(WRITE_S)
+            records += [self._queue.get() for _ in range(self._queue.qsize())]  # nobody else takes them
             lines = [self.format(record) + "\n" for record in records if record is not None]
             with contextlib.suppress(OSError):
                 self._write("".join(lines).encode("utf-8", "replace"))

@@ -59,13 +59,14 @@ def test_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "emberline serve" in capsys.readouterr().err
 
 
-def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path) -> None:
+def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.cli.log_file.WRITE_S", 0.0)
     path = log_path(tmp_path)
     handler = writing(own_logger, path, max_bytes=40_000)
     for n in range(1000):
         own_logger.info("%s", "x" * 100, extra={"n": n})
         if n % 20 == 0:
-            while not handler._queue.empty():
+            while not path.exists() or json.loads(next(lines_backward(path), b'{"n": -1}'))["n"] < n:
                 time.sleep(0.001)
     handler.close()
     files = [each for each in (path, *older_files(path)) if each.exists()]
@@ -118,3 +119,17 @@ def test_stderr_and_the_file_share_one_formatting(own_logger: logging.Logger) ->
     record.msg = "changed"
     assert log.JsonFormatter().format(record) is first
     assert "json_line" not in log.fields(record)
+
+
+def test_more_lines_than_can_be_written_are_dropped(
+    own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberline.cli.log_file.MAX_QUEUED", 10)
+    monkeypatch.setattr("emberline.cli.log_file.WRITE_S", 60.0)
+    handler = writing(own_logger, log_path(tmp_path))
+    for _ in range(100):
+        own_logger.info("x")
+    handler.close()
+    written = len(list(lines_backward(log_path(tmp_path))))
+    assert 10 <= written <= 11
+    assert written + handler.n_dropped == 100
