@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.agents.conftest import INSTALLED
 from tests.agents.workspace import KEY, AgentWorkspace
 from tests.conftest import pulled
@@ -74,6 +76,7 @@ def serving(home: Path) -> Iterator[str]:
             server.stdout.close()
 
 
+@pytest.mark.timeout(LIMIT_S + 600)  # the download besides
 def test_a_coding_session_with_a_real_model(tmp_path: Path) -> None:
     gguf = pulled(MODEL)
     workspace = AgentWorkspace(Path(INSTALLED).absolute(), gguf, tmp_path, MODEL)
