@@ -66,8 +66,10 @@ class AccountService:
 
     async def open(self) -> None:
         await self.directory.open()
+        await self.prices.start()
 
     async def close(self) -> None:
+        await self.prices.close()
         await self.directory.close()
 
     # --- accounts ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from emberline.accounts import price_store
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.price_store import PriceStore
 from emberline.protocol.errors import BadInput, Conflict
@@ -72,3 +73,20 @@ async def test_configured_prices_are_versions_when_they_change(database: Databas
     assert price.version == "3"
     await again.close()
     await store.close()
+
+
+async def test_a_process_hears_of_the_prices_of_others(
+    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price_store, "POLL_S", 0.02)
+    store, other_store = await database.open(), await database.open()
+    listening, setting = PriceStore(store), PriceStore(other_store)
+    await listening.start()
+    await setting.set("m", CHEAP, "admin")
+    async with asyncio.timeout(30):
+        while not listening.current():
+            await asyncio.sleep(0.01)
+    assert [version.model for version in listening.current()] == ["m"]
+    await listening.close()
+    await store.close()
+    await other_store.close()
