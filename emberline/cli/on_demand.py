@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.catalog.integrity import verify
-from emberline.catalog.model_card import TEXT_GENERATION
+from emberline.catalog.model_card import TEXT_GENERATION, ModelCard
 from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.config import Config
@@ -52,17 +52,18 @@ class OnDemandModels:
         pinned: Collection[str],
         workers: EngineWorkers,
         core: "LocalCore",
-        elsewhere: Collection[str] = (),
+        elsewhere: Callable[[ModelCard], bool] = lambda card: False,
     ) -> None:
         """`named`: models to run on this machine, as the command line says; the `pinned` ones of them are loaded.
-        Models that run `elsewhere` are not loaded here."""
+        Models that run `elsewhere` are not loaded here; nor is any, if the server is to start no worker of its own."""
         assert core.membership is not None
         self._config = config
         self._store = ModelStore(config.home)
         self._membership = core.membership
         self._named = {entry.card.id: entry for entry in named}
         self._pinned = frozenset(pinned)
-        self._elsewhere = frozenset(elsewhere) - set(self._named)
+        self._elsewhere = elsewhere
+        self._on_demand = config.models.on_demand and bool(named or not config.endpoints)
         self._n_workers = workers_per_model(config.engine)
         self._kv_bytes = config.engine.kv_bytes or min(memory_bytes // 4 // self._n_workers, MAX_HOST_KV_BYTES)
         models = config.models
@@ -99,8 +100,8 @@ class OnDemandModels:
         await self._manager.close()
 
     async def _offer(self) -> None:
-        found = await asyncio.to_thread(self._store.entries) if self._config.models.on_demand else []
-        entries = {entry.card.id: entry for entry in found if entry.card.id not in self._elsewhere}
+        found = await asyncio.to_thread(self._store.entries) if self._on_demand else []
+        entries = {entry.card.id: entry for entry in found if not self._elsewhere(entry.card)}
         offered = list((entries | self._named).values())
         self._membership.offer([ModelFiles(entry.card, str(entry.path)) for entry in offered])
         self._manager.offer([self._loadable(entry) for entry in offered])

@@ -23,7 +23,7 @@ import msgspec
 
 from emberline import log as logs
 from emberline.balancer.endpoint import Endpoint, engine_endpoint
-from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_card import DEFAULT_MODEL, ModelCard
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.cli import common, startup_panel
 from emberline.cli.http_client import ServerAddress
@@ -215,7 +215,12 @@ async def serve(
             log.warning("some workers cannot be reached; `emberline ps` shows which")
         assert isinstance(service.core, LocalCore), "this process is the core"
         named = [entry for entry in entries if entry.card.id in local]
-        on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, remote)
+
+        def elsewhere(card: ModelCard) -> bool:
+            names = (card.id, *card.aliases)
+            return card.id in remote or any(service.upstream.find(name) is not None for name in names)
+
+        on_demand = OnDemandModels(config, memory_bytes, named, pinned, workers, service.core, elsewhere)
         stack.push_async_callback(on_demand.close)
         await on_demand.open()
         webhooks = open_webhooks(store, config)

@@ -5,16 +5,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from emberline.balancer.admission_controller import AdmissionController
+from emberline.balancer.grants import Grants
 from emberline.catalog.model_card import DEFAULT_MODEL
+from emberline.catalog.model_files import ModelFiles
 from emberline.catalog.model_store import ModelEntry, ModelStore
 from emberline.catalog.pull import pull
 from emberline.cli import http_client as client
 from emberline.cli import on_demand
 from emberline.cli.http_client import ChatTiming, ServerAddress
+from emberline.cli.on_demand import OnDemandModels
 from emberline.cli.serve import bind, serve
 from emberline.config import Config, resolve
 from emberline.supervisor import engine_workers, machine
@@ -124,3 +129,34 @@ def test_memory_and_models_at_start(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert on_demand.loaded_at_start(resolve({"models.max_loaded": 1}, {}, home), local) == {}
     monkeypatch.setattr(machine, "gpus", lambda: ["0"])
     assert on_demand.memory_limit(resolve({}, {}, home)) > 1 << 60
+
+
+class FakeMembership:
+    def __init__(self) -> None:
+        self.offered: list[str] = []
+
+    def offer(self, models: Sequence[ModelFiles]) -> None:
+        self.offered = [model.card.id for model in models]
+
+    def show_states(self, states: object) -> None: ...
+
+
+async def offered(config: Config, named: Sequence[ModelEntry] = (), elsewhere: bool = False) -> list[str]:
+    admission, membership = AdmissionController(), FakeMembership()
+    core = SimpleNamespace(
+        membership=membership, admission=admission, grants=Grants(admission.balancer), register=lambda metrics: None
+    )
+    nothing: Any = None
+    models = OnDemandModels(config, 1 << 40, named, (), nothing, core, lambda card: elsewhere)  # type: ignore[arg-type]
+    await models._offer()
+    return membership.offered
+
+
+async def test_which_models_are_loaded_on_demand(home: Path) -> None:
+    config, entry = resolve({}, {}, home), ModelStore(home).resolve("smollm2")
+    assert await offered(config) == [DEFAULT_MODEL]
+    assert await offered(config, elsewhere=True) == [], "an upstream server, or another machine, has it"
+    assert await offered(config, [entry], elsewhere=True) == [DEFAULT_MODEL], "it was named for this machine, too"
+    assert await offered(resolve({"models.on_demand": False}, {}, home)) == []
+    (home / "emberline.toml").write_text('[[endpoints]]\nname = "v"\nurl = "http://10.0.0.8:8000"\n')
+    assert await offered(resolve({}, {}, home)) == [], "a server without workers of its own"

@@ -143,6 +143,30 @@ def test_a_busy_model_makes_way_after_its_turn_and_gets_another() -> None:
     assert max(r.started_s for r in b) <= 4 + TURN_S + 2.0 + UNLOAD_S + LOAD_S + 4 * TICK_S
 
 
+def test_each_turn_lasts_while_both_models_are_busy() -> None:
+    """Loading costs time: a model that waited since the last switch does not end the other one's turn early."""
+    m = machine(model("a"), model("b"), max_loaded=1)
+    arrivals = [Request(name, t / 2, 0.5) for t in range(200) for name in "ab"]
+    loaded_s: dict[str, float] = {}
+    turns_s: list[float] = []
+    while m.now_s < 100:
+        m.waiting += [request for request in arrivals if m.now_s <= request.arrived_s < m.now_s + TICK_S]
+        before = {name for name in "ab" if state(m, name) == "loaded"}
+        turns_s += [m.now_s - loaded_s[name] for name in m.tick().close]
+        loaded_s |= {name: m.now_s for name in "ab" if state(m, name) == "loaded" and name not in before}
+        m.now_s += TICK_S
+    assert len(turns_s) >= 6
+    assert min(turns_s) >= TURN_S
+
+
+def test_a_small_model_does_not_take_the_room_that_a_large_one_waits_for() -> None:
+    m = machine(model("a", 50), model("b", 50), model("large", 100), model("small", 40))
+    m.run(4, [Request("a", 0.0, 12.0), Request("b", 0.0, 30.0)])
+    m.run(60, [Request("large", 5.0, 1.0), *(Request("small", 6.0 + t, 1.0) for t in range(30))])
+    loads = [line for line in m.log if line.startswith("load ")]
+    assert loads[2:] == ["load large", "load small"], "large waited first, though small fits beside b"
+
+
 def test_old_requests_of_an_overloaded_model_do_not_bring_it_back_at_once() -> None:
     """Those waited while it was loaded: that was its turn."""
     m = machine(model("a", state="loaded"), model("b"), max_loaded=1)
