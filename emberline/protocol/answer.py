@@ -48,11 +48,6 @@ class AnswerChoice(msgspec.Struct, omit_defaults=True):
         return [ToolCall(part.id, part.name, part.arguments) for part in self.parts if isinstance(part, ToolCallPart)]
 
 
-class Answer(msgspec.Struct):
-    choices: list[AnswerChoice]
-    usage: Usage
-
-
 class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What an encoder computed: a row for each text, in order."""
 
@@ -72,6 +67,12 @@ class Encoded(msgspec.Struct, kw_only=True, omit_defaults=True):
             if sys.byteorder == "big":  # pragma: no cover
                 row.byteswap()
             yield row.tolist()
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    choices: list[AnswerChoice]
+    usage: Usage
+    encoded: Encoded | None = None  # of a job that encoded texts; then there are no choices
 
 
 MAX_DEPTH = 256  # responses in a chain of parents; a longer conversation is stored as a new root with its full input

@@ -134,6 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     output: OutputFormat | None = None
     reasoning: Reasoning = Reasoning()
     api: str = ""  # that the client used: "chat", "completions", "responses", "messages" or "run"
+    encode: "EncodeRequest | None" = None  # of a queued job only: these texts are encoded, and nothing is generated
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

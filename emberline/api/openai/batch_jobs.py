@@ -12,12 +12,13 @@ from emberline.api.http.call import Backend, encode
 from emberline.api.http.errors import Dialect, FieldNames, codes, error_body
 from emberline.api.openai.chat import ChatRequest, chat_body
 from emberline.api.openai.completions import CompletionRequest, completion_body
+from emberline.api.openai.embeddings import EmbeddingsRequest, embeddings_body
 from emberline.api.openai.responses.items import Item, ItemReference, parse_input, with_ids
 from emberline.api.openai.responses.output import response_body
 from emberline.api.openai.responses.request import ResponsesRequest, response_id
 from emberline.jobs.queue.job import NewJob
 from emberline.protocol.answer import Answer
-from emberline.protocol.errors import BadInput, EmberlineError
+from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.request import GenerateRequest
 
 MAX_ID_CHARS = 512
@@ -67,6 +68,17 @@ def _response_body(request_id: str, body: ResponsesRequest, created: int, answer
     return response_body(body, response_id(request_id), created, answer) | {"store": False}
 
 
+def _embeddings_request(body: EmbeddingsRequest, request_id: str) -> Parsed:
+    encode, names = body.to_request(request_id)
+    return GenerateRequest(id=request_id, model=body.model, encode=encode, api="embeddings"), names
+
+
+def _embeddings_body(request_id: str, body: EmbeddingsRequest, created: int, answer: Answer) -> Json:
+    if answer.encoded is None:
+        raise Internal("the result has no vectors")
+    return embeddings_body(body, answer.encoded)
+
+
 class EndpointFormat(NamedTuple):
     """How the body of a line is parsed and its result formatted, for one endpoint."""
 
@@ -78,6 +90,7 @@ class EndpointFormat(NamedTuple):
 FORMATS = {
     "/v1/chat/completions": EndpointFormat(msgspec.json.Decoder(ChatRequest), ChatRequest.to_request, chat_body),
     "/v1/completions": EndpointFormat(msgspec.json.Decoder(CompletionRequest), _completion_request, completion_body),
+    "/v1/embeddings": EndpointFormat(msgspec.json.Decoder(EmbeddingsRequest), _embeddings_request, _embeddings_body),
     "/v1/responses": EndpointFormat(msgspec.json.Decoder(ResponsesRequest), _response_request, _response_body),
 }
 

@@ -22,7 +22,9 @@ from emberline.api.workers_ai.speech import run_speech
 from emberline.catalog.model_card import SPEECH_RECOGNITION
 from emberline.jobs.batches.batch import Batch, new_batch_id
 from emberline.jobs.queue.job import NewJob
+from emberline.protocol.answer import Answer
 from emberline.protocol.errors import BadInput, EmberlineError, TooLarge, Unsupported
+from emberline.protocol.request import GenerateRequest
 
 ENDPOINT = "/ai/run"
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -198,9 +200,7 @@ async def _responses(call: Call, batch: Batch) -> AsyncIterator[bytes]:
 def _job_result(result: Result) -> bytes:
     body: Json = {"id": result.job.number}
     try:
-        answer, given = result.answer(), decode(result.line, _input_decoder)
-        options = ResultOptions(json=is_json(given.output().format), reasoning=not given.hides_reasoning)
-        body |= {"result": result_body(answer, options), "success": True}
+        body |= {"result": _answer_body(result.answer(), result.line), "success": True}
     except EmberlineError as error:
         body |= {"success": False, "error": error_body(error, Dialect.NATIVE, result.job.request_id)["errors"][0]}
     try:
@@ -210,17 +210,31 @@ def _job_result(result: Result) -> bytes:
     return encode(body if reference is None else body | {"external_reference": reference})
 
 
+def _answer_body(answer: Answer, line: bytes) -> Any:
+    if answer.encoded is not None:
+        return encoded_result(decode(line, _encode_decoder), answer.encoded)
+    given = decode(line, _input_decoder)
+    return result_body(answer, ResultOptions(is_json(given.output().format), not given.hides_reasoning))
+
+
 def read_input_job(service: Backend, model: str, line: FileLine) -> NewJob:
     reference = ""
     try:
-        given = decode(line.content(), _input_decoder)
+        encodes = encodes_text(service.resolve(model))
+        decoder: msgspec.json.Decoder[Any] = _encode_decoder if encodes else _input_decoder
+        given: _QueuedInput | EncodeInput = decode(line.content(), decoder)
         if isinstance(given.external_reference, str):
             reference = given.external_reference[:512]
         if given.stream:
             raise BadInput("`stream` has no meaning in the queue: leave it out", param="stream")
         if given.requests is not None or given.request_id is not None:
-            raise BadInput("an input in `requests` is a `prompt` or `messages`", param="requests")
-        request, _ = given.to_request(model, "")
+            wanted = "a `text`, or a `query` and `contexts`" if encodes else "a `prompt` or `messages`"
+            raise BadInput(f"an input in `requests` is {wanted}", param="requests")
+        if isinstance(given, EncodeInput):
+            texts, _ = given.to_request(model, "")
+            request = GenerateRequest(id="", model=model, encode=texts, api="run")
+        else:
+            request, _ = given.to_request(model, "")
         return NewJob(reference, batch_request(request, service))
     except EmberlineError as error:
         return NewJob(reference, None, error.info())

@@ -14,7 +14,7 @@ from emberline.jobs.queue.job import Lease
 from emberline.jobs.queue.queue import Queue
 from emberline.jobs.queue.transcript import TranscriptWriter
 from emberline.protocol import trace_context
-from emberline.protocol.answer import Answer
+from emberline.protocol.answer import Answer, Encoded
 from emberline.protocol.errors import (
     BudgetReserved,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from emberline.protocol.errors import (
     Unavailable,
 )
 from emberline.protocol.events import TextEvent
-from emberline.protocol.request import GenerateRequest, Principal, Priority
+from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, Priority
 from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.service.tracing import JobTrace
@@ -36,12 +36,21 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store
 log = logging.getLogger("emberline.jobs")
 
 
+def encode_job(request: GenerateRequest, encode: EncodeRequest) -> EncodeRequest:
+    """The texts under the job's id and deadline."""
+    return msgspec.structs.replace(
+        encode, id=request.id, model=request.model, priority=request.priority, deadline_s=request.deadline_s
+    )
+
+
 class GenerationService(Protocol):
     """What a job needs of the service."""
 
     def generate(
         self, request: GenerateRequest, principal: Principal, job: JobContext | None = None
     ) -> AsyncGenerator[TextEvent, None]: ...
+
+    async def encode(self, request: EncodeRequest, principal: Principal, job: JobContext | None = None) -> Encoded: ...
 
 
 class AdmissionGrant(Protocol):
@@ -102,6 +111,10 @@ class JobAttempt:
         request = msgspec.structs.replace(
             lease.request, priority=Priority.BATCH, deadline_s=max(0.001, left_s), reject_if_busy=False
         )
+        if request.encode is not None:
+            context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
+            encoded = await service.encode(encode_job(request, request.encode), principal, context)
+            return Answer([], encoded.usage, encoded)
         if lease.kind != "response" or request.n > 1:
             context = JobContext(engine, self._record_usage, attempt=lease.epoch, accepted_us=lease.created_us)
             return await collect_answer(service.generate(request, principal, context), request.n)
