@@ -29,7 +29,13 @@ def show(
         ("data", str(config.home)),
     ]
     lines += [f"{dim}{name:<8}{plain}{value}" for name, value in rows]
-    lines += ["", f"{dim}try it:{plain}", *_example(config, address, entries[0]), "", f"{dim}Ctrl-C stops it.{plain}"]
+    lines += [
+        "",
+        f"{dim}try it in a browser, at the address, or:{plain}",
+        *_example(config, address, entries[0]),
+        "",
+        f"{dim}Ctrl-C stops it.{plain}",
+    ]
     print("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n", flush=True)
 
 

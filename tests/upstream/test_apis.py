@@ -293,7 +293,7 @@ async def test_every_other_api(api: ApiClient) -> None:
 
 async def test_the_models_are_listed(api: ApiClient) -> None:
     rows = (await api.client.get("/v1/models")).json()["data"]
-    assert [row["id"] for row in rows] == ["standin"]
+    assert [(row["id"], row["state"]) for row in rows] == [("standin", "provider")]
     assert (await api.client.get("/v1/models/STANDIN")).json()["id"] == "standin"
     assert (await api.post("/v1/chat/completions", {**CHAT, "model": "nobody"})).status_code == 404
 

@@ -282,8 +282,8 @@ def test_a_page_left_open_does_not_grow(stage: Stage) -> None:
     text = [f"Paragraph {n} with *words* and `code`.\n\n```js\nlet x = {n};\n```\n\n" for n in range(60)]
     with stage.site(writes(*text)) as here:
         here.open()
-        first = heap_after_replies(stage, 4)
-        second = heap_after_replies(stage, 12)
+        first = heap_after_replies(stage, 3)
+        second = heap_after_replies(stage, 8)
         assert second["Nodes"] - first["Nodes"] < 200
         assert second["JSEventListeners"] - first["JSEventListeners"] < 50
         assert second["JSHeapUsedSize"] - first["JSHeapUsedSize"] < 1 << 20
