@@ -313,6 +313,7 @@ class Service:
         principal: Principal,
         *,
         on_admit: Callable[[RateLimits | None], None] | None = None,
+        on_complete: Callable[[Completed], None] | None = None,
     ) -> Transcript:
         """The text of recorded speech. It ends in one way, as `generate` does."""
         with self._accepting(request.id):
@@ -333,6 +334,8 @@ class Service:
             while not run.done:
                 await run.step()
             await run.finish()
+        if on_complete is not None:
+            on_complete(run.completed)
         return call.result()
 
     @contextmanager

@@ -177,7 +177,11 @@ class FakeService:
 
     upstream = UpstreamModels(())
 
-    async def transcribe(self, request: SpeechRequest, principal: Principal, **_: Any) -> Transcript:
+    async def transcribe(
+        self, request: SpeechRequest, principal: Principal, *, on_complete: OnComplete | None = None, **_: Any
+    ) -> Transcript:
+        if on_complete is not None:
+            on_complete(Completed(Usage(audio_ms=1250), self.price, None if self.price is None else self.cost_pico))
         self.resolve(request.model)
         self.speech_requests.append(request)
         segment = TranscriptSegment(

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from emberline.protocol.price import Price
-from tests.api.fake_service import MODEL, FakeService
+from tests.api.fake_service import MODEL, SPEECH, FakeService
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ASK = {"x-emberline-cost": "true"}
@@ -59,3 +59,14 @@ async def test_as_openrouter_is_asked(client: httpx.AsyncClient, service: FakeSe
         streamed = await client.post(path, json=prompt | {"usage": {"include": True}, "stream": True})
         assert f'"cost":{cost}' in streamed.text
         assert '"cost"' not in (await client.post(path, json=prompt | {"usage": {"include": False}})).text
+
+
+async def test_of_speech(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.price, service.cost_pico = PRICE, 22_000_000
+    for headers, cost in ((ASK, 0.000022), ({}, None)):
+        file = {"file": ("a.wav", b"RIFF....", "audio/wav")}
+        answer = await client.post(
+            "/v1/audio/transcriptions", data={"model": SPEECH.id}, files=file, headers=dict(headers)
+        )
+        assert answer.json()["usage"].get("cost") == cost
+        assert answer.headers["cf-ai-neurons"] == "2.00"

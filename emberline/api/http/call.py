@@ -16,7 +16,7 @@ from emberline.api.http.rate_limit_headers import rate_limit_headers
 from emberline.protocol import trace_context
 from emberline.protocol.answer import Encoded
 from emberline.protocol.errors import BadInput, EmberlineError, Unavailable
-from emberline.protocol.events import Completed, Cost, TextEvent
+from emberline.protocol.events import Completed, Cost, TextEvent, Usage
 from emberline.protocol.rate_limits import RateLimits
 from emberline.protocol.request import EncodeRequest, GenerateRequest, Principal, SpeechRequest
 from emberline.protocol.speech import Transcript
@@ -96,7 +96,12 @@ class Backend(Protocol):
     ) -> Encoded: ...
 
     async def transcribe(
-        self, request: SpeechRequest, principal: Principal, *, on_admit: OnAdmit | None = None
+        self,
+        request: SpeechRequest,
+        principal: Principal,
+        *,
+        on_admit: OnAdmit | None = None,
+        on_complete: OnComplete | None = None,
     ) -> Transcript: ...
 
     async def count_tokens(self, request: GenerateRequest, principal: Principal) -> int: ...
@@ -212,6 +217,7 @@ class Call:
         self.wants_cost = self.headers.get("x-emberline-cost", "").lower() in ("true", "1")
         self.neurons = ""  # what the request costs in them, once it has ended and its model's price has them
         self._cost_pico = 0
+        self.usage = Usage()  # of the request that ended last, if its cost was asked for
         self.dialect: Dialect
         self.principal: Principal  # set on routes that need a key
 
@@ -317,7 +323,7 @@ class Call:
         return self.service.encode(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def transcribe(self, request: SpeechRequest) -> Coroutine[Any, Any, Transcript]:
-        return self.service.transcribe(request, self.principal, on_admit=self._admitted)
+        return self.service.transcribe(request, self.principal, on_admit=self._admitted, on_complete=self._completed)
 
     def forward(self, request: "UpstreamRequest") -> AsyncGenerator[tuple[bytes, bool], None]:
         return self.service.forward(request, on_admit=self._admitted, on_complete=self._completed)
@@ -328,7 +334,7 @@ class Call:
             self._cost_pico += completed.cost_pico
             self.neurons = completed.price.neurons(self._cost_pico) or ""
         if self.wants_cost:
-            completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
+            self.usage = completed.usage = msgspec.structs.replace(completed.usage, cost=Cost(completed.cost_pico))
 
     def _admitted(self, rate_limits: RateLimits | None) -> None:
         self.rate_limits = rate_limits

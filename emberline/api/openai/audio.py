@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from emberline.api.common.answer import cost_field
 from emberline.api.common.transcript import srt, vtt
 from emberline.api.http.body import body_chunks, held_bodies
 from emberline.api.http.call import Call, Reply, encode, json_reply, while_connected
@@ -117,7 +118,7 @@ def _reply(call: Call, form: TranscriptionForm, transcript: Transcript, task: st
     if kind in ("text", "srt", "vtt"):
         text = {"text": f"{transcript.text}\n", "srt": srt(transcript), "vtt": vtt(transcript)}[kind]
         return Reply(200, text.encode(), _TEXT, headers)
-    usage = {"type": "duration", "seconds": -(-transcript.audio_ms // 1000)}
+    usage = {"type": "duration", "seconds": -(-transcript.audio_ms // 1000), **cost_field(call.usage)}
     if kind == "json":
         return json_reply({"text": transcript.text, "usage": usage}, headers=headers)
     body: dict[str, Any] = {
