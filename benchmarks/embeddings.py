@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "texts.json").write_text(json.dumps(texts))
-        setup = Setup(entry.path, args.cache, lambda line: print(line, file=sys.stderr))
+        setup = Setup(entry.path, args.cache, lambda line: print(line, file=sys.stderr, flush=True))
         python = args.python or ensure_venv(setup, "sentence-transformers", PINS)
         port, peer_port = free_port(), free_port()
         command = [sys.executable, "-m", "emberline.cli.main", "serve", str(entry.card.id), "--port", str(port)]
@@ -171,6 +171,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(args.repeats):  # in turns, so that a busy moment of the machine hits all of them
                     for name, (pid, work) in runs.items():
                         times[name].append(timed(pid, work))
+                        setup.say(f"{TITLES[name]}: {len(texts) / times[name][-1][0]:.1f} texts/s")
             finally:
                 peer.stop()
     rates = {name: [len(texts) / s for s, _ in values] for name, values in times.items()}
