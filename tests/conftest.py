@@ -14,11 +14,12 @@ import pytest
 from tests.examples import n_examples
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # a GPU host may have pytest and nothing more
     pass
 else:  # the same examples every time, and no clock: machines that run tests are busy
-    settings.register_profile("steady", derandomize=True, deadline=None, max_examples=n_examples(40))
+    no_clock = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("steady", derandomize=True, max_examples=n_examples(40), **no_clock)
     settings.load_profile("steady")
 
 from emberline.catalog.model_store import ModelStore
