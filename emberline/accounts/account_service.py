@@ -228,6 +228,9 @@ class AccountService:
 
 def _check_record(key: ApiKey, now_us: int | None) -> None:
     """`now_us`: check that it has not expired."""
+    if key.role == "admin" and (key.models or key.apis or key.budget_pico is not None):
+        field = "models" if key.models else "apis" if key.apis else "budget"
+        raise BadInput(f"an admin key may use everything, for every account: it has no `{field}`", param=field)
     if len(key.name) > MAX_NAME_CHARS or not key.name.isprintable():
         raise BadInput(f"a key's name is at most {MAX_NAME_CHARS} printable characters", param="name")
     if now_us is not None and key.expires_us is not None and key.expires_us <= now_us:

@@ -5,7 +5,8 @@ lease, in memory, and each usage row names the lease. A lease that is given back
 what its usage rows cost stays committed. So a crash hides nothing, and loses nothing for longer than a lease.
 
 A row that reaches the store after its lease was folded (from the journal of a dead core, or from one that was away for
-long) has no cover any more: it is billed what the budget still has.
+long) has no cover any more: it is billed what the budget still has. Only the budgets that its key and its account have
+now count: one that was removed, or had another period, limits no bill.
 """
 
 from collections import defaultdict
@@ -97,16 +98,12 @@ ASKED = (
     "JOIN budgets b ON b.account = l.account AND b.key_id = l.key_id AND b.period = l.period "
     "WHERE l.lease = ? AND l.answered < b.asked"
 )
-_BILLED = (
-    "SELECT CAST(COALESCE(SUM(cost_pico), 0) AS BIGINT) FROM usage "
-    "WHERE account = ? AND created_us >= ? AND created_us < ?"
-)
+_TOTAL = "SELECT CAST(COALESCE(SUM(cost_pico), 0) AS BIGINT) FROM"
+_BILLED = f"{_TOTAL} usage_daily WHERE account = ? AND day >= ? AND day < ?"  # a period is whole days
+_BILLED_UNDER = f"{_TOTAL} usage WHERE account = ? AND created_us >= ? AND created_us < ? AND lease = ?"
 _ROWS = "SELECT id FROM usage WHERE id = ?"
-_BUDGETS = (
-    "SELECT key_id, period, committed_pico, cap_pico FROM budgets "
-    "WHERE account = ? AND key_id = ? AND period IN (?, ?, ?) ORDER BY key_id, period"
-)
-_LOCK_BUDGETS = Sql(_BUDGETS, postgres=f"{_BUDGETS} FOR UPDATE")
+_OF_ACCOUNT = "SELECT budget_pico, budget_period FROM accounts WHERE id = ?"
+_OF_KEY = "SELECT budget_pico, budget_period FROM api_keys WHERE id = ?"
 _COVER = f"SELECT lease FROM budget_leases WHERE {_WHICH} AND lease = ?"
 
 
@@ -218,22 +215,24 @@ def fold_core(core: str) -> Transaction[int]:
 
 
 def insert_rows(rows: Sequence[UsageRow]) -> Transaction[None]:
-    """Insert usage rows that may come late: those whose lease is gone are billed what their budgets still have."""
-    groups: defaultdict[tuple[str, ...], list[UsageRow]] = defaultdict(list)
-    for row in rows:
-        labels = [period_label(period, row.created_us) for period in PERIODS] if row.lease and row.cost_pico else []
-        groups[row.account, row.key_id, row.lease, *labels].append(row)
-    covered: list[UsageRow] = []
-    for (account, key_id, lease, *labels), group in sorted(groups.items(), key=lambda item: item[0]):
+    """Insert usage rows that may come late: those whose lease is gone are billed what their budgets still have. Of
+    several with one id the first stands."""
+    groups: defaultdict[tuple[str, str, str, int], list[UsageRow]] = defaultdict(list)
+    for row in {row.id: row for row in reversed(rows)}.values():
+        day = row.created_us // _DAY_US if row.lease and row.cost_pico else -1
+        groups[row.account, row.key_id, row.lease, day].append(row)
+    inserted: list[UsageRow] = []
+    for (account, key_id, lease, day), group in sorted(groups.items(), key=lambda item: item[0]):
         uncovered: dict[BudgetKey, int] = {}  # with what is left of them
-        for owner in dict.fromkeys(("", key_id)) if labels else ():
-            for _, period, committed, cap in (yield Query(_LOCK_BUDGETS, (account, owner, *labels))):
-                key = BudgetKey(account, owner, str(period))
-                if not (yield Query(_COVER, (*key, lease))):
-                    uncovered[key] = _int(cap) - _int(committed)
-        covered += group if not uncovered else (yield from _bill_late(group, uncovered))
-    if covered:
-        inserts = [insert_usage(row) for row in covered]
+        for owner in dict.fromkeys(("", key_id)) if day >= 0 else ():
+            for cap, period in (yield Query(_OF_KEY, (owner,)) if owner else Query(_OF_ACCOUNT, (account,))):
+                key = BudgetKey(account, owner, period_label(_to_period(period), day * _DAY_US))
+                found = (yield Query(_LOCK, key)) if cap is not None else []
+                if found and not (yield Query(_COVER, (*key, lease))):
+                    uncovered[key] = _int(cap) - _int(found[0][0])
+        inserted += group if not uncovered else (yield from _bill_late(group, uncovered))
+    if inserted:
+        inserts = [insert_usage(row) for row in inserted]
         yield BulkQuery(inserts[0].sql, [insert.params for insert in inserts])
 
 
@@ -253,14 +252,20 @@ def _bill_late(rows: Sequence[UsageRow], left: dict[BudgetKey, int]) -> Transact
 def _billed(key: BudgetKey, lease: str | None = None, opened_us: int = 0) -> Transaction[int]:
     """The cost of the budget's usage rows, or of those under one lease."""
     start_us, end_us = period_bounds(key.period)
-    sql, params = _BILLED, (key.account, max(start_us, opened_us - _DAY_US), end_us)
-    named: list[Value] = []
+    params: list[Value]
+    if lease is None:
+        sql, params = _BILLED, [key.account, start_us // _DAY_US, end_us // _DAY_US]
+    else:
+        sql, params = _BILLED_UNDER, [key.account, max(start_us, opened_us - _DAY_US), end_us, lease]
     if key.key_id:
-        sql, named = f"{sql} AND key_id = ?", [key.key_id]
-    if lease is not None:
-        sql, named = f"{sql} AND lease = ?", [*named, lease]
-    ((total,),) = yield Query(sql, (*params, *named))
+        sql, params = f"{sql} AND key_id = ?", [*params, key.key_id]
+    ((total,),) = yield Query(sql, params)
     return _int(total)
+
+
+def _to_period(value: Value) -> BudgetPeriod:
+    period: BudgetPeriod = msgspec.convert(value, BudgetPeriod)
+    return period
 
 
 def _int(value: Value) -> int:

@@ -29,6 +29,7 @@ SLICES = 20  # a lease is extended by this part of the budget
 ANSWER_WAIT_S = 2.0  # for other cores to give back what they do not use
 ANSWER_POLL_S = 0.03
 FORGET_S = 3600.0  # after which an unused lease ends
+MAX_AGE_S = 6 * 3600.0  # of a lease, after which another begins: to fold one, all rows of its time are read
 RESERVED_RETRY_S = 1.0
 CHANNEL = "budgets"
 _PER = {"total": "", "day": " a day", "month": " a month"}
@@ -100,6 +101,7 @@ class Budgets:
         self._lease_s = lease_s
         self._clock = clock  # goes on while the machine is suspended
         self._epoch = 0
+        self._began_s = clock()  # the current lease
         self._allowances: dict[BudgetKey, Allowance] = {}  # under the current lease
         self._ended: set[BudgetKey] = set()  # under the current lease: not to be begun again under it
         self._retired: list[Allowance] = []  # under earlier leases, while requests run
@@ -134,6 +136,8 @@ class Budgets:
         while True:
             now_s = self._clock()
             allowances = tuple(self._allowance(budget, at_us) for budget in budgets)
+            if any(allowance.lease != self.lease for allowance in allowances):
+                continue  # a later one has changed the lease, and one row has one lease
             for budget, allowance in zip(budgets, allowances, strict=True):
                 is_usable = now_s < allowance.usable_until_s and allowance.cap_pico <= budget.cap_pico
                 if not is_usable or allowance.free_pico < amount_pico:
@@ -257,6 +261,7 @@ class Budgets:
         self._retired += self._allowances.values()
         self._allowances, self._ended = {}, set()
         self._epoch += 1
+        self._began_s = self._clock()
 
     async def _give_back(self, allowance: Allowance, ends: bool = False) -> None:
         """What is not in use. `ends`: nothing is, and the allowance is not used again under this lease."""
@@ -264,7 +269,7 @@ class Budgets:
             if allowance.is_lost or (ends and allowance.reserved_pico):
                 return
             allowance.granted_pico -= allowance.free_pico  # before the store knows: it may be another's in a moment
-            if ends:
+            if ends and allowance.lease == self.lease:
                 self._ended.add(allowance.key)
             now_s = self._clock()
             work = partial(
@@ -303,6 +308,8 @@ class Budgets:
     async def renew(self) -> None:
         """Extend the leases, and report what is spent: one transaction for all. End those not used for long."""
         now_s = self._clock()
+        if self._allowances and now_s - self._began_s > MAX_AGE_S:
+            self._change_lease()
         self._retired = [allowance for allowance in self._retired if not allowance.is_lost]
         for allowance in (*self._allowances.values(), *self._retired):
             # The row of the last request may not be in the store yet.

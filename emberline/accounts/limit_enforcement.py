@@ -120,7 +120,7 @@ class LimitEnforcer:
         `Budgets.settle`."""
         held = self._held.pop(row.id, None)
         if held is None:
-            return False
+            return bool(row.lease)  # it was admitted by a core that has ended
         if held.taken is not None:
             self._limiter.put_back(held.taken, row.input_tokens - row.cached_tokens + row.output_tokens)
         if held.reservation is None or self._budgets is None:

@@ -88,6 +88,8 @@ async def test_keys_are_listed_by_account(accounts: AccountService) -> None:
         KeyGrant(models=("m" * 257,)),
         KeyGrant(apis=("",)),
         KeyGrant(expires_us=1),
+        KeyGrant(role="admin", models=("m",)),
+        KeyGrant(role="admin", limits=Limits(budget_pico=1)),
     ],
 )
 async def test_bad_grants_are_refused(accounts: AccountService, grant: KeyGrant) -> None:

@@ -18,6 +18,7 @@ from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import BudgetExceeded, Unavailable
 from emberline.store import Database
 from emberline.store.database import T, Transaction
+from tests.accounts.test_budgets import record
 from tests.databases import DatabaseLocation
 from tests.examples import n_examples
 
@@ -74,6 +75,14 @@ class BudgetMachine(RuleBasedStateMachine):
         self.account = f"account{next(_numbers)}"
         self.dead: list[Core] = []
         self.world.cores = [Core(self.world), Core(self.world)]
+        for budget in self.budgets_of("k1") + self.budgets_of("k2"):
+            self.wait(record(self.store, budget))
+
+    def budgets_of(self, key: str) -> list[Budget]:
+        return [
+            Budget(self.account, key, "this API key", KEY_CAP, "total"),
+            Budget(self.account, "", "the account", CAP, "month"),
+        ]
 
     def wait(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -121,10 +130,7 @@ class BudgetMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), key=st.sampled_from(["k1", "k2"]), amount=st.integers(1, 400))
     def request(self, number: int, key: str, amount: int) -> None:
         core = self.core(number)
-        limits = [
-            Budget(self.account, key, "this API key", KEY_CAP, "total"),
-            Budget(self.account, "", "the account", CAP, "month"),
-        ]
+        limits = self.budgets_of(key)
         disturbed = bool(self.world.fault)
         try:
             reservation = self.wait(core.budgets.reserve(limits, amount, START_US))

@@ -4,15 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.accounts.budget_leases import PERIODS, period_bounds, period_label
+from emberline.accounts import budgets
+from emberline.accounts.budget_leases import PERIODS, insert_rows, period_bounds, period_label
 from emberline.accounts.budgets import Budget, Budgets
 from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import BudgetExceeded, BudgetReserved, Unavailable
-from emberline.store import Database
+from emberline.store import Database, Value
 from tests.databases import DatabaseLocation
 
 NOW_US = 1_800_000_000_000_000
@@ -49,6 +51,31 @@ def row(name: str, cost_pico: int, lease: str = "") -> UsageRow:
         cost_pico=cost_pico,
         lease=lease,
     )
+
+
+async def record(store: Database, budget: Budget, *, removed: bool = False) -> None:
+    """The budget in the record of its account or key."""
+    fields: dict[str, Value] = {
+        "id": budget.key_id or budget.account,
+        "budget_pico": None if removed else budget.cap_pico,
+        "budget_period": budget.period,
+        "created_us": 0,
+        "version": 1,
+    }
+    if budget.key_id:
+        texts = dict.fromkeys(("name", "role", "models", "apis", "hint"), "")
+        fields |= {"account": budget.account, "digest": b"", **texts}
+    table = "api_keys" if budget.key_id else "accounts"
+    marks = ", ".join("?" * len(fields))
+    await store.write(
+        f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE "
+        "SET budget_pico = excluded.budget_pico, budget_period = excluded.budget_period",
+        list(fields.values()),
+    )
+
+
+async def billed(store: Database) -> dict[Value, Value]:
+    return dict(await store.read("SELECT id, cost_pico FROM usage"))  # type: ignore[arg-type]
 
 
 async def test_a_core_gets_what_the_others_do_not_use(cores: list[Budgets]) -> None:
@@ -95,6 +122,69 @@ async def test_a_lower_cap_holds_at_once(cores: list[Budgets]) -> None:
     with pytest.raises(BudgetExceeded):
         await cores[0].reserve([lower], 11, NOW_US)
     await cores[0].reserve([lower], 10, NOW_US)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_budget_that_is_no_longer_in_force_limits_no_bill(
+    cores: list[Budgets], store: Database, removed: bool
+) -> None:
+    old = Budget("acme", "", "account acme", 100, "total")
+    await record(store, old)
+    await record(store, BUDGET)
+    used = await cores[0].reserve([BUDGET, old], 100, NOW_US)
+    cores[0].settle(used, 100)
+    await store.write(*insert_usage(row("old", 100, used.lease)))
+    await cores[0].close()
+    new = Budget("acme", "", "account acme", 1000, "month")
+    await record(store, new, removed=removed)
+    budgets_now = [BUDGET] if removed else [BUDGET, new]
+    later = await cores[1].reserve(budgets_now, 50, NOW_US)
+    cores[1].settle(later, 50)
+    await store.run(lambda: insert_rows([row("job", 50, later.lease)]))
+    assert await billed(store) == {"old": 100, "job": 50}
+
+
+async def test_the_end_of_a_request_stands_and_not_its_checkpoint(cores: list[Budgets], store: Database) -> None:
+    """A killed core leaves both where the end was spooled and the next checkpoint not yet written."""
+    await record(store, BUDGET)
+    lease = (await cores[0].reserve([BUDGET], 50, NOW_US)).lease
+    ended, checkpoint = row("r", 50, lease), msgspec.structs.replace(row("r", 0, lease), status="failed")
+    await store.run(lambda: insert_rows([ended, checkpoint]))
+    assert await store.read("SELECT status, cost_pico FROM usage") == [("finished", 50)]
+
+
+async def test_the_budgets_of_one_request_are_under_one_lease(store: Database) -> None:
+    """Here the account had no budget for a while, so what was leased of it ended, and the key's did not."""
+    now_s = 0.0
+    core = Budgets(store, "core", clock=lambda: now_s)
+    account = Budget("acme", "", "account acme", 1000, "month")
+    core.settle(await core.reserve([BUDGET, account], 10, NOW_US), 0)
+    now_s = budgets.FORGET_S + 1
+    core.settle(await core.reserve([BUDGET], 10, NOW_US), 0)
+    await core.renew()
+    reservation = await core.reserve([BUDGET, account], 300, NOW_US)
+    assert {allowance.lease for allowance in reservation.allowances} == {reservation.lease}
+    core.settle(reservation, 300)
+    await store.write(*insert_usage(row("r", 300, reservation.lease)))
+    await core.close()
+    assert await store.read("SELECT committed_pico FROM budgets ORDER BY key_id") == [(300,), (300,)]
+
+
+async def test_a_lease_begins_anew_after_some_hours(store: Database) -> None:
+    now_s = 0.0
+    core = Budgets(store, "core", clock=lambda: now_s)
+    first = await core.reserve([BUDGET], 10, NOW_US)
+    core.settle(first, 10)
+    await store.write(*insert_usage(row("first", 10, first.lease)))
+    for at_s in (budgets.MAX_AGE_S + 1, budgets.MAX_AGE_S + 100):
+        now_s = at_s
+        second = await core.reserve([BUDGET], 10, NOW_US)
+        core.settle(second, 0)
+        await core.renew()
+    assert second.lease != first.lease
+    leases = await store.read("SELECT lease, granted_pico FROM budget_leases")
+    assert [lease for lease, _ in leases] == [second.lease]
+    assert await store.read("SELECT committed_pico FROM budgets") == [(10 + int(leases[0][1] or 0),)]
 
 
 async def test_without_the_store_a_lease_is_used_for_a_while(store: Database) -> None:
