@@ -30,7 +30,7 @@ from emberline.service.answer import collect_answer
 from emberline.service.request_context import JobContext
 from emberline.service.tracing import JobTrace
 
-_TRANSIENT = (Unavailable, Overloaded, Internal, BudgetReserved)  # another attempt may succeed
+_TRANSIENT = (Unavailable, Overloaded, Internal)  # another attempt may succeed
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # of writing to an unavailable store
 
 log = logging.getLogger("emberline.jobs")
@@ -148,6 +148,9 @@ class JobAttempt:
         elif isinstance(error, DeadlineExceeded):
             await self._retry(lambda: queue.finish_stopped(lease, self._usage))
             self._count("expired", lease.model)
+        elif isinstance(error, BudgetReserved):  # as soon as running requests have ended there is room
+            await self._retry(lambda: queue.postpone(lease))
+            self._count("retried", lease.model)
         else:
             await self._write_failure(error)
 

@@ -205,6 +205,11 @@ class Queue(QueueReader):
             return await self._finish(lease, "queued", ready_us=now_us + backoff_us(lease.attempts - 1, self.limits))
         return await self._finish(lease, "failed", await self._body(_to_bytes(error)), **_usage_fields(usage))
 
+    async def postpone(self, lease: Lease) -> bool:
+        """Return a job that has to wait for others, for longer each time; it does not count as an attempt."""
+        ready_us = self._store.now_us() + backoff_us(lease.epoch - 1, self.limits)
+        return await self._finish(lease, "queued", ready_us=ready_us, attempts=-1)
+
     async def finish_stopped(self, lease: Lease, usage: UsageRow | None = None) -> bool:
         """End a job that a heartbeat said to stop, as cancelled or expired."""
         return await self._finish(lease, "queued", **_usage_fields(usage))

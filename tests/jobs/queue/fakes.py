@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 
 from emberline.accounts.usage_row import UsageRow, UsageStatus
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EngineLost, Unavailable
+from emberline.protocol.errors import BadInput, BudgetReserved, DeadlineExceeded, EngineLost, Unavailable
 from emberline.protocol.events import ChoiceDone, Completed, Started, TextDelta, TextEvent, Usage
 from emberline.protocol.request import GenerateRequest, Principal, Priority
 from emberline.service.request_context import JobContext
@@ -14,6 +14,7 @@ from emberline.service.request_context import JobContext
 ERRORS: dict[str, Callable[[], Exception]] = {
     "bad": lambda: BadInput("not like this"),
     "busy": lambda: Unavailable("not now"),
+    "reserved": lambda: BudgetReserved("running requests have reserved it"),
     "late": lambda: DeadlineExceeded("too late"),
     "bug": lambda: ZeroDivisionError("oops"),
 }

@@ -130,6 +130,15 @@ async def test_a_transient_error_is_retried_and_billed_once(bench: Bench) -> Non
     assert await bench.usage() == {f"{batch.id}-{i}": ("finished", 2) for i in range(3)}
 
 
+async def test_a_job_waits_for_a_reserved_budget_as_long_as_it_takes(bench: Bench) -> None:
+    bench.pull()
+    n_times = bench.queue.limits.max_attempts + 1
+    batch = await bench.submit(f"reserved:{n_times}")
+    assert (await bench.ended(batch)).counts.completed == 1
+    assert bench.service.attempts == {f"{batch.id}-0": n_times + 1}
+    assert await bench.usage() == {f"{batch.id}-0": ("finished", 2)}
+
+
 async def test_attempts_are_bounded_and_a_permanent_error_is_final(bench: Bench) -> None:
     bench.pull()
     batch = await bench.submit("busy", "bad", "fine")
