@@ -1,7 +1,8 @@
 """The migration that adds prices, what requests cost, and their sums by day.
 
 A trigger keeps the sums, so they are right whoever inserts a row, and a row that is there already counts once. On
-PostgreSQL connections add to sums of their own (`shard`): they would wait for each other's commits otherwise.
+PostgreSQL connections add to sums of their own (`shard`): they would wait for each other's commits otherwise. Some may
+share a shard, and wait at its lock: two that add to the same sums in different order would block each other.
 """
 
 from emberline.store.database import Sql
@@ -24,6 +25,7 @@ _ADD_TO_DAY = f"""
     INSERT INTO usage_daily ({_DAILY_KEY}, {_DAILY_SUMS}) VALUES ({_DAILY_VALUES})
     ON CONFLICT ({_DAILY_KEY}) DO UPDATE SET {_ADD}
 """
+_SHARD_LOCKS = 1_852_403_301  # one number for all of Emberline, so that other applications' locks are others
 _COLUMN = "ALTER TABLE usage ADD COLUMN"
 METERING = (
     """
@@ -74,6 +76,7 @@ METERING = (
         f"CREATE TRIGGER usage_by_day AFTER INSERT ON usage BEGIN {_ADD_TO_DAY.format(row='NEW.', shard='0')}; END",
         postgres=f"""
         CREATE FUNCTION add_usage_to_day() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            PERFORM pg_advisory_xact_lock({_SHARD_LOCKS}, pg_backend_pid() % 16);
             {_ADD_TO_DAY.format(row="NEW.", shard="pg_backend_pid() % 16")};
             RETURN NULL;
         END $$

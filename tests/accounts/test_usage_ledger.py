@@ -12,9 +12,10 @@ import pytest
 from emberline.accounts import usage_ledger
 from emberline.accounts.usage_journal import UsageJournal
 from emberline.accounts.usage_ledger import UsageLedger
-from emberline.accounts.usage_row import UsageRow
+from emberline.accounts.usage_row import UsageRow, insert_usage
 from emberline.protocol.errors import Unavailable
 from emberline.store import Database, Rows, Statement, Value, migrations, open_store
+from emberline.store.postgres import numbered
 from emberline.store.usage_tables import METERING
 from tests.databases import DatabaseLocation, StoppablePostgres
 
@@ -234,6 +235,48 @@ async def test_rows_survive_a_postgres_outage(tmp_path: Path) -> None:
         await ledger.close()
         await store.close()
         await asyncio.to_thread(server.close)
+
+
+async def test_postgres_connections_that_add_to_the_same_sums_do_not_block_each_other(
+    database: DatabaseLocation,
+) -> None:
+    """Two of 17 share one of the 16 shards. Each transaction adds to the sums of two accounts, in opposite order."""
+    if database.kind != "postgres":
+        return
+    import asyncpg
+
+    store = await database.open()
+    connections: Any = [await asyncpg.connect(database.where) for _ in range(17)]
+    by_shard: dict[int, Any] = {}
+    for second in connections:
+        first = by_shard.setdefault(second.get_server_pid() % 16, second)
+        if first is not second:
+            break
+
+    async def insert(connection: Any, name: str, account: str) -> None:
+        query = insert_usage(msgspec.structs.replace(ROW, id=name, account=account))
+        await connection.execute(numbered(query.sql), *query.params)
+
+    await first.execute("BEGIN")
+    await insert(first, "r1", "alice")
+    await second.execute("BEGIN")
+    inserting = asyncio.create_task(insert(second, "r2", "bob"))
+    while not inserting.done() and not await store.read("SELECT 1 FROM pg_locks WHERE NOT granted"):
+        await asyncio.sleep(0.01)
+
+    async def finish_second() -> None:
+        await inserting
+        await insert(second, "r3", "alice")
+        await second.execute("COMMIT")
+
+    async def finish_first() -> None:
+        await insert(first, "r4", "bob")
+        await first.execute("COMMIT")
+
+    await asyncio.gather(finish_first(), finish_second())  # neither is a deadlock's victim
+    assert await recorded(store, 4) == ["r1", "r2", "r3", "r4"]
+    await asyncio.gather(*(connection.close() for connection in connections))
+    await store.close()
 
 
 async def test_the_sums_of_a_day_are_those_of_its_rows(database: DatabaseLocation) -> None:
