@@ -68,7 +68,7 @@ def period_bounds(label: str) -> tuple[int, int]:
 _WHICH = "account = ? AND key_id = ? AND period = ?"
 _CREATE = (
     "INSERT INTO budgets (account, key_id, period, committed_pico, cap_pico, asked) VALUES (?, ?, ?, 0, ?, 0) "
-    "ON CONFLICT DO NOTHING RETURNING period"
+    "ON CONFLICT DO NOTHING"
 )
 _SELECT = f"SELECT committed_pico, cap_pico, asked FROM budgets WHERE {_WHICH}"
 _LOCK = Sql(_SELECT, postgres=f"{_SELECT} FOR UPDATE")
@@ -126,11 +126,9 @@ def acquire(
     is left and others have leases, ask them to give back what they do not use. A lease that is larger in the store
     is cut: the core does not know of the rest, because it never saw the end of an earlier transaction.
     """
-    created = yield Query(_CREATE, (*key, cap_pico))
+    yield Query(_CREATE, (*key, cap_pico))
     ((committed, old_cap, asked),) = yield Query(_LOCK, key)
     before = committed, old_cap, asked = _int(committed), _int(old_cap), _int(asked)
-    if created:  # what was billed in this period before the budget was used
-        committed += yield from _billed(key)
     opened_us, is_lost = None, held_pico > 0
     rivals, others_free, n_unanswered = 0, 0, 0
     for name, granted, spent, opened, until, answered in (yield Query(_LEASES, key)):
@@ -147,6 +145,8 @@ def acquire(
             rivals += 1
             others_free += max(0, _int(granted) - _int(spent))
             n_unanswered += _int(answered) < asked
+    if opened_us is None and not rivals:  # then it is what was billed, also while there was no budget
+        committed = yield from _billed(key)
     available, granted_pico, is_renewed = cap_pico - committed, held_pico, False
     if is_lost:
         granted_pico = 0

@@ -20,6 +20,7 @@ CHANNEL = "prices"
 POLL_S = 5.0  # for changes by other processes, should a notification be lost
 _COLUMNS = "model, number, valid_from_us, source, created_us, created_by, price"
 _ALL = f"SELECT {_COLUMNS} FROM prices ORDER BY model, number"
+_COUNT = "SELECT COUNT(*) FROM prices"
 _HISTORY = f"SELECT {_COLUMNS} FROM prices WHERE model = ? ORDER BY number"
 _INSERT = f"INSERT INTO prices ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING RETURNING number"
 _SKEW_US = 2_000_000  # between the clocks of two processes, at most
@@ -104,7 +105,10 @@ class PriceStore:
             if self._audit is None or actor is None:
                 version = await self._store.run(work)
             else:
-                details = None if price is None else {"price": price_fields(price)}
+                details = {
+                    "price": None if price is None else price_fields(price),
+                    "valid_from_us": now_us if valid_from_us is None else valid_from_us,
+                }
                 version = await self._audit.run(actor, "price.set", model, details, lambda _: work())
         await self._store.notify(CHANNEL)
         await self.refresh()
@@ -117,8 +121,11 @@ class PriceStore:
         return [valid[model] for model in sorted(valid) if valid[model].price is not None]
 
     async def refresh(self) -> None:
-        """Add to the table what others have set."""
+        """Add to the table what others have set. Versions are never removed, so their number shows whether they did."""
         async with self._refreshing:
+            ((n_versions,),) = await self._store.read(_COUNT)
+            if n_versions == len(self.table):
+                return
             for version in _versions(await self._store.read(_ALL)):
                 if version.number > self.table.n_versions(version.model):
                     self.table.add(version)

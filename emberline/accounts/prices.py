@@ -38,6 +38,7 @@ class PriceTable:
 
     def __init__(self, versions: Iterable[PriceVersion] = ()) -> None:
         self._versions: dict[str, list[PriceVersion]] = {}
+        self._n_versions = 0
         for version in sorted(versions, key=attrgetter("number")):
             self.add(version)
 
@@ -51,6 +52,7 @@ class PriceTable:
                 version, price=msgspec.structs.replace(version.price, version=str(version.number))
             )
         history.append(version)
+        self._n_versions += 1
 
     def find(self, model: str, at_us: int) -> Price | None:
         """The price valid at a time. None: the model has no price then."""
@@ -92,6 +94,10 @@ class PriceTable:
         """The row with its cost at the price valid when it was created, if it has none yet."""
         price = self.find(row.model, row.created_us) if row.cost_pico is None else None
         return row if price is None else row.priced(price)
+
+    def __len__(self) -> int:
+        """Versions, of all models."""
+        return self._n_versions
 
     def __iter__(self) -> Iterator[PriceVersion]:
         return (version for history in self._versions.values() for version in history)

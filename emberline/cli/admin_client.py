@@ -17,7 +17,7 @@ from emberline.cli import http_client as client
 from emberline.cli.http_client import ServerAddress
 from emberline.config import Config
 
-_PAGE = 100
+_PAGE = 1000  # the most that the server gives
 _COMMAND_LINE = "command line"  # the audit log's source
 
 

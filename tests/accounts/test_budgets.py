@@ -116,6 +116,18 @@ async def test_what_was_billed_before_the_budget_was_set_counts(cores: list[Budg
     await cores[0].reserve([BUDGET], 1000, next_month_us)
 
 
+async def test_what_was_billed_while_a_budget_was_removed_counts(store: Database) -> None:
+    now_s = 0.0
+    core = Budgets(store, "core", clock=lambda: now_s)
+    core.settle(await core.reserve([BUDGET], 100, NOW_US), 0)
+    now_s = budgets.FORGET_S + 1
+    await core.renew()
+    await store.write(*insert_usage(row("without", 900)))
+    with pytest.raises(BudgetExceeded):
+        await core.reserve([BUDGET], 101, NOW_US)
+    await core.reserve([BUDGET], 100, NOW_US)
+
+
 async def test_a_lower_cap_holds_at_once(cores: list[Budgets]) -> None:
     cores[0].settle(await cores[0].reserve([BUDGET], 300, NOW_US), 300)
     lower = Budget("acme", "k1", "this API key", 310, "month")
