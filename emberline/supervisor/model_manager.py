@@ -142,6 +142,7 @@ class ModelManager:
 
     def _forget_removed(self, model: str) -> None:
         if model not in self._offered and self.switching.models[model].state in ("on_disk", "failed"):
+            self.switching.models[model].asked = ""
             del self.switching.models[model], self._files[model]
 
     # --- for the core ------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class ModelManager:
         if found is None:
             raise NotFound(f"{model[:100]} is not a model that this machine can load; `emberline ls` shows them")
         wanted = "loaded" if action == "load" else "on_disk"
-        if found.state == wanted and not found.closed:
+        if found.state == wanted and not found.closed and not found.asked:
             return
         if action == "load" and (problem := self.switching.room_problem(model)):
             raise Unavailable(f"{model} cannot be loaded: {problem}")
@@ -196,6 +197,8 @@ class ModelManager:
         self._wake.set()
         async with self._changed:
             await self._changed.wait_for(lambda: not found.asked)
+        if action == "load" and self.switching.models.get(model) is not found:
+            raise NotFound(f"{model[:100]} was removed from this machine before it could be loaded")
         if action == "load" and found.state == "failed":
             raise self._failure(found, max(0.0, found.retry_s - self._clock()))
 
@@ -218,6 +221,7 @@ class ModelManager:
                 self._step()
             except Exception:  # a bug: models that are loaded go on, and the next look may succeed
                 log.exception("the model manager failed")
+            await self._notify()  # what an operator asked for may need no work any more
             busy = any(model.closed or model.asked or not self._settled(model.id) for model in self._models())
             try:
                 async with asyncio.timeout(POLL_S if busy else IDLE_POLL_S):
@@ -287,7 +291,7 @@ class ModelManager:
         found = self.switching.models[model]
         self.metrics.failed(model)
         found.n_failures += 1
-        wait_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** (found.n_failures - 1))
+        wait_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(found.n_failures - 1, 10))
         found.reason = str(error) if expected else "internal error; the log has it"
         found.retry_s = self._clock() + wait_s
         log.error("%s could not be loaded: %s", model, found.reason, exc_info=None if expected else error)
@@ -307,7 +311,7 @@ class ModelManager:
 
     def _failure(self, model: ManagedModel, left_s: float) -> Unavailable:
         return Unavailable(
-            f"{model.id} could not be loaded: {model.reason}; it is tried again from {left_s:.0f} s from now",
+            f"{model.id} could not be loaded: {model.reason}; it can be tried again in {left_s:.0f} s",
             retry_after_s=max(1.0, left_s),
         )
 

@@ -81,7 +81,7 @@ class ModelSwitching:
             found.closed = False
         else:
             found.used_s, found.reason, found.n_failures = now_s, "", 0
-        if state in {"load": ("loaded", "failed"), "unload": ("on_disk",), "": ()}[found.asked]:
+        if state in {"load": ("loaded", "failed"), "unload": ("on_disk", "failed"), "": ()}[found.asked]:
             found.asked = ""
 
     def room_problem(self, model: str) -> str:
@@ -113,6 +113,8 @@ class ModelSwitching:
             if leaves != model.closed:
                 model.closed = leaves
                 (decision.close if leaves else decision.reopen).append(name)
+            if not leaves and model.asked == "load":
+                model.asked = ""  # it was about to leave, and stays
             if leaves and not demands[name].in_flight:
                 decision.unload.append(name)
         return decision
