@@ -16,6 +16,7 @@ from emberline.protocol.errors import BadInput
 from emberline.protocol.speech import TimedWord, TranscribeParams, TranscriptSegment
 
 SAMPLE_RATE = 16_000
+MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 4_000, 768_000  # of audio that is sent: the cost of resampling grows with the ratio
 Samples = NDArray[np.int16]
 # FFmpeg's names. Playlists and other formats that name further files are not among them.
 _FORMATS = "aac,ac3,aiff,amr,asf,au,caf,flac,flv,matroska,webm,mov,mp4,m4a,3gp,mp3,mpeg,mpegts,ogg,opus,w64,wav"
@@ -39,6 +40,8 @@ def decode_audio(audio: bytes, max_ms: int) -> Iterator[Samples]:
                 raise _too_long(max_ms)
             resampler = av.AudioResampler(format="s16", layout="mono", rate=SAMPLE_RATE)
             for frame in _frames(container, av):
+                if frame is not None and not MIN_SAMPLE_RATE <= frame.sample_rate <= MAX_SAMPLE_RATE:
+                    raise BadInput(f"the audio has {frame.sample_rate:,} samples a second: convert it", param="file")
                 for resampled in resampler.resample(frame):
                     piece = resampled.to_ndarray().reshape(-1).astype(np.int16, copy=False)
                     n_samples += len(piece)
@@ -52,16 +55,13 @@ def decode_audio(audio: bytes, max_ms: int) -> Iterator[Samples]:
 
 
 def _frames(container: Any, av: Any) -> Iterator[Any]:
-    """All frames; those that are damaged are skipped. At the end None: what the resampler holds."""
-    frames = container.decode(audio=0)
-    while True:
+    """All frames; packets that are damaged are skipped. At the end None: what the resampler holds."""
+    for packet in container.demux(audio=0):
         try:
-            frame = next(frames, None)
+            yield from packet.decode()
         except av.InvalidDataError:
             continue
-        yield frame
-        if frame is None:
-            return
+    yield None
 
 
 def _reason(error: BaseException) -> str:

@@ -2,9 +2,11 @@
 
 import io
 import struct
+from collections.abc import Iterator
 
 import pytest
 
+from emberline.engine import speech
 from emberline.engine.speech import SAMPLE_RATE, Samples, decode_audio
 from emberline.protocol.errors import BadInput
 from emberline.protocol.speech import MAX_AUDIO_S, max_audio_ms
@@ -15,7 +17,7 @@ HOUR_MS = 3_600_000
 
 def wav(seconds: float, rate: int = 8000) -> bytes:
     data = bytes(2 * int(seconds * rate))
-    head = struct.pack("<IHHIIHH", 16, 1, 1, rate, rate * 2, 2, 16)
+    head = struct.pack("<IHHIIHH", 16, 1, 1, rate, min(rate * 2, (1 << 32) - 1), 2, 16)
     return (
         b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + head + b"data" + struct.pack("<I", len(data)) + data
     )
@@ -46,6 +48,38 @@ def test_audio_is_resampled() -> None:
 def test_what_is_not_audio(audio: bytes) -> None:
     with pytest.raises(BadInput, match="not audio that can be decoded"):
         list(decode_audio(audio, HOUR_MS))
+
+
+def test_a_damaged_packet_costs_itself_and_not_the_rest() -> None:
+    audio = bytearray(flac(30))
+    middle = audio.index(b"\xff\xf8", len(audio) // 2)  # where a frame begins
+    audio[middle + 4 : middle + 8] = b"\xff\xff\xff\xff"
+    assert sum(map(len, decode_audio(bytes(audio), HOUR_MS))) > 28 * SAMPLE_RATE
+    frames = FakeContainer([[1], None, [2, 3], []])
+    assert list(speech._frames(frames, av)) == [1, 2, 3, None]
+
+
+class FakeContainer:
+    """Packets of frames; None: one that is damaged."""
+
+    def __init__(self, packets: list[list[int] | None]) -> None:
+        self._packets = packets
+
+    def demux(self, audio: int) -> Iterator["FakeContainer"]:
+        for packet in self._packets:
+            yield FakeContainer([packet])
+
+    def decode(self) -> list[int]:
+        (packet,) = self._packets
+        if packet is None:
+            raise av.InvalidDataError(1, "damaged")
+        return packet
+
+
+@pytest.mark.parametrize("rate", [100, 30_000_001, (1 << 31) - 1])
+def test_no_resampling_that_would_take_minutes(rate: int) -> None:
+    with pytest.raises(BadInput, match=f"{rate:,} samples a second"):
+        list(decode_audio(wav(1000 / rate, rate), HOUR_MS))
 
 
 def test_playlists_open_no_files(tmp_path: object) -> None:
