@@ -7,6 +7,7 @@ and aliases over the short names that model cards list.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Annotated
@@ -23,10 +24,10 @@ MAX_TARGETS = 16
 MAX_CHAIN = 8  # aliases of aliases
 CHANNEL = "model_aliases"
 POLL_S = 15.0  # where a notification may be missed
-_HASH_BITS = 64
+_HASH_BYTES = 6  # below the 53 bits of a float
 _log = logging.getLogger(__name__)
 
-ModelName = Annotated[str, msgspec.Meta(max_length=256, pattern=f"^({MODEL_ID})$")]
+ModelName = Annotated[str, msgspec.Meta(max_length=256, pattern=f"^({MODEL_ID})$(?!\\n)")]
 Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
@@ -103,15 +104,15 @@ class AliasTable(msgspec.Struct, frozen=True, tag="aliases"):
 
 
 def _choose(name: str, targets: Mapping[str, int], caller: str) -> str:
+    """Weighted rendezvous hashing: each target draws a number of its own for the caller, the lowest wins."""
     if len(targets) == 1 or not caller:
         return max(targets, key=lambda target: targets[target])
-    digest = blake2b(f"{name.lower()}\0{caller}".encode(), digest_size=_HASH_BITS // 8).digest()
-    point = int.from_bytes(digest) * sum(targets.values()) >> _HASH_BITS
-    for target, weight in targets.items():
-        point -= weight
-        if point < 0:
-            return target
-    raise AssertionError("the point lies below the sum of the weights")
+
+    def draw(target: str) -> float:
+        digest = blake2b(f"{name}\0{target}\0{caller}".lower().encode(), digest_size=_HASH_BYTES).digest()
+        return -math.log((int.from_bytes(digest) + 1) / (1 << 8 * _HASH_BYTES)) / targets[target]
+
+    return min(targets, key=draw)
 
 
 def configured_table(aliases: Mapping[str, Mapping[str, int]]) -> AliasTable:

@@ -41,6 +41,24 @@ def test_a_change_of_weights_moves_only_the_difference() -> None:
     assert all(b == "new" for a, b in zip(before, after) if a == "new")
 
 
+def test_with_more_targets_callers_move_only_to_what_grows_and_from_what_is_gone() -> None:
+    def picked(*served: str, **weights: int) -> list[str]:
+        return [table(gpt=weights).pick("gpt", caller, served.__contains__) for caller in CALLERS]
+
+    before = picked(*"abc", a=1, b=1, c=1)
+    assert picked(*"abc", c=1, b=1, a=1) == before, "in whatever order they are written"
+    assert all(b in (a, "a") for a, b in zip(before, picked(*"abc", a=2, b=1, c=1)))
+    assert all(b == a for a, b in zip(before, picked(*"bc", a=1, b=1, c=1)) if a != "a")
+    counts = Counter(picked(*"abc", a=6, b=3, c=1))
+    assert 0.57 < counts["a"] / len(CALLERS) < 0.63
+    assert 0.08 < counts["c"] / len(CALLERS) < 0.12
+
+
+def test_names_end_where_they_end() -> None:
+    with pytest.raises(BadInput, match="aliases"):
+        configured_table({"gpt\n": {"a": 1}})
+
+
 def test_without_a_caller_the_largest_weight_is_taken() -> None:
     assert table(gpt={"new": 10, "old": 90}).pick("gpt", "", everything) == "old"
     assert table().pick("other", "", everything) == "other"
