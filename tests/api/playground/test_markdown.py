@@ -31,6 +31,8 @@ CASES = {
     "***both***": "<p><strong><em>both</em></strong></p>",
     "`a*b*` and ``c`d``": "<p><code>a*b*</code> and <code>c`d</code></p>",
     "two\nlines\n\nnext": "<p>two<br>lines</p><p>next</p>",
+    "# Title ##  ": '<h3 class="h1">Title</h3>',
+    "# ##": '<h3 class="h1">##</h3>',
     "# One\n## Two": '<h3 class="h1">One</h3><h4 class="h2">Two</h4>',
     "> quoted\n> more\n\nnot": "<blockquote><p>quoted<br>more</p></blockquote><p>not</p>",
     "a\n\n---\n\nb": "<p>a</p><hr><p>b</p>",
@@ -104,6 +106,14 @@ def test_code_block(stage: Stage, module: str) -> None:
     (found,) = draw(stage, module, ["```py\nif x < 1:\n```\nafter"])
     assert '<span class="t-keyword">if</span> x &lt; <span class="t-number">1</span>:' in found
     assert found.endswith("<p>after</p>")
+
+
+def test_long_lines_take_linear_time(stage: Stage, module: str) -> None:
+    """A megabyte, where quadratic time would be an hour."""
+    gap = " " * 500_000
+    lines = [f"#{gap}a{gap}b", f"```{gap}{gap}`", "~" * 1_000_000 + "`", f"| a |\n--{gap}{gap}x", f"a | b\n{gap}{gap}"]
+    drawn = draw(stage, module, *([f"{line}\n\nend"] for line in lines), [f"[a]({' ' * 3600}" * 280])
+    assert all(found.endswith("<p>end</p>") for found in drawn[:-1])
 
 
 def test_links(stage: Stage, module: str) -> None:

@@ -8,12 +8,13 @@ const MAX_OPEN_CHARS = 4000; // beyond, a block is cut in two, and the first par
 const MAX_CARRIED_CHARS = 1000; // of a line that the next block repeats
 const MAX_DEPTH = 10; // of lists and quotations inside each other
 
-const FENCE = /^(\s*)(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+// Nothing in them can match the same characters in two ways: a line of any length takes linear time.
+const FENCE = /^(\s*)(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*)|\s*)$/;
 const QUOTE = /^ {0,3}>\s?(.*)$/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const TABLE_RULE = /^\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?$/; // of a trimmed line
 
 /** Writes Markdown into `root` as it comes. */
 export class MarkdownWriter {
@@ -74,7 +75,7 @@ export class MarkdownWriter {
       this.#partial = this.#partial.slice(end);
     }
     const fences = this.#lines.filter((line) => FENCE.test(line));
-    const header = TABLE_RULE.test(this.#lines[1] ?? "") ? this.#lines.slice(0, 2) : [];
+    const header = isTableRule(this.#lines[1]) ? this.#lines.slice(0, 2) : [];
     const carried = (fences.length % 2 ? [fences.at(-1)] : header).filter((line) => line.length < MAX_CARRIED_CHARS);
     this.#commit();
     carried.forEach((line) => this.#push(line));
@@ -126,7 +127,7 @@ function blocks(lines, depth = 0) {
     else if ((found = line.match(HEADING))) {
       // Headings of a reply stay below the page's own.
       const node = element(`h${Math.min(found[1].length + 2, 6)}`, { class: `h${found[1].length}` });
-      inline(node, found[2]);
+      inline(node, found[2].trimEnd().replace(/\s#+$/, "").trimEnd());
       nodes.push(node);
       at++;
     } else if (RULE.test(line)) {
@@ -141,7 +142,7 @@ function blocks(lines, depth = 0) {
       node.append(...blocks(inner, depth + 1));
       nodes.push(node);
     } else if (ITEM.test(line) && depth < MAX_DEPTH) at = list(nodes, lines, at, depth);
-    else if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "") && lines[at + 1].includes("|")) at = table(nodes, lines, at);
+    else if (line.includes("|") && isTableRule(lines[at + 1]) && lines[at + 1].includes("|")) at = table(nodes, lines, at);
     else {
       const from = at++;
       while (at < lines.length && lines[at].trim() && !startsBlock(lines[at])) at++;
@@ -151,6 +152,10 @@ function blocks(lines, depth = 0) {
     }
   }
   return nodes;
+}
+
+function isTableRule(line = "") {
+  return TABLE_RULE.test(line.trim());
 }
 
 function startsBlock(line) {
