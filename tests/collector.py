@@ -44,10 +44,11 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
+                status = collector.status  # a test may change it once it sees that something has arrived
                 collector.headers.append({"path": self.path, **{k.lower(): v for k, v in self.headers.items()}})
-                if collector.status == 200:
+                if status == 200:
                     collector._read(body)
-                self.send_response(collector.status)
+                self.send_response(status)
                 self.send_header("content-length", "0")
                 self.end_headers()
 
@@ -62,7 +63,7 @@ class Collector:
         self._server.shutdown()
         self._server.server_close()
 
-    def wait_for(self, *names: str, timeout_s: float = 10.0) -> dict[str, SpanRecord]:
+    def wait_for(self, *names: str, timeout_s: float = 60.0) -> dict[str, SpanRecord]:
         """The spans by name, once there is one of each of these."""
         until_s = time.monotonic() + timeout_s
         while not set(names) <= {span.name for span in self.spans}:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from emberline.log import JsonFormatter
 
@@ -64,11 +65,18 @@ class LogFile(logging.Handler):
             records = [self._queue.get()]
             self._closing.wait(WRITE_S)
             records += [self._queue.get() for _ in range(self._queue.qsize())]  # nobody else takes them
-            lines = [self.format(record) + "\n" for record in records if record is not None]
+            lines = [self._line(record) for record in records if record is not None]
             with contextlib.suppress(OSError):
                 self._write("".join(lines).encode("utf-8", "replace"))
             if None in records:
                 return
+
+    def _line(self, record: logging.LogRecord) -> str:
+        try:
+            return self.format(record) + "\n"
+        except Exception:  # arguments that do not fit the message: `logging` reports it, the next lines are written
+            self.handleError(record)
+            return ""
 
     def _write(self, data: bytes) -> None:
         """Opened anew for every batch of lines, so that it may be moved or removed at any time."""
@@ -113,22 +121,33 @@ def _file_backward(end: int, descriptor: int) -> Iterator[bytes]:
 
 def follow(path: Path) -> Iterator[bytes | None]:
     """Lines that are written from now on, through rotations; None while there is nothing new."""
-    position, inode, rest = None, None, b""
-    while True:
-        try:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if position is None:
-                    position = found.st_size  # what is there already is not new
-                elif found.st_ino != inode or found.st_size < position:
-                    position, rest = 0, b""
-                inode = found.st_ino
-                file.seek(position)
-                data = rest + file.read()
-                position = file.tell()
-        except FileNotFoundError:
-            position, data = position if position is not None else 0, rest
-        *lines, rest = data.split(b"\n")
-        yield from (line for line in lines if line)
-        yield None
-        time.sleep(_POLL_S)
+    file: BinaryIO | None = None
+    is_new, rest = False, b""  # what is there already is not new
+    try:
+        while True:
+            if file is None:
+                with contextlib.suppress(FileNotFoundError):
+                    file = path.open("rb")
+                    file.seek(0, os.SEEK_SET if is_new else os.SEEK_END)
+                is_new = True
+            replaced = file is not None and _is_replaced(path, file)  # asked first: what is read then is all of it
+            *lines, rest = (rest + (file.read() if file is not None else b"")).split(b"\n")
+            yield from (line for line in lines if line)
+            if replaced and file is not None:
+                file.close()
+                file, rest = None, b""
+                continue
+            yield None
+            time.sleep(_POLL_S)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _is_replaced(path: Path, file: BinaryIO) -> bool:
+    """Whether the path has another file now, or the file was emptied."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return True
+    return found.st_ino != os.fstat(file.fileno()).st_ino or found.st_size < file.tell()

@@ -86,9 +86,10 @@ class OnDemandModels:
 
     async def open(self) -> None:
         """Returns when as many of the named models are loaded as may be."""
+        seen = await asyncio.to_thread(self._stamp)
         await self._offer()
         self._manager.start()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._watch(seen))
         waiting = [model for model in self._named if model not in self._pinned]
         for model in waiting[: self._config.models.max_loaded]:
             await self._manager.ask(model, "load")
@@ -106,17 +107,16 @@ class OnDemandModels:
         self._membership.offer([ModelFiles(entry.card, str(entry.path)) for entry in offered])
         self._manager.offer([self._loadable(entry) for entry in offered])
 
-    async def _watch(self) -> None:
-        """Models that are pulled while the server runs can be used at once."""
-        seen = await asyncio.to_thread(self._stamp)
+    async def _watch(self, seen: int) -> None:
+        """Models that are pulled while the server runs can be used at once. `seen`: the stamp of what is offered."""
         while True:
             await asyncio.sleep(RESCAN_S)
             stamp = await asyncio.to_thread(self._stamp)
             if stamp != seen:
-                seen = stamp
                 try:
                     await self._offer()
-                except OSError as error:
+                    seen = stamp
+                except Exception as error:  # whatever is wrong with a model: it is looked for again
                     log.warning("the model store could not be read: %s", error)
 
     def _stamp(self) -> int:

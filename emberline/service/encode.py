@@ -69,6 +69,9 @@ def prepare_encoding(
     """Refuses everything that can be refused without an engine."""
     encoder = served.encoder
     _validate(request, encoder)
+    most = served.card.capabilities.output_dimensions
+    if request.dimensions is not None and most and request.dimensions > most:
+        raise BadInput(f"`dimensions` is at most {most:,}, as {request.model} has them", param="dimensions")
     texts = _tokenize(request, encoder)
     params = EncodeParams(
         lens=pack(texts.lens),
@@ -88,6 +91,8 @@ def _validate(request: EncodeRequest, encoder: TextEncoder) -> None:
         raise BadInput(
             f"{request.n_texts:,} texts are too many for one request, which takes {MAX_TEXTS:,}", param="texts"
         )
+    if request.api == "embeddings" and task.task != "embed":
+        raise BadInput(f"{request.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
     if (task.task == "rerank") != (request.query is not None):
         if request.query is None:
             raise BadInput(f"{request.model} is a reranker and needs a query to score the texts against", param="query")

@@ -99,7 +99,10 @@ class Exporter(Collector):
             batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
             if not batch:
                 continue
-            problem, retry = self._post(encode(batch, self._resource))
+            try:
+                problem, retry = self._post(encode(batch, self._resource))
+            except Exception as error:  # of a bug, or headers that HTTP forbids: the thread goes on
+                problem, retry = f"{type(error).__name__}: {error}", False
             if not problem:
                 self.counts["exported"] += len(batch)
                 backoff_s = FIRST_BACKOFF_S

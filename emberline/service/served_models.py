@@ -137,9 +137,9 @@ class ServedModels:
         return served.info is None and model in self._files and self.states.get(model, "loaded") != "loaded"
 
     def _index(self) -> None:
-        self._names = {
-            name.lower(): card.id for card in reversed(self._cards.values()) for name in (*card.aliases, card.id)
-        }
+        cards = list(reversed(self._cards.values()))  # of equal names, the first one's counts
+        self._names = {name.lower(): card.id for card in cards for name in card.aliases}
+        self._names |= {card.id.lower(): card.id for card in cards}
 
     def _loaded(self, model: str, loading: "asyncio.Future[Served]") -> None:
         self._loading.pop(model, None)

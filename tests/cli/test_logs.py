@@ -99,10 +99,17 @@ def test_following_through_a_rotation(tmp_path: Path, monkeypatch: pytest.Monkey
     with path.open("ab") as file:
         file.write(b"f\n")
     assert [next(new), next(new)] == [b"half", None]
+    with path.open("ab") as file:
+        file.write(b"last\n")
     path.rename(tmp_path / "emberline.log.1")
-    assert next(new) is None
+    assert [next(new), next(new)] == [b"last", None]
     path.write_bytes(b"three\n")
-    assert next(new) == b"three"
+    assert [next(new), next(new)] == [b"three", None]
+    with path.open("ab") as file:
+        file.write(b"four\n")
+    path.rename(tmp_path / "emberline.log.1")
+    path.write_bytes(b"five\n")
+    assert [next(new), next(new), next(new)] == [b"four", b"five", None]
 
 
 def test_a_full_disk_loses_lines_and_nothing_else(own_logger: logging.Logger, tmp_path: Path) -> None:
@@ -119,6 +126,17 @@ def test_stderr_and_the_file_share_one_formatting(own_logger: logging.Logger) ->
     record.msg = "changed"
     assert log.JsonFormatter().format(record) is first
     assert "json_line" not in log.fields(record)
+
+
+def test_a_line_that_cannot_be_formatted_costs_itself_alone(
+    own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    handler = writing(own_logger, log_path(tmp_path))
+    own_logger.info("%d", "not a number")
+    own_logger.info("next")
+    handler.close()
+    assert [json.loads(line)["message"] for line in lines_backward(log_path(tmp_path))] == ["next"]
 
 
 def test_more_lines_than_can_be_written_are_dropped(

@@ -27,6 +27,7 @@ from emberline.weights.task_config import task_of
 from tests.encoders import MAX_LEN, VOCABULARY, EncoderThread, tiny_bert
 from tests.service.test_service import row_of, rows
 
+TOLERANCE = 3e-3  # operands of matrix products are halves on some processors
 LABELS = {0: "bad", 1: "fine", 2: "good"}
 
 
@@ -48,7 +49,7 @@ def served(folder: Path, *engines: EncoderThread) -> Served:
 async def open_client(folder: Path, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Service, str]]:
     item = served(folder, EncoderThread(folder, tmp_path / "e.sock"))
     service = await open_service([item], data_dir=tmp_path)
-    assert await service.ready(10)
+    assert await service.ready(60)
     app: Any = App(service, ApiSettings(auth=Authenticator(Secret("0" * 64), None)))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
@@ -80,7 +81,7 @@ async def test_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
         body = answer.json()
         for text, found in zip(texts, body["data"], strict=True):
             expected = expected_vector(folder, ids_of(text.lower()))
-            np.testing.assert_allclose(found["embedding"], expected, atol=1e-5)
+            np.testing.assert_allclose(found["embedding"], expected, atol=TOLERANCE)
         n_tokens = sum(len(ids_of(text.lower())) for text in texts)
         assert body["usage"] == {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
 
@@ -92,7 +93,7 @@ async def test_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
         run = f"/client/v4/accounts/a/ai/run/{model}"
         native = (await client.post(run, json={"text": "x", "pooling": "cls"})).json()["result"]
         assert (native["shape"], native["pooling"]) == ([1, 32], "cls")
-        np.testing.assert_allclose(native["data"][0], expected_vector(folder, ids_of("x"), "cls"), atol=1e-5)
+        np.testing.assert_allclose(native["data"][0], expected_vector(folder, ids_of("x"), "cls"), atol=TOLERANCE)
         universal = {"model": model, "input": {"text": ["x", "y"]}}
         assert (await client.post("/client/v4/accounts/a/ai/run", json=universal)).json()["result"]["shape"] == [2, 32]
 
@@ -137,6 +138,22 @@ async def test_what_is_refused_is_named(
             assert not await rows(service)
 
 
+async def test_dimensions_of_a_model_that_was_trained_so(tmp_path: Path) -> None:
+    folder = tmp_path / "matryoshka"
+    folder.mkdir()
+    tiny_bert(folder, is_matryoshka=True)
+    async with open_client(folder, tmp_path) as (client, _, model):
+        body = {"model": model, "input": "x"}
+        assert (
+            len((await client.post("/v1/embeddings", json=body | {"dimensions": 8})).json()["data"][0]["embedding"])
+            == 8
+        )
+        for too_many in (33, 1 << 70):
+            answer = await client.post("/v1/embeddings", json=body | {"dimensions": too_many})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == "dimensions"
+
+
 async def test_tasks_are_not_confused(folders: dict[str, Path], tmp_path: Path) -> None:
     async with open_client(folders["embedder"], tmp_path) as (client, service, model):
         chat = {"model": model, "messages": [{"role": "user", "content": "x"}]}
@@ -172,20 +189,24 @@ async def test_reranker(folders: dict[str, Path], tmp_path: Path) -> None:
         jina = (await client.post("/v1/rerank", json=asked)).json()
         assert [result["index"] for result in jina["results"]] == best[:2]
         assert jina["results"][0]["document"] == {"text": texts[best[0]]}
-        assert jina["results"][0]["relevance_score"] == pytest.approx(scores[best[0]], abs=1e-5)
+        assert jina["results"][0]["relevance_score"] == pytest.approx(scores[best[0]], abs=TOLERANCE)
         cohere = (await client.post("/v2/rerank", json=asked)).json()
         assert cohere["results"][0].keys() == {"index", "relevance_score"}
         contexts = {"query": "cow", "contexts": [{"text": text} for text in texts], "top_k": 1}
         native = (await client.post(f"/client/v4/accounts/a/ai/run/{model}", json=contexts)).json()["result"]
-        assert native["response"] == [{"id": best[0], "score": pytest.approx(scores[best[0]], abs=1e-5)}]
+        assert native["response"] == [{"id": best[0], "score": pytest.approx(scores[best[0]], abs=TOLERANCE)}]
         refused = await client.post("/v1/embeddings", json={"model": model, "input": "x"})
         assert refused.status_code == 400
-        assert "needs a query" in refused.json()["error"]["message"]
+        assert "/v1/rerank" in refused.json()["error"]["message"]
         assert service.resolve(model).task == TEXT_CLASSIFICATION
 
 
 async def test_classifier(folders: dict[str, Path], tmp_path: Path) -> None:
-    async with open_client(folders["classifier"], tmp_path) as (client, _, model):
+    async with open_client(folders["classifier"], tmp_path) as (client, service, model):
+        refused = await client.post("/v1/embeddings", json={"model": model, "input": "x"})
+        assert refused.status_code == 400
+        assert "makes no vectors" in refused.json()["error"]["message"]
+        assert not await rows(service), "nothing was computed, so nothing is billed"
         run = f"/client/v4/accounts/a/ai/run/{model}"
         one = (await client.post(run, json={"text": "nice"})).json()["result"]
         assert {entry["label"] for entry in one} == set(LABELS.values())
@@ -216,7 +237,7 @@ async def test_requests_move_from_a_lost_engine(folders: dict[str, Path], tmp_pa
     for engine in engines:
         breaking(engine)
     service = await open_service([served(folder, *engines)], data_dir=tmp_path)
-    assert await service.ready(10)
+    assert await service.ready(60)
     encoded = await service.encode(EncodeRequest(id="r", model=folder.name, texts=("abc",)), Principal("a"))
     assert lost
     assert encoded.n_rows == 1

@@ -92,3 +92,15 @@ def test_a_busy_collector_gets_them_later_and_a_refusal_is_final(
         time.sleep(0.002)
     exporter.close()
     assert exporter.counts == {"exported": 1, "dropped": 0, "failed": 1}
+
+
+def test_what_cannot_be_sent_does_not_end_the_thread(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "FIRST_BACKOFF_S", 0.01)
+    exporter = Exporter(f"{collector.url}/v1/traces", {})
+    exporter.add([SPAN._replace(start_us=-1)])
+    while not exporter.counts["failed"]:
+        time.sleep(0.002)
+    exporter.add([SPAN])
+    collector.wait_for("name")
+    exporter.close()
+    assert exporter.counts == {"exported": 1, "dropped": 0, "failed": 1}

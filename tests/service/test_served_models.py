@@ -48,6 +48,14 @@ async def test_a_model_on_demand_is_read_once_for_all_that_ask(named: Served) ->
     assert await models.get(MODEL) is named
 
 
+def test_ids_take_precedence_over_the_aliases_of_other_models(named: Served) -> None:
+    models = ServedModels()
+    second = files(named, "second")
+    claims = msgspec.structs.replace(files(named, "first").card, aliases=("first", second.card.id))
+    models.offer([ModelFiles(claims, "/m"), second])
+    assert models.resolve(second.card.id).id == second.card.id
+
+
 async def test_a_failed_read_is_everybodys_error_and_tried_again(named: Served) -> None:
     load = Loader(named)
     models = ServedModels([], load)

@@ -1,13 +1,14 @@
 """The OpenAI API's embeddings, and reranking in the shape of Jina and Cohere."""
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from emberline.api.common.answer import cost_field
-from emberline.api.common.encoding import EncodeFields, check_top, ranking, run_encoding
+from emberline.api.common.encoding import EncodeFields, check_top, json_rows, ranking, run_encoding
 from emberline.api.http.body import decode, read_model_body
 from emberline.api.http.call import Call, Reply, json_reply
 from emberline.api.http.errors import FieldNames
@@ -61,13 +62,16 @@ _embeddings_decoder = msgspec.json.Decoder(EmbeddingsRequest)
 async def embeddings(call: Call) -> Reply:
     body = decode(await read_model_body(call), _embeddings_decoder)
     request, call.field_names = body.to_request(call.id)
-    return json_reply(embeddings_body(body, await run_encoding(call, request)), headers=call.id_headers)
+    encoded = await run_encoding(call, request)
+    rows = None if body.encoding_format == "base64" else await json_rows(encoded)
+    return json_reply(embeddings_body(body, encoded, rows), headers=call.id_headers)
 
 
-def embeddings_body(body: EmbeddingsRequest, encoded: Encoded) -> Json:
+def embeddings_body(body: EmbeddingsRequest, encoded: Encoded, rows: Sequence[msgspec.Raw] | None = None) -> Json:
+    """`rows`: the vectors, where they are JSON already."""
     if encoded.pooling is None:
         raise BadInput(f"{body.model} makes no vectors: ask for /v1/rerank or `run`", param="model")
-    vectors: Any = encoded.rows()
+    vectors: Any = rows or encoded.rows()
     if body.encoding_format == "base64":
         vectors = (base64.b64encode(row).decode() for row in encoded.row_bytes())
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]

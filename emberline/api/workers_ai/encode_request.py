@@ -72,11 +72,12 @@ class EncodeInput(EncodeFields, kw_only=True):
         return (self.text,) if isinstance(self.text, str) else tuple(self.text)
 
 
-def encoded_result(given: EncodeInput, encoded: Encoded) -> Any:
-    """As the model's task has it: vectors, `response` of a reranker, or labels, for one text or for each."""
+def encoded_result(given: EncodeInput, encoded: Encoded, rows: Sequence[msgspec.Raw] | None = None) -> Any:
+    """As the model's task has it: vectors, `response` of a reranker, or labels, for one text or for each. `rows`: the
+    vectors, where they are JSON already."""
     if encoded.pooling is not None:
-        vectors = list(encoded.rows())
-        shape = [len(vectors), len(vectors[0])]
+        vectors = rows or list(encoded.rows())
+        shape = [encoded.n_rows, len(encoded.values) // 4 // encoded.n_rows]
         return {"shape": shape, "data": vectors, "pooling": encoded.pooling, "usage": usage_body(encoded.usage)}
     if len(encoded.labels) == 1:
         ranked = [{"id": index, "score": score} for index, score in ranking(encoded, given.top_k)]

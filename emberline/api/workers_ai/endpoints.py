@@ -10,7 +10,7 @@ from emberline.api.batches.job_format import FileLine, Result, batch_request, ba
 from emberline.api.batches.submission import find_batch, new_batch, position_body, submit_once, submit_requests
 from emberline.api.common.answer import collect
 from emberline.api.common.chat_fields import is_json
-from emberline.api.common.encoding import run_encoding
+from emberline.api.common.encoding import json_rows, run_encoding
 from emberline.api.http.body import MAX_VALUES, NO_LIMIT, decode, n_separators, read_body, read_model_body
 from emberline.api.http.call import JSON, Backend, Call, Reply, encode, json_reply
 from emberline.api.http.errors import Dialect, NoSuchBatch, error_body
@@ -106,7 +106,8 @@ async def _run(call: Call, model: str, raw: bytes, body: RunRequest | EncodeInpu
         return await _generate(call, model, body)
     request, call.field_names = body.to_request(model, call.id)
     encoded = await run_encoding(call, request)
-    return json_reply(envelope(encoded_result(body, encoded)), headers=call.id_headers)
+    rows = None if encoded.pooling is None else await json_rows(encoded)
+    return json_reply(envelope(encoded_result(body, encoded, rows)), headers=call.id_headers)
 
 
 async def _hear(call: Call, model: str, raw: bytes) -> Reply:
