@@ -59,6 +59,13 @@ def test_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "emberline serve" in capsys.readouterr().err
 
 
+def newest(path: Path) -> int:
+    try:
+        return int(json.loads(next(lines_backward(path), b'{"n": -1}'))["n"])
+    except ValueError:  # a line that is being written
+        return -1
+
+
 def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.cli.log_file.WRITE_S", 0.0)
     path = log_path(tmp_path)
@@ -66,7 +73,7 @@ def test_it_is_rotated_and_bounded(own_logger: logging.Logger, tmp_path: Path, m
     for n in range(1000):
         own_logger.info("%s", "x" * 100, extra={"n": n})
         if n % 20 == 0:
-            while not path.exists() or json.loads(next(lines_backward(path), b'{"n": -1}'))["n"] < n:
+            while newest(path) < n:
                 time.sleep(0.001)
     handler.close()
     files = [each for each in (path, *older_files(path)) if each.exists()]

@@ -16,7 +16,7 @@ from emberline.protocol.request import EngineRequest, SamplingParams
 from emberline.service.engine_client import EngineClient
 from tests.service.fake_engine import FakeEngine
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 
 
 def request(sequence_id: str = "r1") -> EngineRequest:

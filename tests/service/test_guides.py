@@ -16,7 +16,7 @@ from tests.text.tool_calls.models import CALLERS, model
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = (Tool("get_weather", "", CITY), Tool("now", "", {"type": "object", "properties": {}}))
 PARIS, NOTHING = ToolCall("", "get_weather", '{"city":"Paris"}'), ToolCall("", "now", "{}")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def follows(name: str, text: str, thinking: bool | None = False, **fields: Any) -> tuple[bool, bool]:

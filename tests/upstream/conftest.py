@@ -30,7 +30,7 @@ from emberline.upstream.models import UpstreamModels
 
 MODEL = "standin"
 PRINCIPAL = Principal("tenant", salt=b"s" * 16)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 LONG = "tell me everything about prefill and decode, please. " * 40
 
 

@@ -76,7 +76,7 @@ def encoded_result(given: EncodeInput, encoded: Encoded, rows: Sequence[msgspec.
     """As the model's task has it: vectors, `response` of a reranker, or labels, for one text or for each. `rows`: the
     vectors, where they are JSON already."""
     if encoded.pooling is not None:
-        vectors = rows or list(encoded.rows())
+        vectors: Sequence[Any] = rows or list(encoded.rows())
         shape = [encoded.n_rows, len(encoded.values) // 4 // encoded.n_rows]
         return {"shape": shape, "data": vectors, "pooling": encoded.pooling, "usage": usage_body(encoded.usage)}
     if len(encoded.labels) == 1:

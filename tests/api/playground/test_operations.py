@@ -138,7 +138,7 @@ def test_load_and_requests(stage: Stage) -> None:
         for title in ("Prefill workers", "Decode workers", "Tokens per second", "Time to first token"):
             assert page.get_by_text(title, exact=True).count() >= 1, title
         assert "[31m" in page.inner_text("section[aria-label='Decode workers']"), "the name is shown, as text"
-        assert page.locator(".chart path.line").count() == 15
+        page.wait_for_function("() => document.querySelectorAll('.chart path.line').length === 15")
         page.click("section[aria-label='Prefill workers'] >> text=Drain")
         page.click(".tabs >> text=Requests")
         page.wait_for_selector("text=req-59")

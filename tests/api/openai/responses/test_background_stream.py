@@ -27,7 +27,7 @@ from tests.api.openai.responses.test_background import ASK, events_in, made, str
 from tests.databases import DatabaseLocation
 from tests.jobs.queue.fakes import FakeAdmission, FakeGrant
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Speaker(FakeService):
