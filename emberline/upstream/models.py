@@ -109,10 +109,12 @@ class UpstreamModels:
         session: str | None,
         reject_if_busy: bool,
         deadline_s: float | None = None,
+        body_bytes: int = 0,
         engine: str = "",
         api: str = "",
     ) -> RouteRequest:
-        """Its prefix keys are over the bytes of the prompt. `engine` is the endpoint that a job was granted."""
+        """Its prefix keys are over the bytes of the prompt. `body_bytes`: of the whole body, which the server may put
+        into its prompt. `engine` is the endpoint that a job was granted."""
         n_bytes = sum(map(len, prompt))
         return RouteRequest(
             id=request_id,
@@ -131,7 +133,7 @@ class UpstreamModels:
             keys=byte_keys(card.id, principal.salt, *prompt),
             max_tokens=max_tokens,
             context_len=card.context_window,
-            max_input_tokens=n_bytes,  # no token is shorter than a byte
+            max_input_tokens=max(n_bytes, body_bytes),  # no token is shorter than a byte
             deadline_s=deadline_s,
         )
 
@@ -148,6 +150,7 @@ class UpstreamModels:
     ) -> UpstreamRequest:
         fields = {"model": card.id, **body_of(request, self.kind_of(card)), **self.cache_salt(card, principal)}
         prompt = bytes(fields["messages"])[:-1] if "messages" in fields else msgspec.json.encode(fields["prompt"])
+        others = {name: value for name, value in fields.items() if name not in ("messages", "prompt")}
         route = self.route_request(
             request.id,
             card,
@@ -159,6 +162,7 @@ class UpstreamModels:
             session=request.session,
             reject_if_busy=request.reject_if_busy,
             deadline_s=request.deadline_s,
+            body_bytes=len(prompt) + len(msgspec.json.encode(others)),
             engine=engine,
         )
         route = await self.with_token_keys(route, request, card)

@@ -324,3 +324,23 @@ async def test_with_a_tokenizer_prefix_keys_match_the_server_s_kv_events(api: Ap
     assert told
     assert [ask.keys for ask in asks] == [told, told]
     assert {ask.input_tokens for ask in asks} == {tokens.count(ids)}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/client/v4/accounts/me/ai/run/standin"])
+async def test_all_that_a_server_may_put_into_the_prompt_bounds_it(
+    api: ApiClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a budget reserves for: otherwise a long prompt could be sent in another field for next to nothing."""
+    admitted: list[RouteRequest] = []
+    admit = api.bench.core.admit
+
+    async def spy(request: RouteRequest) -> Route:
+        admitted.append(request)
+        return await admit(request)
+
+    monkeypatch.setattr(api.bench.core, "admit", spy)
+    schema = {"type": "object", "description": "x" * 5000}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema} if "chat" in path else schema}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    await api.post(path, {"model": "standin", **body} if "chat" in path else body)
+    assert admitted[0].max_input_tokens > 5000

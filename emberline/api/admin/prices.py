@@ -57,6 +57,8 @@ async def remove_price(call: Call) -> Reply:
 
 
 async def _set(call: Call, name: str, price: Price | None, valid_from: str | None) -> Reply:
+    if not name.isprintable():
+        raise BadInput("the name of a model has printable characters only", param="model")
     begin_us = None if valid_from is None else _time_us(valid_from)
     model = _model_id(call, name)
     version = await call.accounts.prices.set(model, price, "admin", call.actor(), begin_us)

@@ -301,6 +301,8 @@ class Call:
             pairs = parse_qsl(self.scope["query_string"].decode("ascii"), errors="strict", max_num_fields=64)
         except ValueError as bad:
             raise BadInput(f"the query string cannot be parsed: {bad}") from None
+        if any("\0" in value for _, value in pairs):  # which PostgreSQL takes in no text
+            raise BadInput("the query string contains a NUL character")
         return dict(pairs)
 
     def int_param(self, name: str, default: int, least: int, most: int) -> int:

@@ -185,7 +185,7 @@ log = logging.getLogger(__name__)
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
     body.check()
-    request = _upstream_request(call, card, body, CHAT)
+    request = _upstream_request(call, card, body, CHAT, len(raw))
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
             canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
@@ -196,7 +196,7 @@ async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
 async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _completion)
     body.check()
-    request = _upstream_request(call, card, body, COMPLETIONS)
+    request = _upstream_request(call, card, body, COMPLETIONS, len(raw))
     if card.id in call.service.upstream.texts and body.n_prompts == 1:
         with contextlib.suppress(EmberlineError):
             (canonical,), call.field_names = decode(raw, _canonical_completion).to_requests(call.id, call.session)
@@ -204,7 +204,9 @@ async def forward_completion(call: Call, card: ModelCard, raw: bytes) -> Reply |
     return await _reply(call, request)
 
 
-def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: str) -> UpstreamRequest:
+def _upstream_request(
+    call: Call, card: ModelCard, body: PassthroughBody, path: str, body_bytes: int
+) -> UpstreamRequest:
     call.service.check_scope(call.principal, card)
     upstream = call.service.upstream
     fields = body.upstream_fields(upstream.kind_of(card))
@@ -219,6 +221,7 @@ def _upstream_request(call: Call, card: ModelCard, body: PassthroughBody, path: 
         priority=body.priority_class,
         session=session_name(call.session, body.prompt_cache_key, body.user),
         reject_if_busy=body.reject_if_busy,
+        body_bytes=body_bytes,
         api="chat" if path == CHAT else "completions",
     )
     call.wants_cost = call.wants_cost or bool(body.usage and body.usage.include)

@@ -99,3 +99,9 @@ async def test_reports_of_all_accounts_and_of_ones_own(admin: httpx.AsyncClient,
     assert (line["model"], line["requests"], line["cached_tokens"]) == (ROW.model, "3", "18")
     for wrong in ({"by": "price"}, {"since": "never"}, {"since": "0d", "until": "3d"}, {"format": "xml"}):
         assert (await admin.get("/api/usage", params=wrong)).status_code == 400
+
+
+async def test_a_nul_which_one_database_cannot_store_is_refused(admin: httpx.AsyncClient) -> None:
+    assert (await admin.get("/api/usage?model=%00")).status_code == 400
+    assert (await admin.get("/api/keys/%00")).status_code == 400
+    assert (await admin.post("/api/prices", json=KIMI | {"model": "a\0b"})).status_code == 400
