@@ -29,7 +29,7 @@ from emberline.api.playground.assets import load as load_assets
 from emberline.api.routes import ROUTES
 from emberline.jobs.webhooks.service import WebhookService
 from emberline.protocol import trace_context
-from emberline.protocol.errors import BadInput, EmberlineError, Internal, Unavailable
+from emberline.protocol.errors import EmberlineError, Internal, NotFound, Unavailable
 from emberline.service.request_context import Clock
 from emberline.service.tracing import end_http_request, incoming
 
@@ -126,8 +126,8 @@ class App:
         if origin is not None and (reply := preflight(scope)):
             return reply
         route = found.route(scope["method"])
-        if "\0" in found.path_param:  # which PostgreSQL takes in no text
-            raise BadInput("the path contains a NUL character")
+        if "\0" in found.path_param and "{id}" in route.path:  # PostgreSQL takes it in no text
+            raise NotFound("no id contains a NUL character")
         call.path_param, call.route = found.path_param, route.path
         if route.policy is not Policy.OPEN:
             call.principal = await self._auth.authenticate(scope["headers"], found.account)

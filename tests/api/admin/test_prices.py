@@ -103,5 +103,5 @@ async def test_reports_of_all_accounts_and_of_ones_own(admin: httpx.AsyncClient,
 
 async def test_a_nul_which_one_database_cannot_store_is_refused(admin: httpx.AsyncClient) -> None:
     assert (await admin.get("/api/usage?model=%00")).status_code == 400
-    assert (await admin.get("/api/keys/%00")).status_code == 400
+    assert (await admin.get("/api/keys/%00")).status_code == 404
     assert (await admin.post("/api/prices", json=KIMI | {"model": "a\0b"})).status_code == 400
