@@ -327,7 +327,8 @@ def test_cloudflare_catalog(to_cloudflare: cloudflare.Cloudflare, service: FakeS
     names = [model["name"] for model in to_cloudflare.ai.models.list(account_id="acme", per_page=1)]
     assert names == [MODEL, "@hf/acme/tiny"]
     assert to_cloudflare.ai.models.schema.get(account_id="acme", model=MODEL).input.type == "object"
-    assert [row["name"] for row in to_cloudflare.ai.tasks.list(account_id="acme")] == ["Text Generation"]
+    tasks = [row["name"] for row in to_cloudflare.ai.tasks.list(account_id="acme")]
+    assert tasks == ["Text Generation", "Text Embeddings", "Text Classification", "Automatic Speech Recognition"]
     assert len(list(to_cloudflare.ai.authors.list(account_id="acme"))) == 2
 
 

@@ -105,7 +105,7 @@ def test_openai_lists_and_cancels(client: openai.OpenAI, app: SelfMade, service:
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve("batch_0")
     with pytest.raises(openai.BadRequestError):
-        client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        client.batches.create(input_file_id=file.id, endpoint="/v1/moderations", completion_window="24h")
 
 
 def test_openai_background(client: openai.OpenAI, app: SelfMade, service: FakeService) -> None:

@@ -123,7 +123,7 @@ async def test_refusals_can_be_read_by_an_allowed_page(service: FakeService) -> 
     async with client_of(service, KEY, origins=("https://app.example",)) as client:
         refused_host = await client.get("/v1/models", headers=page | {"host": "rebound.example"})
         no_key = await client.get("/v1/models", headers=page)
-        no_route = await client.post("/v1/embeddings", headers=page)
+        no_route = await client.post("/v1/moderations", headers=page)
         preflight = page | {"host": "rebound.example", "access-control-request-method": "POST"}
         refused_preflight = await client.options("/v1/models", headers=preflight)
         foreign = await client.get("/v1/models", headers={"origin": "https://evil.example"})

@@ -285,7 +285,7 @@ async def test_other_endpoints(client: httpx.AsyncClient, batches: BatchService,
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
         ({"completion_window": "soon"}, 400, "completion_window"),
         ({"completion_window": "400h"}, 400, "completion_window"),
         ({"input_file_id": "file-0"}, 404, "input_file_id"),
