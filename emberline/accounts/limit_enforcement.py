@@ -28,6 +28,7 @@ class RequestExtent(msgspec.Struct, frozen=True, kw_only=True):
     max_input_tokens: int
     max_output_tokens: int | None  # of all choices; None: not bounded
     max_audio_ms: int = 0
+    images: int = 0
     is_job: bool = False
 
 
@@ -168,5 +169,6 @@ def _worst_case_pico(extent: RequestExtent, price: Price | None, name: str) -> i
                 param="max_tokens",
             )
         n_output = 0
-    max_audio_ms = extent.max_audio_ms
-    return price.worst_case_pico(extent.max_input_tokens, n_output, extent.priority, audio_ms=max_audio_ms)
+    return price.worst_case_pico(
+        extent.max_input_tokens, n_output, extent.priority, images=extent.images, audio_ms=extent.max_audio_ms
+    )

@@ -31,6 +31,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     context_len: int = 0  # of the model, where prompt or reply have no other bound
     max_input_tokens: int = 0  # where `input_tokens` is an estimate: it is not more than this
     max_audio_ms: int = 0  # that are transcribed at most
+    images: int = 0  # in the prompt
     lost: tuple[str, ...] = ()  # workers that just failed it: avoided, and blamed once
     deadline_s: float | None = None  # seconds from now by which it must have ended
     api: str = ""  # for the usage row

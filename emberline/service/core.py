@@ -297,6 +297,7 @@ def _extent(request: RouteRequest) -> RequestExtent:
         max_input_tokens=n_input,
         max_output_tokens=None if max_tokens is None else max_tokens * request.n,
         max_audio_ms=request.max_audio_ms,
+        images=request.images,
         is_job=bool(request.engine),
     )
 

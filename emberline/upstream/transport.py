@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Raw
 
-from emberline.balancer.route_request import Fault, Route
+from emberline.balancer.route_request import Fault, Route, RouteRequest
 from emberline.protocol.errors import BadInput, EmberlineError, EngineLost, Unavailable
 from emberline.protocol.events import Usage
 from emberline.protocol.price import Price, format_amount
@@ -38,12 +38,13 @@ def passthrough(lines: bytes, last: bool) -> bytes:
     return lines
 
 
-def _cost_pico(price: Price, kind: str, usage: Usage) -> int:
+def _cost_pico(price: Price, route: RouteRequest, usage: Usage) -> int:
     return price.cost_pico(
-        kind,
+        route.priority,
         input_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
+        images=route.images,
     )
 
 
@@ -125,12 +126,12 @@ class UpstreamTransport(Generic[T]):
 
     def _with_cost(self, adjust: Adjust | None, price: Price | None) -> Adjust:
         """`adjust`, and then the cost of a usage object; null without a price."""
-        kind = self._request.route.priority
+        route = self._request.route
 
         def add(usage: dict[str, Any]) -> None:
             if adjust is not None:
                 adjust(usage)
-            cost = None if price is None else _cost_pico(price, kind, read_usage(usage))
+            cost = None if price is None else _cost_pico(price, route, read_usage(usage))
             usage["cost"] = None if cost is None else Raw(format_amount(cost).encode())
 
         return add

@@ -207,12 +207,17 @@ async def test_media_that_the_server_would_fetch_are_refused(api: ApiClient, par
     assert api.bench.standins["a"].requests == []
 
 
-async def test_an_image_inside_the_body_is_forwarded(api: ApiClient) -> None:
+async def test_an_image_inside_the_body_is_forwarded_and_charged(api: ApiClient) -> None:
+    price = Price(image=5000)
+    version = PriceVersion(model="standin", number=1, valid_from_us=0, source="admin", created_us=0, price=price)
+    api.bench.core.prices.add(version)
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}]
-    answer = await api.post("/v1/chat/completions", {**CHAT, "messages": messages})
+    answer = await api.post("/v1/chat/completions", {**CHAT, "messages": messages}, **{"x-emberline-cost": "true"})
     assert answer.status_code == 200
     assert api.bench.standins["a"].requests[0]["messages"] == messages
+    assert answer.json()["usage"]["cost"] == 0.005
+    assert await api.bench.costs() == [price.cost_pico("default", images=1)]
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,9 @@ class PassthroughChat(PassthroughBody, kw_only=True):
         continues = continues_final(self.continue_final_message, self.add_generation_prompt)
         return super().upstream_fields(kind) | (continuation_fields(kind) if continues else {})
 
-    def check(self) -> None:
-        """Media that would have to be fetched are refused: a server must not fetch what a client names."""
+    def check(self) -> int:
+        """The number of images. Media that would have to be fetched are refused: a server must not fetch what a client
+        names."""
         try:
             messages = _messages.decode(self.messages)
         except msgspec.ValidationError as error:
@@ -120,9 +121,12 @@ class PassthroughChat(PassthroughBody, kw_only=True):
             raise BadInput(text, param=field) from None
         if not messages:
             raise BadInput("`messages` is empty; send at least one message", param="messages")
+        n_images = 0
         for number, message in enumerate(messages):
             for part in message.content if isinstance(message.content, list) else ():
                 _check_part(part, f"messages[{number}].content")
+                n_images += part.type == "image_url"
+        return n_images
 
 
 class PassthroughCompletion(PassthroughBody, kw_only=True):
@@ -184,8 +188,9 @@ log = logging.getLogger(__name__)
 
 async def forward_chat(call: Call, card: ModelCard, raw: bytes) -> Reply | None:
     body = decode(raw, _chat)
-    body.check()
+    n_images = body.check()
     request = _upstream_request(call, card, body, CHAT, len(raw))
+    request.route = msgspec.structs.replace(request.route, images=n_images)
     if card.id in call.service.upstream.texts:
         with contextlib.suppress(EmberlineError):  # not all that its server takes can be rendered here
             canonical, call.field_names = decode(raw, _canonical_chat).to_request(call.id, call.session)
