@@ -328,7 +328,7 @@ class Wire:
     async def until_sent(self, text: bytes) -> None:
         while text not in self.body:
             self.progress.clear()
-            await asyncio.wait_for(self.progress.wait(), 5)
+            await asyncio.wait_for(self.progress.wait(), 60)
 
     @property
     def body(self) -> bytes:

@@ -26,7 +26,7 @@ class Loopback:
         self._started = threading.Event()
         self._thread = threading.Thread(target=uvloop.run, args=(self._serve(app, drain_s),), daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     async def _serve(self, app: ASGIApp, drain_s: float) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -37,7 +37,7 @@ class Loopback:
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

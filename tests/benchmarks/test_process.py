@@ -25,7 +25,7 @@ def test_measures_and_stops_the_whole_tree(tmp_path: Path) -> None:
         assert server.pss_bytes() > 45_000_000
         assert cpu_s(server.pid) >= 0.0
         server.check()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in tree) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(_alive(pid) for pid in tree)

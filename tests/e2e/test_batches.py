@@ -73,7 +73,7 @@ def test_cancelling_stops_what_runs(server: str) -> None:
         time.sleep(0.05)
     client.batches.cancel(batch.id)
     assert ended(client, batch).status == "cancelled"
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while _load(server)["running"] and time.monotonic() < end_s:
         time.sleep(0.05)
     assert _load(server)["running"] == 0

@@ -26,7 +26,7 @@ def test_a_client_that_leaves_stops_its_work(server: str) -> None:
     next(iter(stream))
     assert load(server)["running"] == 1
     stream.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while load(server)["running"] and time.monotonic() < deadline:
         time.sleep(0.02)
     after = load(server)

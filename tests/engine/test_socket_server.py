@@ -53,9 +53,9 @@ class Engine:
             try:
                 with Client(self.address) as client:
                     client.send(Drain(0))
-                    self.thread.join(10)
+                    self.thread.join(60)
             except ConnectionError:
-                self.thread.join(10)
+                self.thread.join(60)
         self._listening.__exit__(None, None, None)
         assert not self.thread.is_alive()
 
@@ -337,7 +337,7 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(engine):
         assert client.finish("b").error.kind == "unavailable"
         assert client.finish("a").finish == "length"
         assert client.steps[-1].load.draining, "so that nobody sends it more"
-    engine.thread.join(5)
+    engine.thread.join(60)
     assert not engine.thread.is_alive()
 
 
@@ -349,7 +349,7 @@ def test_drain_aborts_requests_at_its_limit(engine):
         client.step()
         client.send(Drain(0.1))
         assert client.finish("a").error.kind == "unavailable"
-    engine.thread.join(5)
+    engine.thread.join(60)
     assert not engine.thread.is_alive()
 
 

@@ -134,7 +134,7 @@ async def test_too_much_is_kept(store: Database, now_us: list[int]) -> None:
             one = record(turn, now_us[0] + 10 * talk + turn, size=10_000)
             parent = f"t{talk}r0" if turn else None
             assert await kept.put(msgspec.structs.replace(one, id=f"t{talk}r{turn}", parent=parent))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while kept.n_bytes.total() > 100_000:
                     await asyncio.sleep(0.001)
     assert await ids(kept, "r0", "bob") == ["r0"]
@@ -176,7 +176,7 @@ async def test_store_errors_do_not_stop_the_cleanup(
     await asyncio.sleep(0.01)
     assert kept.n_bytes.total() > 1_000
     assert await kept.put(msgspec.structs.replace(record(0, now_us[0] + 1), id="next"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while kept.n_bytes.total() > 1_000:
             await asyncio.sleep(0.001)
     assert await ids(kept, "next") == ["next"]

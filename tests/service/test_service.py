@@ -648,21 +648,21 @@ async def test_a_request_may_rather_be_refused_than_wait(
 async def test_deadlines(service: Service, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.service.engine_transport.DEADLINE_GRACE_S", 0.0)
     engine.script = None  # it never answers
-    request = ask(deadline_s=0.3)  # reaches the engine before
+    request = ask(deadline_s=1.0)  # reaches the engine before
     with pytest.raises(DeadlineExceeded):
         await events_of(service, request)
-    assert 0 < (engine.submitted[0].deadline_s or 0) <= 0.3
+    assert 0 < (engine.submitted[0].deadline_s or 0) <= 1.0
     assert (await row_of(service, request)).status == "failed"
     assert engine.aborted == [request.id]
 
 
 async def test_a_deadline_also_ends_the_wait_for_a_lost_engine(service: Service, engine: FakeEngine) -> None:
     engine.script = None
-    task = asyncio.create_task(events_of(service, ask(deadline_s=0.2)))
+    task = asyncio.create_task(events_of(service, ask(deadline_s=1.0)))
     await engine.submission()
     await engine.die()
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             await task
 
 

@@ -84,7 +84,7 @@ async def test_listeners_are_notified_and_poll(store: Database) -> None:
                 return
 
     listener = asyncio.create_task(listen())
-    await asyncio.wait_for(ready.wait(), 10)  # the first look
+    await asyncio.wait_for(ready.wait(), 60)  # the first look
     await store.notify("other", "y")
     await store.notify("news", "x")
     await asyncio.wait_for(listener, 10)

@@ -79,7 +79,7 @@ async def test_slow_reads_delay_no_writes_and_are_no_outage(postgres: str, monke
     slow = "SELECT 1 FROM (SELECT pg_advisory_xact_lock_shared(?)) AS waits"
     reads = [asyncio.create_task(store.read(slow, (key,))) for _ in range(READERS + WRITERS + 2)]
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = $1::bigint & 4294967295"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await holder.fetchval(f"{waiting} AND NOT granted", key) < READERS:
             await asyncio.sleep(0.01)
     monkeypatch.setattr(postgres_module, "CONNECT_S", 0.1)

@@ -53,7 +53,7 @@ def alive(pid: int) -> bool:
 async def test_ready_then_stopped_by_sigterm(script: ScriptMaker) -> None:
     child = script(f"{READY}\ntime.sleep(60)", env={"X": "1"})
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     assert child.ready_line == {"ready": True, "pid": child.pid}
     pid = child.pid
     assert pid is not None
@@ -76,7 +76,7 @@ async def test_child_gets_arguments_and_environment_but_no_secrets(
         env={"X": "1"},
     )
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     assert child.ready_line == {"ready": True, "argv": ["--a", "b"], "x": "1", "key": None}
     await child.stop(grace_s=5)
 
@@ -112,7 +112,7 @@ async def test_failed_first_start_raises_with_the_log(script: ScriptMaker) -> No
     child = script("print('no such weights: x.gguf', file=sys.stderr); sys.exit(3)")
     await child.start()
     with pytest.raises(ProcessFailed, match=r"child exited with status 3: no such weights: x\.gguf"):
-        await asyncio.wait_for(child.wait_ready(), 10)
+        await asyncio.wait_for(child.wait_ready(), 60)
     assert child.n_restarts == 0
     await child.stop(grace_s=1)
 
@@ -121,7 +121,7 @@ async def test_error_of_the_ready_line_is_the_reason(script: ScriptMaker) -> Non
     child = script("print(json.dumps({'ready': False, 'error': 'no such device'}), flush=True); sys.exit(1)")
     await child.start()
     with pytest.raises(ProcessFailed, match="child exited with status 1: no such device"):
-        await asyncio.wait_for(child.wait_ready(), 10)
+        await asyncio.wait_for(child.wait_ready(), 60)
     await child.stop(grace_s=1)
 
 
@@ -129,14 +129,14 @@ async def test_json_log_line_is_quoted_by_its_message(script: ScriptMaker) -> No
     child = script("print(json.dumps({'level': 'error', 'message': 'out of memory'}), file=sys.stderr); os.abort()")
     await child.start()
     with pytest.raises(ProcessFailed, match="child was killed by SIGABRT: out of memory"):
-        await asyncio.wait_for(child.wait_ready(), 10)
+        await asyncio.wait_for(child.wait_ready(), 60)
     await child.stop(grace_s=1)
 
 
 async def test_crash_after_ready_restarts(script: ScriptMaker) -> None:
     child = script(f"{READY}\ntime.sleep(60)")
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
@@ -148,7 +148,7 @@ async def test_crash_after_ready_restarts(script: ScriptMaker) -> None:
 async def test_a_restart_that_fails_is_tried_again(script: ScriptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     child = script(f"{READY}\ntime.sleep(60)")
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     first, failures = child.pid, [OSError(11, "Resource temporarily unavailable")] * 2
     spawn = asyncio.create_subprocess_exec
 
@@ -187,7 +187,7 @@ async def test_child_ignoring_sigterm_is_killed_with_its_process_group(script: S
         """
     )
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     await child.stop(grace_s=0.1)
     assert child.pid is None
     await until(lambda: not alive(child.ready_line["grandchild"]))
@@ -206,7 +206,7 @@ async def test_log_lines_are_relayed(script: ScriptMaker, caplog: pytest.LogCapt
         """
     )
     await child.start()
-    await asyncio.wait_for(child.wait_ready(), 10)
+    await asyncio.wait_for(child.wait_ready(), 60)
     await until(lambda: len(caplog.records) >= 2)
     await child.stop(grace_s=5)
     by_message = {record.getMessage(): record for record in caplog.records}

@@ -80,7 +80,7 @@ class Follower:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.01)
 

@@ -100,7 +100,7 @@ def test_a_deferred_checkpoint_is_filled_by_the_loader(tmp_path):
 def read_all(files, limit=1 << 30):
     ahead = readahead.ReadAhead(files, limit)
     for thread in ahead._threads:
-        thread.join(10)
+        thread.join(60)
     return ahead
 
 

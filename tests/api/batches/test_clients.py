@@ -55,7 +55,7 @@ def claude(server: Loopback, request: pytest.FixtureRequest) -> Iterator[anthrop
 
 
 def wait(look: Callable[[], T], ready: Callable[[T], bool]) -> T:
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while not ready(found := look()):
         assert time.monotonic() < end_s, found
         time.sleep(0.02)

@@ -143,7 +143,7 @@ async def test_a_client_that_disconnects_stops_generation(
             await asyncio.sleep(0)
     assert service.open
     wire.leave()
-    await asyncio.wait_for(wire.task, 2)
+    await asyncio.wait_for(wire.task, 60)
     assert service.open == 0
     if not (stream and script is forever):
         assert wire.sent == []
@@ -154,7 +154,7 @@ async def test_a_client_that_disconnects_while_sending(service: FakeService) -> 
     wire.inbox.get_nowait()
     wire.inbox.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
     wire.leave()
-    await asyncio.wait_for(wire.task, 2)
+    await asyncio.wait_for(wire.task, 60)
     assert wire.sent == []
 
 
@@ -166,7 +166,7 @@ async def test_a_stopping_server_reports_it(service: FakeService, path: str) -> 
     await streamed.until_sent(b"first")
     for wire in (streamed, whole):
         wire.task.cancel()
-        await asyncio.wait([wire.task], timeout=2)
+        await asyncio.wait([wire.task], timeout=60)
         assert b"the server is stopping" in wire.body
         assert not wire.sent[-1].get("more_body", False)
     assert whole.sent[0]["status"] == 503
@@ -176,7 +176,7 @@ async def test_a_stopping_server_reports_it(service: FakeService, path: str) -> 
 async def test_one_send_per_event(service: FakeService) -> None:
     path = "/v1/chat/completions"
     wire = Wire(app_of(service), path, json.dumps(ENDPOINTS[path] | {"stream": True}).encode())
-    await asyncio.wait_for(wire.task, 2)
+    await asyncio.wait_for(wire.task, 60)
     assert len(wire.sent) == 1 + 3 + 1 + 1  # the head, three texts (the role goes with the first), the finish, the end
 
 

@@ -29,7 +29,7 @@ async def test_jobs_encode_texts(tmp_path: Path) -> None:
     item = served(tiny_bert(folder), EncoderThread(folder, tmp_path / "e.sock"))
     store = await open_store(tmp_path / "q.db")
     service = await open_service([item], data_dir=tmp_path, store=store)
-    assert await service.ready(10)
+    assert await service.ready(60)
     assert isinstance(service.core, LocalCore)
     queue = await open_queue(store, tmp_path)
     batches = BatchService(queue, service)

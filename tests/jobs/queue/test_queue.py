@@ -513,7 +513,7 @@ async def test_wait_for_change_is_notified(queue: Queue) -> None:
     (lease,) = await queue.claim("w", MODEL, 1)
     await queue.complete(lease, answer())
     await asyncio.wait_for(waiting, 5)
-    await asyncio.wait_for(queue.wait_for_change(batch.id, 0.05), 5)
+    await asyncio.wait_for(queue.wait_for_change(batch.id, 0.05), 60)
 
 
 # --- bodies, retention -----------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ async def blocked(connection: Any) -> None:
     """Wait until another connection waits for a lock that this one holds."""
     pid = await connection.fetchval("SELECT pg_backend_pid()")
     look = "SELECT COUNT(*) FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await connection.fetchval(look, pid):
             await asyncio.sleep(0.01)
 

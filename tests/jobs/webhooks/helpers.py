@@ -78,7 +78,7 @@ async def wait_for_records(
     webhooks: WebhookService, endpoint: WebhookEndpoint, ready: Callable[[list[DeliveryRecord]], bool]
 ) -> list[DeliveryRecord]:
     """The records as soon as `ready` accepts them."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not ready(found := await delivery_records(webhooks, endpoint)):
             await asyncio.sleep(0.02)
     return found

@@ -346,7 +346,7 @@ async def test_every_event_is_delivered_and_every_attempt_logged(
         endpoint = await create_endpoint(webhooks, receiver.url)
         for n in range(n_events):
             await emit_event(db, f"batch_{n}")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not settled(log := await delivery_records(webhooks, endpoint)):
                 db.skip_to(log)
                 await asyncio.sleep(0.01)

@@ -29,7 +29,7 @@ class Pair:
     def close(self):
         """All that the sender has said is handled."""
         self.sender.close()
-        self.receiver._thread.join(10)
+        self.receiver._thread.join(60)
         assert isinstance(self.notices.pop(), SenderLost)
 
 

@@ -114,16 +114,16 @@ async def test_a_stream_waits_for_its_end(service: FakeService, batches: BatchSe
         response_id = first[0]["response"]["id"]
         if how == "create":
             wire.leave()
-            await asyncio.wait_for(wire.task, 5)
+            await asyncio.wait_for(wire.task, 60)
             rest = asyncio.create_task(streamed(client, response_id, starting_after=1))
         (lease,) = await batches.queue.claim("test-puller", MODEL, 1)
         if how == "retrieve":
             await wire.until_sent(b"response.in_progress")
         await run_one(batches.queue, service, lease)
         if how == "create":
-            events = first + await asyncio.wait_for(rest, 5)
+            events = first + await asyncio.wait_for(rest, 60)
         else:
-            await asyncio.wait_for(wire.task, 5)
+            await asyncio.wait_for(wire.task, 60)
             events = events_in(wire.body.decode())
         assert events == await streamed(client, response_id)
         assert events[-1]["type"] == "response.completed"
