@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from hashlib import blake2b
 from typing import Annotated
 
@@ -40,7 +41,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     configured: bool = False  # in emberline.toml, where alone it can be changed
 
 
-class AliasTable(msgspec.Struct, frozen=True, tag="aliases"):
+class AliasTable(msgspec.Struct, frozen=True, tag="aliases", dict=True):
     """All aliases of a server, by their names in lower case. Sent to HTTP workers whenever it changes."""
 
     aliases: dict[str, Alias] = {}
@@ -65,8 +66,17 @@ class AliasTable(msgspec.Struct, frozen=True, tag="aliases"):
 
     def names_of(self, card: ModelCard) -> tuple[str, ...]:
         """The aliases that may stand for the model."""
-        wanted = {name.lower() for name in (card.id, *card.aliases)}
-        return tuple(alias.name for alias in self.aliases.values() if wanted & self._reachable(alias.name))
+        wanted = dict.fromkeys(name.lower() for name in (card.id, *card.aliases))
+        return tuple(dict.fromkeys(name for target in wanted for name in self._names.get(target, ())))
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """The aliases that lead to each name in lower case: every request of a key with scopes asks."""
+        names: dict[str, list[str]] = {}
+        for alias in self.aliases.values():
+            for target in self._reachable(alias.name):
+                names.setdefault(target, []).append(alias.name)
+        return names
 
     def changed(self, alias: Alias) -> "AliasTable":
         """With the alias added or replaced; BadInput where it would lead to itself, or too far."""

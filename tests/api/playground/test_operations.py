@@ -167,6 +167,29 @@ def test_an_open_page_does_not_grow(stage: Stage) -> None:
         assert abs(page.evaluate(n_nodes) - before) < 20
 
 
+def test_refreshes_at_once_and_a_key_that_is_forgotten_meanwhile(stage: Stage) -> None:
+    service = Loaded()
+    with operating(stage, service, app_of(service)) as page:
+        page.wait_for_selector("text=Every model can be served.")
+        n_points, n_different, now = page.evaluate(
+            """async (path) => {
+              const { server } = await import(path);
+              const { session } = await import(path.replace("server_status", "api"));
+              server.forget();
+              await Promise.all([server.refresh(), server.refresh()]);
+              const times = server.series.time_s;
+              session.signIn("a-key", false);
+              const refreshing = server.refresh();
+              session.signOut();
+              await refreshing;
+              return [times.length, new Set(times).size, server.now];
+            }""",
+            _module(page),
+        )
+        assert n_points == n_different == N_POINTS
+        assert now is None, "what one key may see is not left for the next"
+
+
 def _module(page: "Page") -> str:
     base = page.get_attribute("script[type=module]", "src")
     assert base is not None

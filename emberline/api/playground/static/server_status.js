@@ -11,22 +11,29 @@ class ServerStatus extends Observable {
   series = {}; // by figure, oldest first
   error = null;
   #timer = 0;
+  #latest = 0; // number of the last refresh
 
   async refresh() {
     clearTimeout(this.#timer);
+    const refresh = ++this.#latest;
+    const { key } = session;
+    let found;
     try {
       const since = this.series.time_s?.at(-1) ?? 0;
       const now = await getJson(`/api/status?since=${since}&requests=200&recent=200`);
-      // A server that has restarted begins a new series.
-      const known = this.now && now.uptime_s < this.now.uptime_s ? {} : this.series;
-      for (const [name, points] of Object.entries(now.series)) {
-        known[name] = [...(known[name] ?? []), ...points].slice(-MAX_POINTS);
-      }
-      this.set({ now, series: known, error: null });
+      found = { now, error: null };
     } catch (error) {
-      this.set({ error });
+      found = { error };
     }
+    if (refresh !== this.#latest) return; // another has begun since, which polls on
+    if (session.key === key) this.set(found.now ? { ...found, series: this.#extended(found.now) } : found);
     this.#timer = setTimeout(() => this.#next(), POLL_MS);
+  }
+
+  #extended(now) {
+    // A server that has restarted begins a new series.
+    const known = this.now && now.uptime_s < this.now.uptime_s ? {} : this.series;
+    return Object.fromEntries(Object.entries(now.series).map(([name, points]) => [name, [...(known[name] ?? []), ...points].slice(-MAX_POINTS)]));
   }
 
   #next() {
