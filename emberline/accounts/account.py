@@ -1,16 +1,15 @@
 """Accounts: the tenants of a server, with their limits. The core enforces limits; this module is their record."""
 
 import re
-from decimal import Decimal, InvalidOperation
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from emberline.protocol.errors import BadInput
+from emberline.protocol.price import PICO, parse_amount
 
 LOCAL_ACCOUNT = "local"  # where neither the path nor a key names an account
-PICO = 10**12  # an amount of money is an integer of 10⁻¹² units of the currency
 MAX_INTEGER = (1 << 63) - 1  # of the store's columns
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -46,20 +45,12 @@ def check_account_name(name: str) -> str:
     return name
 
 
-def parse_amount(text: str) -> int:
+def parse_budget(text: str) -> int:
     """Pico-units in "12.50"; exact."""
     try:
-        amount = Decimal(text) * PICO if len(text) <= 40 else Decimal("NaN")
-    except InvalidOperation:
-        amount = Decimal("NaN")
-    if not amount.is_finite() or amount != amount.to_integral_value() or not 0 <= amount <= MAX_INTEGER:
-        raise BadInput(
-            f"{text[:40]!r} is not an amount such as 12.50, from 0 to {MAX_INTEGER // PICO:,}", param="budget"
-        )
-    return int(amount)
-
-
-def format_amount(pico: int) -> str:
-    """The exact amount, with at least two decimals."""
-    whole, rest = divmod(pico, PICO)
-    return f"{whole}.{f'{rest:012d}'.rstrip('0'):0<2}"
+        amount_pico = parse_amount(text, PICO)
+    except BadInput as error:
+        raise BadInput(error.message, param="budget") from None
+    if amount_pico > MAX_INTEGER:
+        raise BadInput(f"{text[:40]!r} is more than a budget can be, {MAX_INTEGER // PICO:,}", param="budget")
+    return amount_pico

@@ -136,6 +136,8 @@ class PriceStore:
                 await self.refresh()
             except Unavailable as error:
                 log.warning("prices were not read: %s", error.message)
+            except Exception:
+                log.exception("prices were not read")
 
 
 def _rates(price: Price | None) -> Price | None:

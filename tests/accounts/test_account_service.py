@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.accounts.account import Limits, format_amount, parse_amount
+from emberline.accounts.account import Limits, parse_budget
 from emberline.accounts.account_service import AccountService, KeyGrant
 from emberline.accounts.api_key import key_digest
 from emberline.accounts.audit_log import Actor
 from emberline.accounts.secret import Secret
 from emberline.protocol.errors import BadInput, Conflict, NotFound
+from emberline.protocol.price import format_amount
 from emberline.store import BulkQuery, Database, open_store
 from tests.databases import DatabaseLocation
 
@@ -154,16 +155,16 @@ async def test_the_directory_outlives_its_store(accounts: AccountService, store:
 
 @given(st.integers(0, (1 << 63) - 1))
 def test_amounts_are_exact(pico: int) -> None:
-    assert parse_amount(format_amount(pico)) == pico
+    assert parse_budget(format_amount(pico)) == pico
 
 
 def test_amounts() -> None:
-    assert parse_amount("12.50") == 12_500_000_000_000
-    assert parse_amount("0.000000000001") == 1
+    assert parse_budget("12.50") == 12_500_000_000_000
+    assert parse_budget("0.000000000001") == 1
     assert format_amount(12_500_000_000_000) == "12.50"
-    for bad in ("", "x", "-1", "nan", "inf", "1e30", "0.0000000000001", "9223373", "1" * 100):
+    for bad in ("", "x", "-1", "nan", "inf", "1e30", "0.0000000000001", "9223373", "1" * 100, "1." + "0" * 27 + "1"):
         with pytest.raises(BadInput):
-            parse_amount(bad)
+            parse_budget(bad)
 
 
 @settings(max_examples=12, deadline=None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from emberline.accounts.account import Account, BudgetPeriod, Limits, Rate, format_amount, parse_amount
+from emberline.accounts.account import Account, BudgetPeriod, Limits, Rate, parse_budget
 from emberline.accounts.account_service import MAX_OVERLAP_S, MAX_PAGE, MAX_SCOPE, OVERLAP_S, IssuedKey, KeyGrant
 from emberline.accounts.api_key import ApiKey, Role
 from emberline.api.http.body import read_json
@@ -15,6 +15,7 @@ from emberline.api.http.call import Call, Reply, json_reply, list_reply
 from emberline.api.http.errors import HeaderList, NoBody
 from emberline.api.http.router import API_NAMES
 from emberline.protocol.errors import BadInput
+from emberline.protocol.price import format_amount
 
 NO_STORE: HeaderList = [(b"cache-control", b"no-store")]
 PAGE = {"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}}
@@ -37,7 +38,7 @@ class LimitFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         fields = ("requests_per_minute", "tokens_per_minute", "concurrency", "budget_period")
         changes = {name: value for name in fields if (value := getattr(self, name)) is not UNSET}
         if self.budget is not UNSET:
-            changes["budget_pico"] = None if self.budget is None else parse_amount(self.budget)
+            changes["budget_pico"] = None if self.budget is None else parse_budget(self.budget)
         return changes
 
 
