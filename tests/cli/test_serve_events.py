@@ -79,7 +79,7 @@ async def test_events_reach_the_webhook_and_every_stream(
             assert "emberline_webhook_deliveries_pending " in metrics
             began_s = time.monotonic()
             stop.set()
-            await asyncio.wait_for(serving, 20)
-            assert time.monotonic() - began_s < 10
+            await asyncio.wait_for(serving, 60)
+            assert time.monotonic() - began_s < 20
             await asyncio.gather(*streams)
         assert len(receiver.got) == 1

@@ -183,7 +183,7 @@ def test_a_long_line_in_small_pieces_takes_linear_time() -> None:
         assert editor.whole(b"x" * 1024) == b""
     assert editor.tail == b"x" * (4 << 20)
     assert editor.whole(b"\n") == b"x" * (4 << 20) + b"\n"
-    assert time.process_time() - started_s < 0.5
+    assert time.process_time() - started_s < 2
 
 
 def test_anthropics_usage_counts_cached_tokens_separately() -> None:

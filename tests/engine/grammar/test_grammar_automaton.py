@@ -130,10 +130,10 @@ def test_counts_are_not_unrolled():
     automaton = Automaton(
         Grammar((seq(Text("["), Repeat(OneOf((Text("x"), Text("yy"))), 500_000, 1_000_000), Text("]")),))
     )
-    began = time.perf_counter()
+    began = time.process_time()
     state = automaton.feed(automaton.start, b"[" + b"x" * 20_000)
     assert state.cost == 480_001
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_memory_is_bounded_and_old_states_stay_valid():
@@ -220,11 +220,11 @@ def test_a_shortest_reply_that_is_enormous_is_not_written_out():
     for _ in range(3):
         item = Repeat(item, 1000, 1000)
     closer = Closer(Automaton(Grammar((item,))), Vocabulary(frame(), 302))
-    began_s = time.monotonic()
+    began_s = time.process_time()
     assert not closer.fits(8000)
     assert not closer.fits(10**8)
     assert closer.fits(2 * 10**9)
-    assert time.monotonic() - began_s < 1
+    assert time.process_time() - began_s < 1
 
 
 def test_endings_of_a_closing_are_spelled_with_it():
