@@ -211,6 +211,8 @@ class Aliases:
                 await self.refresh()
             except EmberlineError as error:
                 _log.warning("aliases were not read: %s", error.message)
+            except Exception:  # the next look may succeed
+                _log.exception("aliases were not read")
 
 
 async def open_aliases(store: Database, configured: Mapping[str, Mapping[str, int]]) -> Aliases:

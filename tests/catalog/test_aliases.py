@@ -158,3 +158,27 @@ async def test_changes_stay_and_configured_aliases_do_not_change(database: Datab
     assert {name: alias.targets for name, alias in again.table.aliases.items()} == {"gpt-4o": {"m": 1}}
     await again.close()
     await store.close()
+
+
+async def test_a_failed_look_at_the_database_is_not_the_last(
+    database: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await database.open()
+    aliases = await open_aliases(store, {})
+    read, failed = store.read, asyncio.Event()
+
+    async def fail(*_: object) -> list[tuple[object, ...]]:
+        failed.set()
+        raise OSError("disk I/O error")
+
+    monkeypatch.setattr(store, "read", fail)
+    await aliases.change("gpt", {"a": 1})
+    async with asyncio.timeout(60):
+        await failed.wait()
+        monkeypatch.setattr(store, "read", read)
+        await store.write("DELETE FROM model_aliases")
+        while aliases.table.aliases:
+            await store.notify("model_aliases")
+            await asyncio.sleep(0.01)
+    await aliases.close()
+    await store.close()
