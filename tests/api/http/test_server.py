@@ -77,7 +77,7 @@ def test_a_drain_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
             began = time.monotonic()
             server.stop()
             rest = list(lines)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
         assert "the server is stopping" in rest[-2]
         assert service.open == 0
         server.join()
