@@ -67,7 +67,7 @@ export function Histogram({ title, values, format = duration }) {
 /** `bars`: [{name, parts}], parts stacked in the order of `names`. */
 export function Bars({ title, bars, names, format = number }) {
   const top = ceiling(Math.max(0, ...bars.map((bar) => bar.parts.reduce((sum, part) => sum + part, 0))));
-  const step = (WIDTH - LEFT - 6) / Math.max(1, bars.length);
+  const step = Math.min(56, (WIDTH - LEFT - 6) / Math.max(1, bars.length));
   const scale = (HEIGHT - TOP - BOTTOM) / top;
   const every = Math.ceil((bars.length * 46) / (WIDTH - LEFT));
   return html`<figure class="chart">
