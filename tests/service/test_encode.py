@@ -28,7 +28,7 @@ from emberline.weights.task_config import task_of
 from tests.encoders import MAX_LEN, VOCABULARY, EncoderThread, tiny_bert
 from tests.service.test_service import row_of, rows
 
-TOLERANCE = 3e-3  # operands of matrix products are halves on some processors
+TOLERANCE = 1e-5
 LABELS = {0: "bad", 1: "fine", 2: "good"}
 
 
