@@ -88,7 +88,7 @@ IGNORED = {
     "cache_control": "Anthropic's; prefixes are cached by themselves",
     "cache_prompt": "llama.cpp's; prefixes are cached by themselves",
     "id_slot": "llama.cpp's; slots are assigned by the scheduler",
-    "keep_alive": "Ollama's; models stay loaded",
+    "keep_alive": "Ollama's; `[models] keep_alive_s` decides how long models stay loaded",
     "guided_decoding_backend": "vLLM's; there is one",
     # Hints about style, for models that were trained on them.
     "verbosity": "OpenAI's",
