@@ -3,19 +3,21 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from emberline.engine.request_loop import RequestLoop, deadline_s
 from emberline.engine.step_loop import smoothed
 from emberline.protocol.encoding import EncodeParams, Pooling
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Internal
+from emberline.protocol.errors import BadInput, Internal
 from emberline.protocol.events import TokenDelta, Usage
-from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
-from emberline.protocol.request import EngineRequest, Priority
+from emberline.protocol.frames import EngineLoad
+from emberline.protocol.request import EngineRequest
 
 if TYPE_CHECKING:
     from emberline.models.encoder import EncoderModel
@@ -48,6 +50,10 @@ class _Encoding:
     begun: bool = False  # its client knows that it is being computed
 
     @property
+    def running(self) -> bool:
+        return self.n_taken > 0
+
+    @property
     def n_texts(self) -> int:
         return len(self.starts) - 1
 
@@ -69,29 +75,9 @@ class _Encoding:
 _Text = tuple[_Encoding, int]  # a request, and the index of one of its texts
 
 
-class NoKVEvents:
-    """An encoder caches nothing, so there is nothing to tell."""
-
-    def subscribe(self) -> list[KVEvents]:
-        return []
-
-    def unsubscribe(self) -> None:
-        pass
-
-    def take(self) -> list[KVEvents]:
-        return []
-
-
-class EncoderLoop:
+class EncoderLoop(RequestLoop[_Encoding]):
     """Requests take turns: first those of the higher class, then those of which the fewest tokens were computed. So a
-    list of thousands of texts delays others by one step. The owner calls `step` while the loop is busy."""
-
-    transfers = None
-    has_idle_task = False
-    blocked = False
-    wake_s = 0.0
-    preparing = False
-    n_prepared = 0
+    list of thousands of texts delays others by one step."""
 
     def __init__(
         self,
@@ -102,46 +88,16 @@ class EncoderLoop:
         cpu_share: AbstractContextManager[None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(MAX_WAITING, cpu_share, clock)
         self._model = model
         self._limits = limits
         self._classifies = classifies
-        self._cpu_share = cpu_share or nullcontext()
-        self._clock = clock
-        self._requests: dict[str, _Encoding] = {}
-        self._n_submitted = 0
-        self._steps = 0
         self._rate = 0.0  # tokens per second
-        # What heartbeats say, read by their thread while a step runs:
-        self.computed_tokens = 0
-        self.in_step = False
-        self.step_s = 0.0  # predicted, of the last step; 0: unknown
-
-    def kv_events(self) -> NoKVEvents:
-        return NoKVEvents()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
 
     @property
     def load(self) -> EngineLoad:
-        batch = sum(item.request.priority == Priority.BATCH for item in self._requests.values())
-        begun = [item for item in self._requests.values() if item.n_taken]
-        begun_batch = sum(item.request.priority == Priority.BATCH for item in begun)
-        return EngineLoad(
-            running=len(begun),
-            waiting=len(self._requests) - len(begun),
-            waiting_tokens=sum(item.tokens_left for item in self._requests.values()),
-            waiting_batch=batch - begun_batch,
-            running_batch=begun_batch,
-            steps=self._steps,
-            prompt_tokens=self.computed_tokens,
-            computed_tokens=self.computed_tokens,
-            prefill_rate=self._rate,
-        )
-
-    def run_idle_task(self) -> None:
-        """There is none."""
+        waiting_tokens = sum(item.tokens_left for item in self._requests.values())
+        return msgspec.structs.replace(super().load, waiting_tokens=waiting_tokens, prefill_rate=self._rate)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -150,10 +106,7 @@ class EncoderLoop:
         params = request.encode
         if params is None:
             raise BadInput("this engine encodes texts and does not generate any")
-        if request.id in self._requests:
-            raise BadInput(f"request id {request.id} is in use")
-        if len(self._requests) >= MAX_WAITING:
-            raise BadInput(f"{MAX_WAITING} requests wait here already")
+        self._check_room(request)
         ids = np.frombuffer(request.prompt_ids, "<u4").astype(np.int64)
         lens = np.frombuffer(params.lens, "<u4").astype(np.int64)
         seconds = np.frombuffer(params.second_starts, "<u4") if params.second_starts else None
@@ -164,26 +117,14 @@ class EncoderLoop:
             raise BadInput(f"a text has {lens.max()} tokens, and the model takes {self._limits.max_len}")
         if ids.max() >= self._limits.vocab_size:
             raise BadInput(f"token id {ids.max()} is beyond the vocabulary of {self._limits.vocab_size}")
-        deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         starts = np.concatenate([[0], lens.cumsum()])
-        self._requests[request.id] = _Encoding(request, params, ids, starts, seconds, self._n_submitted, deadline_s)
-        self._n_submitted += 1
-
-    def abort(self, request_id: str) -> TokenDelta | None:
-        item = self._requests.pop(request_id, None)
-        return None if item is None else TokenDelta(request_id, finish="cancelled", usage=item.usage())
-
-    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
-        return [self._failed(item, error) for item in list(self._requests.values())]
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Of no use here: nothing is generated."""
+        until_s = deadline_s(request, now_s)
+        self._add(_Encoding(request, params, ids, starts, seconds, self._n_submitted, until_s))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> list[TokenDelta]:
-        late = [item for item in self._requests.values() if item.deadline_s is not None and now_s > item.deadline_s]
-        deltas = [self._failed(item, DeadlineExceeded("not finished within its deadline")) for item in late]
+        deltas = self._fail_late(now_s)
         texts = self._plan()
         if not texts:
             return deltas
@@ -266,10 +207,6 @@ class EncoderLoop:
                 item.begun = True
                 deltas.append(TokenDelta(item.request.id, usage=item.usage()))
         return deltas
-
-    def _failed(self, item: _Encoding, error: EmberlineError) -> TokenDelta:
-        del self._requests[item.request.id]
-        return TokenDelta(item.request.id, finish="error", usage=item.usage(), error=error.info())
 
 
 def _second_starts(texts: list[_Text]) -> list[int] | None:

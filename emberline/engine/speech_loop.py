@@ -7,20 +7,19 @@ encoder has them: it is the measure of load and progress, not of what is billed.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from emberline.engine.encoder_loop import NoKVEvents
+from emberline.engine.request_loop import RequestLoop, deadline_s
 from emberline.engine.speech import SAMPLE_RATE, Samples, decode_audio
 from emberline.engine.step_loop import smoothed
-from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError, Internal
+from emberline.protocol.errors import BadInput, EmberlineError, Internal
 from emberline.protocol.events import TokenDelta, Usage
-from emberline.protocol.frames import EngineLoad, Vocabulary
-from emberline.protocol.request import EngineRequest, Priority
+from emberline.protocol.request import EngineRequest
 from emberline.protocol.speech import TranscribeParams, Transcript, TranscriptSegment
 
 MAX_WAITING = 64  # requests, each of which holds its audio
@@ -52,6 +51,10 @@ class _Transcription:
     n_steps: int = 0
 
     @property
+    def running(self) -> bool:
+        return self.n_steps > 0
+
+    @property
     def audio_ms(self) -> int:
         return -(-1000 * self.n_samples // SAMPLE_RATE)
 
@@ -59,16 +62,7 @@ class _Transcription:
         return Usage(audio_ms=self.audio_ms)
 
 
-class SpeechLoop:
-    """The owner calls `step` while the loop is busy."""
-
-    transfers = None
-    has_idle_task = False
-    blocked = False
-    wake_s = 0.0
-    preparing = False
-    n_prepared = 0
-
+class SpeechLoop(RequestLoop[_Transcription]):
     def __init__(
         self,
         model: SpeechModel,
@@ -77,46 +71,9 @@ class SpeechLoop:
         cpu_share: AbstractContextManager[None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(MAX_WAITING, cpu_share, clock)
         self._model = model
         self._languages = languages
-        self._cpu_share = cpu_share or nullcontext()
-        self._clock = clock
-        self._requests: dict[str, _Transcription] = {}
-        self._n_submitted = 0
-        self._steps = 0
-        # What heartbeats say, read by their thread while a step runs:
-        self.computed_tokens = 0
-        self.in_step = False
-        self.step_s = 0.0  # predicted, of the last step; 0: unknown
-
-    def kv_events(self) -> NoKVEvents:
-        return NoKVEvents()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def load(self) -> EngineLoad:
-        items = self._requests.values()
-        begun = [item for item in items if item.n_steps]
-        batch = sum(item.request.priority == Priority.BATCH for item in items)
-        begun_batch = sum(item.request.priority == Priority.BATCH for item in begun)
-        return EngineLoad(
-            running=len(begun),
-            waiting=len(items) - len(begun),
-            waiting_batch=batch - begun_batch,
-            running_batch=begun_batch,
-            steps=self._steps,
-            prompt_tokens=self.computed_tokens,
-            computed_tokens=self.computed_tokens,
-        )
-
-    def run_idle_task(self) -> None:
-        """There is none."""
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Of no use here."""
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -124,10 +81,7 @@ class SpeechLoop:
         params = request.transcribe
         if params is None:
             raise BadInput("this engine transcribes speech and does nothing else")
-        if request.id in self._requests:
-            raise BadInput(f"request id {request.id} is in use")
-        if len(self._requests) >= MAX_WAITING:
-            raise BadInput(f"{MAX_WAITING} requests wait here already")
+        self._check_room(request)
         if params.language is not None and params.language not in self._languages:
             raise BadInput(
                 f"the model does not know the language {params.language[:20]!r}; it knows {', '.join(self._languages)}",
@@ -135,23 +89,13 @@ class SpeechLoop:
             )
         if params.translate and self._languages == ("en",):
             raise BadInput("the model knows English only: it cannot translate; use one such as whisper-base")
-        deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         decoder = decode_audio(params.audio, params.max_audio_ms) if params.audio else iter(())
-        self._requests[request.id] = _Transcription(request, params, self._n_submitted, deadline_s, decoder)
-        self._n_submitted += 1
-
-    def abort(self, request_id: str) -> TokenDelta | None:
-        item = self._requests.pop(request_id, None)
-        return None if item is None else TokenDelta(request_id, finish="cancelled", usage=item.usage())
-
-    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
-        return [self._failed(item, error) for item in list(self._requests.values())]
+        self._add(_Transcription(request, params, self._n_submitted, deadline_s(request, now_s), decoder))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> list[TokenDelta]:
-        late = [item for item in self._requests.values() if item.deadline_s is not None and now_s > item.deadline_s]
-        deltas = [self._failed(item, DeadlineExceeded("not finished within its deadline")) for item in late]
+        deltas = self._fail_late(now_s)
         if not self._requests:
             return deltas
         item = min(self._requests.values(), key=lambda item: (item.request.priority, item.n_steps, item.number))
@@ -207,7 +151,3 @@ class SpeechLoop:
         )
         values = msgspec.json.encode(transcript)
         return [TokenDelta(item.request.id, finish="stop", usage=item.usage(), values=values)]
-
-    def _failed(self, item: _Transcription, error: EmberlineError) -> TokenDelta:
-        del self._requests[item.request.id]
-        return TokenDelta(item.request.id, finish="error", usage=item.usage(), error=error.info())

@@ -285,25 +285,15 @@ class Service:
         with self._accepting(request.id):
             clock = Clock()
             request = self._checked(request, principal)
-            if self.upstream_card(request.model) is not None:
-                raise Unsupported(
-                    f"{request.model} is on an upstream server: only generation is relayed", param="model"
-                )
-            served = await self._models.get(request.model)
+            served = await self._served_here(request.model)
             prepared = await self._preparer.run_off_loop(
                 text_bytes(request), lambda: prepare_encoding(request, principal, served, self._info(served), clock)
             )
-            transport = EncodeCall(prepared, self._engines, job)
-            run = await self._admit(prepared.route_request(job), transport, clock, job)
-        if on_admit is not None:
-            on_admit(run.route.rate_limits)
-        async with run:
-            while not run.done:
-                await run.step()
-            await run.finish()
-        result, completed = transport.result(), run.completed
+            call = EncodeCall(prepared, self._engines, job)
+            run = await self._admit(prepared.route_request(job), call, clock, job)
+        completed = await _complete(run, on_admit, on_complete)
+        result = call.result()
         if on_complete is not None:
-            on_complete(completed)
             result.usage = completed.usage
         return result
 
@@ -319,24 +309,18 @@ class Service:
         with self._accepting(request.id):
             clock = Clock()
             request = self._checked(request, principal)
-            if self.upstream_card(request.model) is not None:
-                raise Unsupported(
-                    f"{request.model} is on an upstream server: only generation is relayed", param="model"
-                )
-            served = await self._models.get(request.model)
+            served = await self._served_here(request.model)
             served.check_speech()
             info = msgspec.structs.replace(self._info(served), model=served.card.id)
             call = SpeechCall(request, self._engines)
             run = await self._admit(speech_route(request, principal, info, clock), call, clock)
-        if on_admit is not None:
-            on_admit(run.route.rate_limits)
-        async with run:
-            while not run.done:
-                await run.step()
-            await run.finish()
-        if on_complete is not None:
-            on_complete(run.completed)
+        await _complete(run, on_admit, on_complete)
         return call.result()
+
+    async def _served_here(self, model_id: str) -> Served:
+        if self.upstream_card(model_id) is not None:
+            raise Unsupported(f"{model_id} is on an upstream server: only generation is relayed", param="model")
+        return await self._models.get(model_id)
 
     @contextmanager
     def _accepting(self, request_id: str) -> Iterator[None]:
@@ -421,3 +405,21 @@ class Service:
 
 async def _no_session_entries() -> Sequence[SessionEntry]:
     return ()
+
+
+async def _complete(
+    run: Run[Any],
+    on_admit: Callable[[RateLimits | None], None] | None,
+    on_complete: Callable[[Completed], None] | None,
+) -> Completed:
+    """Run a request whose result comes whole, to its end."""
+    if on_admit is not None:
+        on_admit(run.route.rate_limits)
+    async with run:
+        while not run.done:
+            await run.step()
+        await run.finish()
+    completed = run.completed
+    if on_complete is not None:
+        on_complete(completed)
+    return completed

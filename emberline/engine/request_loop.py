@@ -1,0 +1,128 @@
+"""What the step loops of encoders and speech models share: their requests, load, deadlines and ends.
+
+Unlike `step_loop.py` they have no KV cache, no scheduler and nothing in flight between two steps.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, Protocol, TypeVar
+
+from emberline.protocol.errors import BadInput, DeadlineExceeded, EmberlineError
+from emberline.protocol.events import TokenDelta, Usage
+from emberline.protocol.frames import EngineLoad, KVEvents, Vocabulary
+from emberline.protocol.request import EngineRequest, Priority
+
+
+class QueuedRequest(Protocol):
+    request: EngineRequest
+    deadline_s: float | None  # monotonic
+
+    @property
+    def running(self) -> bool:
+        """Whether a step has computed a part of it, or does so now."""
+
+    def usage(self) -> Usage: ...
+
+
+Item = TypeVar("Item", bound=QueuedRequest)
+
+
+class NoKVEvents:
+    """Nothing is cached, so there is nothing to tell."""
+
+    def subscribe(self) -> list[KVEvents]:
+        return []
+
+    def unsubscribe(self) -> None:
+        pass
+
+    def take(self) -> list[KVEvents]:
+        return []
+
+
+class RequestLoop(Generic[Item]):
+    """The owner calls `step`, which subclasses have, while the loop is busy."""
+
+    transfers = None
+    has_idle_task = False
+    blocked = False
+    wake_s = 0.0
+    preparing = False
+    n_prepared = 0
+
+    def __init__(
+        self,
+        max_waiting: int,
+        cpu_share: AbstractContextManager[None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._max_waiting = max_waiting  # requests
+        self._cpu_share = cpu_share or nullcontext()
+        self._clock = clock
+        self._requests: dict[str, Item] = {}
+        self._n_submitted = 0
+        self._steps = 0
+        # What heartbeats say, read by their thread while a step runs:
+        self.computed_tokens = 0
+        self.in_step = False
+        self.step_s = 0.0  # predicted, of the last step; 0: unknown
+
+    def kv_events(self) -> NoKVEvents:
+        return NoKVEvents()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def load(self) -> EngineLoad:
+        items = self._requests.values()
+        running = [item for item in items if item.running]
+        batch = sum(item.request.priority == Priority.BATCH for item in items)
+        running_batch = sum(item.request.priority == Priority.BATCH for item in running)
+        return EngineLoad(
+            running=len(running),
+            waiting=len(items) - len(running),
+            waiting_batch=batch - running_batch,
+            running_batch=running_batch,
+            steps=self._steps,
+            prompt_tokens=self.computed_tokens,
+            computed_tokens=self.computed_tokens,
+        )
+
+    def run_idle_task(self) -> None:
+        """There is none."""
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Of no use here: nothing is generated."""
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        item = self._requests.pop(request_id, None)
+        return None if item is None else TokenDelta(request_id, finish="cancelled", usage=item.usage())
+
+    def abort_all(self, error: EmberlineError) -> list[TokenDelta]:
+        return [self._failed(item, error) for item in list(self._requests.values())]
+
+    def _check_room(self, request: EngineRequest) -> None:
+        if request.id in self._requests:
+            raise BadInput(f"request id {request.id} is in use")
+        if len(self._requests) >= self._max_waiting:
+            raise BadInput(f"{self._max_waiting} requests wait here already")
+
+    def _add(self, item: Item) -> None:
+        self._requests[item.request.id] = item
+        self._n_submitted += 1
+
+    def _fail_late(self, now_s: float) -> list[TokenDelta]:
+        late = [item for item in self._requests.values() if item.deadline_s is not None and now_s > item.deadline_s]
+        return [self._failed(item, DeadlineExceeded("not finished within its deadline")) for item in late]
+
+    def _failed(self, item: Item, error: EmberlineError) -> TokenDelta:
+        del self._requests[item.request.id]
+        return TokenDelta(item.request.id, finish="error", usage=item.usage(), error=error.info())
+
+
+def deadline_s(request: EngineRequest, now_s: float) -> float | None:
+    """The monotonic time until which the request must have ended."""
+    return None if request.deadline_s is None else now_s + request.deadline_s
