@@ -41,6 +41,70 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Llama 4's scaling of queries by position p: 1 + scale * log(1 + floor((p + 1) / interval))."""
+
+    scale: float
+    interval: int  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedQueryAttention:
+    """Norm, q, k and v, attention over the KV cache, and the output projection, added to the residual.
+
+    The order of what may be done to q and k: weighted norms, RoPE, L2 norm, temperature.
+    """
+
+    norm: Tensor
+    qkv: Any  # the backend's matrix type
+    output: Any
+    post_norm: Tensor | None = None  # of the output, before it is added
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    kv_group: int  # index of the KV group that holds the layer's cache
+    layer_index: int  # of the layer within that group
+    window: int | None = None  # tokens, the query included
+    chunk: int | None = None  # a token sees those of its own chunk of so many tokens
+    rope: bool = True
+    q_norm: Tensor | None = None  # of each head
+    k_norm: Tensor | None = None
+    l2_norm: bool = False  # of q and k, without weights
+    temperature: QueryTemperature | None = None
+    sinks: Tensor | None = None  # float32 [heads]: one more logit each in the softmax's denominator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA), added to the residual.
+
+    A token's cache is one row: its normed latent [kv_lora], then its rotated key [rope_dim], which all heads share.
+    """
+
+    norm: Tensor
+    qkv_a: Any  # rows: q_lora (or heads * (nope_dim + rope_dim), where q is not low-rank), kv_lora, rope_dim
+    q_norm: Tensor | None  # [q_lora]
+    q_b: Any | None  # [heads * (nope_dim + rope_dim), q_lora]; of a head: first the dimensions without RoPE
+    kv_norm: Tensor  # [kv_lora]
+    k_up: Tensor  # [heads, nope_dim, kv_lora]; k_up and v_up are views of one tensor
+    v_up: Tensor  # [heads, v_dim, kv_lora]
+    output: Any  # [hidden, heads * v_dim]
+    post_norm: Tensor | None = None
+    heads: int
+    q_lora: int | None
+    kv_lora: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    eps: float
+    kv_group: int
+    layer_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class MLP:
     """A gated MLP with its norms."""
 
@@ -50,6 +114,33 @@ class MLP:
     post_norm: Tensor | None
     eps: float
     activation: str  # "silu" or "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoE:
+    """A mixture of experts: each token is computed by its `top_k` experts, whose weighted sum is added to the residual.
+
+    scores = scoring(router @ x); experts are chosen by score + correction_bias, weighted by score alone.
+    """
+
+    norm: Tensor
+    router: Tensor  # [experts, hidden], multiplied in float32
+    router_bias: Tensor | None = None  # float32 [experts]
+    correction_bias: Tensor | None = None  # float32 [experts]
+    gate_up: Any  # the backend's expert matrices: [experts, 2 * width, hidden], with biases where the model has them
+    down: Any  # [experts, hidden, width]
+    shared: MLP | None = None  # experts that compute every token, as one MLP; their norm is the block's
+    post_norm: Tensor | None = None
+    eps: float
+    experts: int
+    top_k: int
+    scoring: str  # "softmax" or "sigmoid"
+    normalize: bool = False  # the chosen experts' weights to a sum of 1
+    scale: float = 1.0  # of the weights
+    n_groups: int = 1  # of experts; only those of the `top_groups` best groups may be chosen
+    top_groups: int = 1
+    weight_on_input: bool = False  # the weight multiplies an expert's input, not its output
+    activation: str  # "silu", "gelu_tanh", or "swiglu_clamped": GPT-OSS's
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +178,16 @@ class Backend(Protocol):
 
     def load_vector(self, weight: WeightSource) -> Tensor:
         """A norm's weight."""
+        ...
+
+    def load_tensor(self, weight: WeightSource) -> Tensor:
+        """A dense tensor of any rank, in the activations' dtype."""
+        ...
+
+    def load_experts(
+        self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
+    ) -> Any:
+        """One matrix per expert, each stacked by rows from its list, in the backend's own layout."""
         ...
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> Any:

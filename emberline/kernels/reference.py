@@ -45,8 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: in
 
 @dataclass(frozen=True, slots=True)
 class TorchMatrix:
-    weight: Tensor  # [rows, cols]
-    bias: Tensor | None
+    weight: Tensor  # [rows, cols]; of experts: [experts, rows, cols]
+    bias: Tensor | None  # without cols
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,16 @@ class TorchBackend:
 
     def load_vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
+
+    def load_tensor(self, weight: WeightSource) -> Tensor:
+        return weight.tensor(self.dtype, self.device)
+
+    def load_experts(
+        self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
+    ) -> TorchMatrix:
+        matrices = [self.load_matrix(weights, None if bias is None else bias[e]) for e, weights in enumerate(experts)]
+        biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
+        return TorchMatrix(torch.stack([matrix.weight for matrix in matrices]), torch.stack(biases) if biases else None)
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TorchStep:
         tables = []

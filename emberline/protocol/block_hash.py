@@ -17,27 +17,29 @@ BLOCK_TOKENS = 16
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers whose KV is allocated and freed together. A block holds BLOCK_TOKENS tokens of all of them, contiguous:
 
-    [layers, 2 (k, v), kv_heads, BLOCK_TOKENS, head_dim]
+    [layers, planes, kv_heads, BLOCK_TOKENS, head_dim]
     """
 
-    name: str  # "full" or "window<N>"
+    name: str  # "full", "window<N>" or "chunk<N>"
     layers: tuple[int, ...]  # model layer numbers, ascending
     kv_heads: int
     head_dim: int
     dtype: str  # torch dtype name: "float16", "bfloat16", "float32"
     window: int | None = None  # sliding window in tokens, the query included; None: full attention
+    chunked: bool = False  # `window` is the size of chunks instead: a token sees the tokens of its own chunk only
     keys: str = "token"  # K inside a block is [BLOCK_TOKENS, head_dim]; "channel": transposed, [head_dim, BLOCK_TOKENS]
+    planes: int = 2  # K and V; 1: MLA's row of latent and rotated key, which has one head
 
     @property
     def block_bytes(self) -> int:
         item = 4 if self.dtype == "float32" else 2
-        return len(self.layers) * 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * item
+        return len(self.layers) * self.planes * self.kv_heads * BLOCK_TOKENS * self.head_dim * item
 
     @property
     def tag(self) -> str:
         """Layout tag: part of a stored block's address, never of its content key."""
         layers = f"L{self.layers[0]}-{self.layers[-1]}x{len(self.layers)}"
-        return f"{self.name}:{self.dtype}:{self.keys}:{layers}:H0-{self.kv_heads}"
+        return f"{self.name}:{self.dtype}:{self.keys}:{layers}:H0-{self.kv_heads}:{self.planes}x{self.head_dim}"
 
 
 DIGEST_BYTES = 16

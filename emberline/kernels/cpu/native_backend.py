@@ -176,6 +176,14 @@ class NativeBackend:
     def load_vector(self, weight: WeightSource) -> Tensor:
         return torch.from_numpy(np.array(weight.dense(), dtype=np.float32))
 
+    def load_tensor(self, weight: WeightSource) -> Tensor:
+        return weight.tensor(torch.float32, "cpu")
+
+    def load_experts(
+        self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
+    ) -> Any:
+        raise NotImplementedError("models with experts run on TorchBackend: see registry.select_backend")
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> NativeStep:

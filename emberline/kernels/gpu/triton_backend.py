@@ -72,6 +72,16 @@ class TritonBackend:
     def load_vector(self, weight: WeightSource) -> Tensor:
         return weight.tensor(torch.float32, self.device)
 
+    def load_tensor(self, weight: WeightSource) -> Tensor:
+        tensor = torch.empty(weight.shape, dtype=self.dtype, device=self.device)
+        weight.into(tensor)
+        return tensor
+
+    def load_experts(
+        self, experts: list[list[WeightSource]], bias: list[list[WeightSource]] | None = None, *, gated: bool = False
+    ) -> Any:
+        raise NotImplementedError("mixtures of experts do not run on the GPU yet")
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Any, kv: list[Tensor], groups: tuple[KVGroup, ...], ropes: list[Rope]) -> TritonStep:
