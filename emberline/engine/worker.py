@@ -23,6 +23,7 @@ from emberline.engine.speech import Transcriber
 from emberline.engine.speech_loop import SpeechLoop
 from emberline.engine.step_loop import StepLoop
 from emberline.kernels.cpu.build import private_cache_dir
+from emberline.kernels.gpu.compile_server import CompileServer, start_server
 from emberline.kv.block_pool import split_bytes
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.manager import host_transfers
@@ -79,6 +80,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
     checkpoint = open_checkpoint(args.model)
     if "TRITON_CACHE_DIR" not in os.environ:
         os.environ["TRITON_CACHE_DIR"] = str(private_cache_dir() / "triton")
+    compile_server = start_server() if _expects_cuda(args) else None
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     import torch  # takes a second or more: not before a start that fails
@@ -97,7 +99,7 @@ def build(args: argparse.Namespace) -> tuple[StepLoop | EncoderLoop | SpeechLoop
     elif args.threads is not None:
         torch.set_num_threads(args.threads)
     fingerprint = checkpoint.fingerprint
-    loop, cache, limits, preparation = _step_loop(model, fingerprint, device, args)
+    loop, cache, limits, preparation = _step_loop(model, fingerprint, device, args, compile_server)
     if preparation is not None:
         preparation.first()
     if weights is not None:
@@ -181,9 +183,14 @@ def _build_speech(args: argparse.Namespace) -> tuple[SpeechLoop, EngineInfo, dic
     return SpeechLoop(model, tuple(model.languages), cpu_share=cpu_share), info, facts
 
 
+def _expects_cuda(args: argparse.Namespace) -> bool:
+    """Known before torch is imported."""
+    return args.device != "cpu" and Path("/dev/nvidiactl").exists()
+
+
 def _read_ahead(args: argparse.Namespace) -> ReadAhead | None:
     """For an accelerator the whole checkpoint is read once: begin before torch is imported."""
-    if args.device == "cpu" or not Path("/dev/nvidiactl").exists():
+    if not _expects_cuda(args):
         return None
     return ReadAhead(model_files(args.model), free_host_bytes() // 2)
 
@@ -197,7 +204,11 @@ def _set_defaults(args: argparse.Namespace, device: str) -> None:
 
 
 def _step_loop(
-    model: Any, fingerprint: str, device: str, args: argparse.Namespace
+    model: Any,
+    fingerprint: str,
+    device: str,
+    args: argparse.Namespace,
+    compile_server: CompileServer | None = None,
 ) -> tuple[StepLoop, KVCache, Limits, "StepPreparation | None"]:
     from emberline.engine.torch_runner import TorchRunner
 
@@ -227,7 +238,7 @@ def _step_loop(
     gpu_runner = engine.runner(n_blocks, limits, pools=pools)
     transfers = device_transfers(fingerprint, model.kv_groups, gpu_runner.pools, spans)
     scheduler = Scheduler(cache, limits, fingerprint, MatcherCompiler(limits.vocab_size), engine.prefill, transfers)
-    preparation = StepPreparation(model, gpu_runner, limits)
+    preparation = StepPreparation(model, gpu_runner, limits, compile_server)
     loop = StepLoop(scheduler, gpu_runner, GPU_STEPS_IN_FLIGHT, preparation.next, transfers)
     return loop, cache, limits, preparation
 

@@ -12,6 +12,7 @@ from emberline.engine.gpu.shapes import is_essential
 from emberline.engine.scheduler.latency_target import EAGER_TOKENS
 from emberline.engine.scheduler.limits import Limits
 from emberline.engine.scheduler.plan import DeviceLost
+from emberline.kernels.gpu.compile_server import CompileServer
 from emberline.kernels.gpu.launch import compiling_only
 from emberline.models.decoder import Decoder
 
@@ -27,7 +28,10 @@ class StepPreparation:
     until when Triton's kernel computes that of long chunks.
     """
 
-    def __init__(self, model: Decoder, runner: GpuRunner, limits: Limits) -> None:
+    def __init__(
+        self, model: Decoder, runner: GpuRunner, limits: Limits, compile_server: CompileServer | None = None
+    ) -> None:
+        self._compile_server = compile_server
         self._model = model
         self._runner = runner
         self._limits = limits
@@ -59,6 +63,9 @@ class StepPreparation:
         self._compile([], self._long_chunks)
         self._model.kernels.long_plans = False
         compiled_s = time.perf_counter()
+        if self._compile_server is not None:
+            self._compile_server.close()
+            self._compile_server = None
         with self._model.distinct_layers():
             for chunks in self._many_chunks:
                 self._runner.run_eager_padding(chunks)  # loads the libraries' kernels for large products
@@ -88,7 +95,7 @@ class StepPreparation:
     def _compile(self, kinds: list[StepKind], eager: list[list[tuple[int, int]]] | None = None) -> None:
         """Compile all kernels of these kinds of steps, and of eager steps with these chunks."""
         try:
-            with self._model.distinct_layers(), compiling_only():
+            with self._model.distinct_layers(), compiling_only(self._compile_server):
                 for kind in kinds:
                     self._runner.run_padding(kind)
                 for chunks in eager or []:

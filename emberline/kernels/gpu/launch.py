@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from emberline.kernels.gpu.compile_server import CompileServer
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiling = False
 SM_COUNT = 2 if INTERPRETED else 132  # of the H200 the tile configs were measured on; other GPUs are balanced less well
@@ -29,13 +31,17 @@ def supports_pdl() -> bool:
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Inside, kernels are not launched but compiled, on all cores. Waits for the compilers in the end."""
+def compiling_only(server: CompileServer | None = None) -> Iterator[None]:
+    """Inside, kernels are not launched but compiled, on all cores: on threads, or by the server's processes.
+
+    Waits for the compilers in the end.
+    """
     global _compiling
     kernel_class = triton.JITFunction
     run = kernel_class.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        self.compile = triton.compile if server is None else server.compile
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):

@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Compiling kernels in several processes, for a start with an empty cache.
+
+Half of a compilation is Python, so threads of one process leave most cores idle. A server imports the kernels while the
+engine reads its configuration, and forks a process for each compilation. It compiles for a given target, touches no
+device, and leaves the result in Triton's cache on disk, where the engine's process finds it.
+
+    engine: thread ── job ──▶ server ── fork ──▶ triton.compile ──▶ cache on disk ──▶ engine: the same call, at once
+"""
+
+import importlib
+import marshal
+import os
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_SIZE = struct.Struct("<I")
+_MODULES = ("triton_backend", "sampler", "decode_inputs")  # which import all others
+MIN_CORES = 4  # with fewer, the processes would only compete with the threads that read weights
+
+
+class CompileServer:
+    """A server process of `n_processes` compilations at a time."""
+
+    def __init__(self, n_processes: int) -> None:
+        command = [sys.executable, "-m", __name__, str(n_processes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._jobs: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._read_results, daemon=True).start()
+
+    def compile(self, source: Any, target: Any, options: dict[str, Any], **more: Any) -> Any:
+        """What `triton.compile` returns for a `triton.compiler.ASTSource`. Waits, so it belongs on a thread."""
+        import triton
+
+        function, where = source.fn, (target.backend, target.arch, target.warp_size)
+        parts = dict(source.signature), dict(source.constants), dict(source.attrs), where, dict(options)
+        with suppress(ValueError):  # something that cannot be sent: compiled by the call below
+            self._submit((function.__module__, function.fn.__qualname__, *parts)).result()
+        return triton.compile(source, target=target, options=options, **more)
+
+    def _submit(self, job: tuple[Any, ...]) -> Future[None]:
+        done: Future[None] = Future()
+        with self._lock:
+            number = len(self._jobs)
+            message = marshal.dumps((number, *job))
+            self._jobs[number] = done
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(_SIZE.pack(len(message)) + message)
+                self._process.stdin.flush()
+            except OSError:
+                self._closed = True
+            if self._closed:
+                done.set_result(None)
+        return done
+
+    def _read_results(self) -> None:
+        assert self._process.stdout is not None
+        while number := self._process.stdout.read(_SIZE.size):
+            self._jobs[_SIZE.unpack(number)[0]].set_result(None)
+        with self._lock:
+            self._closed = True
+            for job in self._jobs.values():
+                if not job.done():
+                    job.set_result(None)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def start_server() -> CompileServer | None:
+    """A server, if there is much to compile and there are cores for it."""
+    n_cores = len(os.sched_getaffinity(0))
+    return CompileServer(n_cores) if n_cores >= MIN_CORES and _is_cache_empty() else None
+
+
+def _is_cache_empty() -> bool:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return not folder.is_dir() or not any(folder.iterdir())
+
+
+# --- the server's process ---------------------------------------------------------------------------------------------
+
+
+def _compile(module: str, name: str, signature: Any, constants: Any, attrs: Any, where: Any, options: Any) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(module), name)
+    source = ASTSource(function, signature, constants, attrs)
+    triton.compile(source, target=GPUTarget(*where), options=options)
+
+
+def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
+    """Fork for each job, and tell its number when the process has ended, however it ended."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # a hash of the whole compiler, which the forked processes inherit
+    for module in _MODULES:
+        importlib.import_module(f"{__package__}.{module}")
+    writing = threading.Lock()
+
+    def run(number: int, *job: Any) -> None:
+        process = os.fork()
+        if process == 0:
+            try:
+                _compile(*job)
+            finally:
+                os._exit(0)
+        os.waitpid(process, 0)
+        with writing:
+            results.write(_SIZE.pack(number))
+            results.flush()
+
+    with ThreadPoolExecutor(n_processes) as pool:
+        while size := jobs.read(_SIZE.size):
+            pool.submit(run, *marshal.loads(jobs.read(_SIZE.unpack(size)[0])))
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))
