@@ -28,7 +28,8 @@ def source(block):
     return ASTSource(function, signature, {(5,): block}, {})
 
 server = CompileServer(2)
-server._submit((function.__module__, "_embedding", signature, {(5,): 128}, {}, ("cuda", 90, 32), {"num_warps": 4})).result()
+job = (function.__module__, "_embedding", signature, {(5,): 128}, {}, ("cuda", 90, 32), {"num_warps": 4})
+server._submit(job).result()
 by_server = compiled()
 kernel = server.compile(source(128), target, {"num_warps": 4})
 found = compiled()
