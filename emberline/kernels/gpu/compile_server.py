@@ -8,19 +8,16 @@ device, and leaves the result in Triton's cache on disk, where the engine's proc
     engine: thread ── job ──▶ server ── fork ──▶ triton.compile ──▶ cache on disk ──▶ engine: the same call, at once
 """
 
+import ast
 import importlib
-import marshal
 import os
-import struct
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-_SIZE = struct.Struct("<I")
 _MODULES = ("triton_backend", "sampler", "decode_inputs")  # which import all others
 MIN_CORES = 4  # with fewer, the processes would only compete with the threads that read weights
 
@@ -42,19 +39,18 @@ class CompileServer:
 
         function, where = source.fn, (target.backend, target.arch, target.warp_size)
         parts = dict(source.signature), dict(source.constants), dict(source.attrs), where, dict(options)
-        with suppress(ValueError):  # something that cannot be sent: compiled by the call below
-            self._submit((function.__module__, function.fn.__qualname__, *parts)).result()
+        self._submit((function.__module__, function.fn.__qualname__, *parts)).result()
         return triton.compile(source, target=target, options=options, **more)
 
     def _submit(self, job: tuple[Any, ...]) -> Future[None]:
+        """Done when the result is in the cache, or the job has failed: the engine's own call then tells why."""
         done: Future[None] = Future()
         with self._lock:
             number = len(self._jobs)
-            message = marshal.dumps((number, *job))
             self._jobs[number] = done
             try:
                 assert self._process.stdin is not None
-                self._process.stdin.write(_SIZE.pack(len(message)) + message)
+                self._process.stdin.write(f"{number} {job!r}\n".encode())
                 self._process.stdin.flush()
             except OSError:
                 self._closed = True
@@ -64,8 +60,8 @@ class CompileServer:
 
     def _read_results(self) -> None:
         assert self._process.stdout is not None
-        while number := self._process.stdout.read(_SIZE.size):
-            self._jobs[_SIZE.unpack(number)[0]].set_result(None)
+        for number in self._process.stdout:
+            self._jobs[int(number)].set_result(None)
         with self._lock:
             self._closed = True
             for job in self._jobs.values():
@@ -110,21 +106,21 @@ def _serve(jobs: IO[bytes], results: IO[bytes], n_processes: int) -> None:
         importlib.import_module(f"{__package__}.{module}")
     writing = threading.Lock()
 
-    def run(number: int, *job: Any) -> None:
+    def run(number: bytes, job: bytes) -> None:
         process = os.fork()
         if process == 0:
             try:
-                _compile(*job)
+                _compile(*ast.literal_eval(job.decode()))
             finally:
                 os._exit(0)
         os.waitpid(process, 0)
         with writing:
-            results.write(_SIZE.pack(number))
+            results.write(number + b"\n")
             results.flush()
 
     with ThreadPoolExecutor(n_processes) as pool:
-        while size := jobs.read(_SIZE.size):
-            pool.submit(run, *marshal.loads(jobs.read(_SIZE.unpack(size)[0])))
+        for line in jobs:
+            pool.submit(run, *line.split(maxsplit=1))
 
 
 if __name__ == "__main__":
