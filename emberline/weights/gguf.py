@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberline.weights.model_config import MAX_HEAD_DIM, MAX_LAYERS, BadCheckpoint, Fields, ModelConfig, rope_from_gguf
-from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight, check_tensors
+from emberline.weights.tensor_shapes import check_tensors
+from emberline.weights.tensors import FORMATS, Bytes, CheckpointFiles, FileLocation, Weight
 
 # The value of a metadata key. Arrays of strings are lists, arrays of numbers and booleans numpy arrays.
 Value = str | int | float | bool | list[str] | NDArray[np.generic]

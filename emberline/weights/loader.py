@@ -50,6 +50,7 @@ class WeightLoader:
     def fill(self, weight: Weight, target: Tensor) -> None:
         """Schedule the weight to be read into `target`, which must not be used before `finish`."""
         as_is = _DTYPES.get(weight.kind) == target.dtype and weight.order is None and not weight.shift
+        as_is &= not weight.transposed
         if not as_is or weight.location is None or not target.is_contiguous():
             self._conversions.append((weight, target))
             return

@@ -14,8 +14,44 @@ MAX_WHOLE = 1 << 31
 _REQUIRED = object()
 
 
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (MLA): keys and values are expanded from one cached latent for each token."""
+
+    q_lora: int | None  # rank of the query projection; None: it is one matrix
+    kv_lora: int  # numbers of the latent
+    nope: int  # dimensions of a query head without RoPE
+    rope: int  # with RoPE; the key's are shared by all heads and cached behind the latent
+    v_dim: int  # of a value head
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Mixture of experts: the feed-forward block of some layers. The others have a dense MLP of `mlp_size`."""
+
+    layers: tuple[int, ...]  # ascending
+    experts: int
+    top_k: int  # experts of a token
+    width: int  # of an expert's MLP
+    shared_width: int = 0  # of the MLP that every token takes as well; 0: there is none
+    scoring: str = "softmax"  # or "sigmoid"
+    normalize: bool = True  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # and then multiplied by this
+    n_groups: int = 1  # the experts are taken from the best `top_groups` of so many groups
+    top_groups: int = 1
+    correction_bias: bool = False  # added to the scores for the choice of experts, not to their weights
+    weight_on_input: bool = False  # an expert's weight multiplies its input instead of its output
+    biases: bool = False  # of the router and the experts
+    activation: str = "silu"  # or "gelu_tanh"; "swiglu_clamped": GPT-OSS's
+
+
+class QueryTemperature(msgspec.Struct, frozen=True):
+    """Queries at position p are multiplied by 1 + scale * ln(1 + floor((p + 1) / floor_tokens))."""
+
+    scale: float
+    floor_tokens: int
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    architecture: str  # "llama", "mistral", "qwen2", "qwen3", "gemma3"
+    architecture: str  # a key of `models.registry.ARCHITECTURES`
     vocab_size: int
     hidden_size: int
     n_layers: int
@@ -30,17 +66,36 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # and yarn scaling all reduce to such divisors.
     rope_divisors: tuple[float, ...] | None = None
     rope_scale: float = 1.0  # multiplies cos and sin (yarn's attention factor)
+    rope_interleaved: bool = False  # the checkpoint pairs dimensions 2i and 2i + 1; its rows are reordered when read
+    nope_layers: tuple[int, ...] = ()  # layers without RoPE
     windows: tuple[int | None, ...] = ()  # sliding window per layer; () means full attention in every layer
+    chunks: tuple[int | None, ...] = ()  # per layer: attention within chunks of so many tokens; (): in none
     local_rope_theta: float | None = None  # of the sliding-window layers, where it differs (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     activation: str = "silu"  # or "gelu_tanh"
     embedding_scale: float = 1.0
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output matrix
     qk_norm: bool = False
+    qk_l2_norm: bool = False  # a norm of q and k without weights, behind RoPE, in the layers with RoPE (Llama 4)
+    query_temperature: QueryTemperature | None = None  # in the layers without RoPE (Llama 4)
+    sinks: bool = False  # a learned logit per head in the softmax's denominator (GPT-OSS)
+    latent: LatentConfig | None = None  # None: grouped-query attention
+    moe: MoEConfig | None = None  # None: a dense MLP in every layer
     post_norms: bool = False  # Gemma's norms after attention and after the MLP
+    n_mtp_layers: int = 0  # multi-token prediction layers behind the others in the file, which are not read
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope
+
+    @property
+    def moe_layers(self) -> frozenset[int]:
+        return frozenset() if self.moe is None else frozenset(self.moe.layers)
 
 
 class BadCheckpoint(ValueError):
@@ -94,6 +149,15 @@ class Fields:
             raise self.wrong(key, "text")
         return value
 
+    def whole_numbers(self, key: str, *, most: int = MAX_WHOLE) -> tuple[int, ...] | None:
+        """A list of whole numbers from 0 on; None where it is absent."""
+        if not self.has(key):
+            return None
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) > MAX_LAYERS:
+            raise self.wrong(key, "a list of whole numbers")
+        return tuple(Fields({key: value}, self.where).whole(key, least=0, most=most) for value in values)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
@@ -119,21 +183,30 @@ def _llama3(
     return tuple((1 / ((1 - blend) / factor + blend)).tolist())
 
 
-def _yarn(theta: float, dim: int, *, factor: float, fast: float, slow: float, original_len: float) -> Divisors:
-    """Frequencies with fewer than `slow` turns are divided by `factor`, those with more than `fast` kept."""
+def _yarn(
+    theta: float, dim: int, *, factor: float, fast: float, slow: float, original_len: float, truncate: bool = True
+) -> Divisors:
+    """Frequencies with fewer than `slow` turns are divided by `factor`, those with more than `fast` kept.
+
+    `truncate`: the ramp between them begins and ends at whole indices.
+    """
     if theta <= 1:
         raise BadCheckpoint(f"yarn cannot scale a rope theta of {theta}")
 
     def index(turns: float) -> float:
         return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(index(fast)), 0), min(math.ceil(index(slow)), dim - 1)
+    low, high = index(fast), index(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     return tuple((1 / (ramp / factor + 1 - ramp)).tolist())
 
 
-def _yarn_scale(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """What yarn multiplies attention logits by, as a factor of q and of k."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def rope_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tuple[Divisors | None, float]:
@@ -151,11 +224,14 @@ def rope_from_hf(fields: Fields, theta: float, dim: int, context_len: int) -> tu
             raise fields.wrong("high_freq_factor", "above low_freq_factor")
         return _llama3(theta, dim, factor=factor, low_factor=low, high_factor=high, original_len=original_len), 1.0
     if kind == "yarn":
-        if fields.has("mscale") or fields.has("mscale_all_dim") or not fields.flag("truncate", True):
-            raise BadCheckpoint("yarn with mscale or without truncation is not supported")
         fast, slow = fields.positive("beta_fast", 32), fields.positive("beta_slow", 1)
-        divisors = _yarn(theta, dim, factor=factor, fast=fast, slow=slow, original_len=original_len)
-        return divisors, fields.positive("attention_factor", _yarn_scale(factor))
+        truncate = fields.flag("truncate", True)
+        divisors = _yarn(theta, dim, factor=factor, fast=fast, slow=slow, original_len=original_len, truncate=truncate)
+        scale = yarn_scale(factor)
+        if fields.has("mscale") and fields.has("mscale_all_dim"):
+            scale = yarn_scale(factor, fields.positive("mscale"))
+            scale /= yarn_scale(factor, fields.positive("mscale_all_dim"))
+        return divisors, fields.positive("attention_factor", scale)
     raise BadCheckpoint(f"rope scaling {kind!r} is not supported; supported are linear, llama3 and yarn")
 
 
@@ -172,5 +248,5 @@ def rope_from_gguf(fields: Fields, theta: float, dim: int, context_len: int) -> 
         fast = fields.positive("rope.scaling.yarn_beta_fast", 32.0)
         slow = fields.positive("rope.scaling.yarn_beta_slow", 1.0)
         divisors = _yarn(theta, dim, factor=factor, fast=fast, slow=slow, original_len=original_len)
-        return divisors, fields.positive("rope.scaling.attn_factor", 1.0) * _yarn_scale(factor)
+        return divisors, fields.positive("rope.scaling.attn_factor", 1.0) * yarn_scale(factor)
     raise BadCheckpoint(f"rope scaling {kind!r} is not supported; supported are linear, yarn and rope_freqs.weight")

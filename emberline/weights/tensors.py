@@ -4,7 +4,7 @@ Every quantized format is read as `w = scale * code + offset` over small groups,
 a scale at most 18, so the product fits float32's mantissa and only the final sum rounds, as in the reference.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.weights.encoder_checkpoint import EncoderConfig, encoder_shapes
-from emberline.weights.model_config import BadCheckpoint, ModelConfig
+from emberline.weights.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -181,11 +180,16 @@ class Weight:
     kind: str  # a key of FORMATS
     raw: Bytes  # [rows, row_bytes], a view of the mapped file; a vector is n rows of one number
     order: NDArray[np.intp] | None = None  # row i of the weight is row order[i] of the file
+    transposed: bool = False  # the file has it as [cols, rows]: `raw` is [cols, bytes]; of the float formats only
     shift: float = 0.0  # added to every number (Hugging Face's Gemma stores norms minus one)
     location: FileLocation | None = None  # of `raw`, for a loader that reads the file itself
     loader: "TensorFiller | None" = None  # reads the weight later; None: `into` reads at once
 
     def _rows(self, start: int = 0, stop: int | None = None) -> Bytes:
+        if self.transposed:
+            item = np.ascontiguousarray(self.raw).view(f"u{FORMATS[self.kind].block_bytes}")  # [cols, rows of the file]
+            columns = item[:, start:stop] if self.order is None else item[:, self.order[start:stop]]
+            return np.ascontiguousarray(columns.T).view(np.uint8)
         return self.raw[start:stop] if self.order is None else self.raw[self.order[start:stop]]
 
     def dense(self) -> Floats:
@@ -249,50 +253,3 @@ class CheckpointFiles(NamedTuple):
     config: ModelConfig
     weights: dict[str, Weight]
     close: Callable[[], None]
-
-
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Canonical name and shape [out, in] of every tensor that a model of this configuration has."""
-    if isinstance(config, EncoderConfig):
-        yield from encoder_shapes(config)
-        return
-    hidden, q, kv = config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield "token_embd.weight", (config.vocab_size, hidden)
-    yield "output_norm.weight", (hidden,)
-    if not config.tie_embeddings:
-        yield "output.weight", (config.vocab_size, hidden)
-    for layer in range(config.n_layers):
-        prefix = f"blk.{layer}."
-        yield f"{prefix}attn_norm.weight", (hidden,)
-        for part, rows in ("attn_q", q), ("attn_k", kv), ("attn_v", kv):
-            yield f"{prefix}{part}.weight", (rows, hidden)
-            if config.qkv_bias:
-                yield f"{prefix}{part}.bias", (rows,)
-        yield f"{prefix}attn_output.weight", (hidden, q)
-        if config.qk_norm:
-            yield f"{prefix}attn_q_norm.weight", (config.head_dim,)
-            yield f"{prefix}attn_k_norm.weight", (config.head_dim,)
-        if config.post_norms:
-            yield f"{prefix}post_attention_norm.weight", (hidden,)
-            yield f"{prefix}post_ffw_norm.weight", (hidden,)
-        yield f"{prefix}ffn_norm.weight", (hidden,)
-        yield f"{prefix}ffn_gate.weight", (config.mlp_size, hidden)
-        yield f"{prefix}ffn_up.weight", (config.mlp_size, hidden)
-        yield f"{prefix}ffn_down.weight", (hidden, config.mlp_size)
-
-
-def check_tensors(config: ModelConfig, found: dict[str, Weight]) -> None:
-    """Reject a checkpoint whose tensors are missing, unexpected or misshapen: any would give wrong results."""
-    if 9 * config.n_layers > len(found):  # bounds the loop below before it starts
-        raise BadCheckpoint(f"{len(found)} tensors cannot make {config.n_layers} layers")
-    if config.n_heads % config.n_kv_heads:
-        raise BadCheckpoint(f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads")
-    expected = dict(expected_shapes(config))
-    for name, shape in expected.items():
-        if name not in found:
-            raise BadCheckpoint(f"tensor {name!r} is missing")
-        if found[name].shape != shape:
-            raise BadCheckpoint(f"tensor {name!r} has shape {found[name].shape}, but the configuration implies {shape}")
-    unexpected = next((name for name in found if name not in expected), None)
-    if unexpected is not None:
-        raise BadCheckpoint(f"tensor {unexpected!r} has no place in a {config.architecture} model")

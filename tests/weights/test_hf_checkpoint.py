@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emberline.weights.checkpoint import open_checkpoint
-from emberline.weights.hf_checkpoint import read_config
+from emberline.weights.hf_config import read_config
 from emberline.weights.model_config import BadCheckpoint
 from tests.examples import n_examples
 

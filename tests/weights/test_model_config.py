@@ -27,6 +27,32 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "attention_factor": 0.9,
         "original_max_position_embeddings": 4096,
     },
+    "deepseek's yarn": {
+        "type": "yarn",
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 4096,
+    },
+    "kimi's yarn": {
+        "type": "yarn",
+        "factor": 64.0,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "gpt-oss's yarn": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 
@@ -70,7 +96,7 @@ def test_without_scaling_there_are_no_divisors() -> None:
         {"rope_type": "linear", "factor": 0},
         {"rope_type": "linear", "factor": "two"},
         {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
-        {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "mscale": -1.0, "mscale_all_dim": 1.0},
         {"rope_type": 3},
     ],
 )

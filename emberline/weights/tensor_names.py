@@ -1,0 +1,126 @@
+"""Names of a Hugging Face checkpoint's tensors → canonical names, which are GGUF's.
+
+An expert's matrices are tensors of their own, `blk.N.ffn_gate_exps.E.weight`, whether the file has one tensor for each
+or one for all. The suffix of a name (`weight`, `bias`, a quantized format's `weight_scale` …) is kept.
+"""
+
+import re
+
+from emberline.weights.encoder_checkpoint import EncoderConfig, encoder_tensor
+from emberline.weights.model_config import BadCheckpoint, ModelConfig
+
+_TOP = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+_ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_LATENT = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
+
+
+def _mlp(
+    prefix: str, suffix: str = "", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    names = (f"ffn_gate{suffix}", f"ffn_up{suffix}", f"ffn_down{suffix}")
+    return {f"{prefix}.{part}": name for part, name in zip(parts, names, strict=True)}
+
+
+_DENSE = _ATTENTION | _mlp("mlp")
+_GEMMA = _DENSE | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# `experts.*` stands for every expert, and its number stands behind the canonical name.
+_EXPERTS = _mlp("mlp.experts.*", "_exps")
+# Tensors of all experts of a layer, whose names have no suffix of their own.
+_FUSED = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps", "mlp.experts.down_proj": "ffn_down_exps"}
+_DEEPSEEK = (
+    _DENSE
+    | _LATENT
+    | _EXPERTS
+    | _mlp("mlp.shared_experts", "_shexp")
+    | {"mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction": "exp_probs_b"}
+)
+_LLAMA4 = (
+    _ATTENTION
+    | _mlp("feed_forward")
+    | _mlp("feed_forward.shared_expert", "_shexp")
+    | _mlp("feed_forward.experts.*", "_exps")
+    | {"feed_forward.router": "ffn_gate_inp"}
+)
+_PARTS: dict[str, dict[str, str]] = {
+    "gemma3": _GEMMA,
+    "qwen3_moe": _DENSE | _EXPERTS | {"mlp.gate": "ffn_gate_inp"},
+    "mixtral": _ATTENTION
+    | _mlp("block_sparse_moe.experts.*", "_exps", ("w1", "w3", "w2"))
+    | {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp"},
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK),
+    "llama4": _LLAMA4,
+    "gpt_oss": _ATTENTION | {"mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"},
+}
+_LAYER = re.compile(r"layers\.(\d{1,4})\.(.+)")
+_EXPERT = re.compile(r"(.*experts)\.(\d{1,4})\.(\w+)")
+_SUFFIX = re.compile(r"(.*)[._]((?:weight|bias|blocks|scales)\w*)")
+# Prefixes of the text model's tensors, longest first: multimodal models nest it in one of several ways.
+_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
+# Not part of the text model, or computed rather than stored.
+_IGNORED = re.compile(
+    r"(model\.)?(vision_tower|vision_model|mm_projector|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$"
+)
+
+
+def canonical(key: str, config: ModelConfig) -> str | None:
+    """The canonical name of a Hugging Face tensor; None if it is not needed, BadCheckpoint if it is unknown."""
+    if isinstance(config, EncoderConfig):
+        return encoder_tensor(key, config)
+    if _IGNORED.match(key):
+        return None
+    if key.startswith(("lm_head.", "language_model.lm_head.")):
+        return None if config.tie_embeddings else "output." + key.partition("lm_head.")[2]
+    inner = next((key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)), key)
+    layer = _LAYER.fullmatch(inner)
+    if layer is None:
+        name = _TOP.get(inner)
+    elif config.n_layers <= int(layer[1]) < config.n_layers + config.n_mtp_layers:
+        return None
+    else:
+        name = _layer_tensor(layer[2], config)
+        name = name and f"blk.{int(layer[1])}.{name}"
+    if name is None:
+        raise BadCheckpoint(f"tensor {key[:120]!r} has no place in a {config.architecture} model")
+    return name
+
+
+def _layer_tensor(rest: str, config: ModelConfig) -> str | None:
+    parts = _PARTS.get(config.architecture, _DENSE)
+    if rest in parts:  # GPT-OSS's sinks have no suffix
+        return f"{parts[rest]}.weight"
+    fused = _FUSED.get(rest.replace("feed_forward.", "mlp.")) if config.moe is not None else None
+    if fused is not None:
+        return f"{fused}.weight"
+    split = _SUFFIX.fullmatch(rest)
+    if split is None:
+        return None
+    part, suffix = split[1], split[2]
+    fused = _FUSED.get(part) if config.moe is not None else None
+    if fused is not None:
+        return f"{fused}.{suffix}"
+    expert = _EXPERT.fullmatch(part)
+    if expert is None:
+        name = parts.get(part)
+        return name and f"{name}.{suffix}"
+    name = parts.get(f"{expert[1]}.*.{expert[3]}")
+    return name and f"{name}.{int(expert[2])}.{suffix}"
